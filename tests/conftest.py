@@ -1,0 +1,76 @@
+"""Tiny real models: a random Qwen2 and a random Llama with a word-level tokenizer, saved with `save_pretrained`."""
+
+import os
+
+# One thread a process: on two cores, spinning OpenMP barriers cost more than a second thread gains. Set before torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+WORDS = ["<pad>", "<eos>", "<unk>", "=", ":", "+", "-", "*", "/", "(", ")", "<answer>", *map(str, range(20))]
+
+
+def save_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+    fast.save_pretrained(path)
+
+
+def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overrides: object) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[architecture]
+    shape = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,  # peaked enough that greedy text does not hang on rounding
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model_class(config_class(**{**shape, **overrides})).save_pretrained(path)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def policy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_policy(tmp_path_factory.mktemp("policy")))
+
+
+@pytest.fixture(scope="session")
+def llama_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_policy(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=False))
+
+
+@pytest.fixture(scope="session")
+def prompts_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt": f"{i} {i + 1} = {2 * i + 1} :", "answer": f"{i} + {i + 1}"} for i in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)

@@ -1,0 +1,172 @@
+"""What every engine must do, run on both with the same tiny policy."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tlt_lightning.engine import Request, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from tlt_lightning.policy import causal_lm, load_policy, stream_weights
+
+PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
+MAX_MODEL_LEN = 96
+
+
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request: pytest.FixtureRequest, policy_path: str) -> Iterator[RolloutEngine]:
+    if request.param == "vllm":
+        engine: RolloutEngine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=8, enforce_eager=True)
+    else:
+        engine = TransformersEngine(batch_size=4)
+    engine.setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def policy(engine: RolloutEngine, policy_path: str) -> torch.nn.Module:
+    """The saved policy, pushed into the engine as version 0."""
+    model = load_policy(policy_path)
+    engine.attach(model)
+    engine.update_weights(stream_weights(model), 0)
+    return model
+
+
+def requests(num_siblings: int = 4) -> list[Request]:
+    pairs = [(group, prompt) for group, prompt in enumerate(PROMPTS) for _ in range(num_siblings)]
+    return [Request(id=i, prompt_ids=prompt, group=group) for i, (group, prompt) in enumerate(pairs)]
+
+
+def run(engine: RolloutEngine, sampling: Sampling, seed: int = 0) -> list[tuple[list[int], list[float], str]]:
+    responses = sorted(engine.generate(requests(), sampling, seed=seed), key=lambda response: response.request_id)
+    assert [response.request_id for response in responses] == list(range(len(requests())))
+    return [(list(r.token_ids), list(r.logps), r.finish_reason) for r in responses]
+
+
+def greedy_by_hand(policy: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    for _ in range(max_tokens):
+        with torch.no_grad():
+            token = policy(input_ids=ids).logits[0, -1].argmax()
+        ids = torch.cat([ids, token.view(1, 1)], 1)
+        if token == 1:
+            break
+    return ids[0, len(prompt) :].tolist()
+
+
+def test_greedy_is_the_argmax_of_the_policy(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    for (tokens, _, _), request in zip(run(engine, Sampling(max_tokens=24, temperature=0)), requests(), strict=True):
+        assert tokens == greedy_by_hand(policy, list(request.prompt_ids), 24)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logps_are_those_of_the_sampling_distribution(
+    engine: RolloutEngine, policy: torch.nn.Module, temperature: float
+) -> None:
+    differences = []
+    for (tokens, logps, _), request in zip(
+        run(engine, Sampling(max_tokens=24, temperature=temperature)), requests(), strict=True
+    ):
+        ids = torch.tensor([[*request.prompt_ids, *tokens]])
+        with torch.no_grad():
+            logits = policy(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+        differences += (expected - torch.tensor(logps)).abs().tolist()
+    assert sum(differences) / len(differences) < 1e-4
+
+
+def test_top_k_logps_are_renormalised(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    tokens, logps, _ = run(engine, Sampling(max_tokens=1, top_k=2))[0]
+    with torch.no_grad():
+        logits = policy(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1]
+    kept = logits.topk(2)
+    expected = kept.values.log_softmax(-1)[kept.indices.tolist().index(tokens[0])]
+    assert logps[0] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_responses_end_at_eos_or_at_the_limit(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    for tokens, logps, reason in run(engine, Sampling(max_tokens=12)):
+        assert len(tokens) == len(logps) <= 12
+        assert 1 not in tokens[:-1]
+        assert reason == ("stop" if tokens[-1] == 1 else "length")
+
+
+def test_requests_may_have_limits_of_their_own(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    mixed = [Request(id=i, prompt_ids=PROMPTS[0], max_tokens=limit) for i, limit in enumerate([1, 5, None])]
+    responses = {r.request_id: r for r in engine.generate(mixed, Sampling(max_tokens=9), seed=0)}
+    assert all(len(responses[i].token_ids) <= limit for i, limit in enumerate([1, 5, 9]))
+
+
+def test_stop_tokens_end_a_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    greedy = greedy_by_hand(policy, PROMPTS[0], 24)
+    stop = greedy[2]
+    tokens, _, reason = run(engine, Sampling(max_tokens=24, temperature=0, stop_token_ids=(stop,)))[0]
+    assert tokens == greedy[: greedy.index(stop) + 1]
+    assert reason == "stop"
+
+
+def test_same_seed_same_responses(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    first, again, other = (run(engine, Sampling(max_tokens=16), seed=seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_the_callers_random_numbers_do_not_move(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run(engine, Sampling(max_tokens=4), seed=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_new_weights_write_the_next_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    before = run(engine, Sampling(max_tokens=24, temperature=0))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    engine.update_weights(stream_weights(policy), 3)
+    responses = list(engine.generate(requests(), Sampling(max_tokens=24, temperature=0), seed=0))
+    assert engine.policy_version == 3
+    assert {response.policy_versions for response in responses} == {(3,)}
+    after = {response.request_id: list(response.token_ids) for response in responses}
+    for request in requests():
+        assert after[request.id] == greedy_by_hand(causal_lm(policy), list(request.prompt_ids), 24)
+    assert [after[i] for i in sorted(after)] != [tokens for tokens, _, _ in before]
+
+
+def test_progress_counts_every_request_and_token(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    seen = []
+    responses = list(engine.generate(requests(), Sampling(max_tokens=16), seed=0, on_progress=seen.append))
+    assert all(progress.total == len(requests()) for progress in seen)
+    assert [p.finished for p in seen] == sorted(p.finished for p in seen)
+    assert (seen[-1].running, seen[-1].waiting) == (0, 0)
+    assert seen[-1].tokens == sum(len(response.token_ids) for response in responses)
+    assert seen[-1].longest == max(len(response.token_ids) for response in responses)
+
+
+def test_giving_up_in_the_middle_leaves_a_usable_engine(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    expected = run(engine, Sampling(max_tokens=16, temperature=0))
+    stream = engine.generate(requests(), Sampling(max_tokens=16), seed=0)
+    next(stream)
+    stream.close()
+    assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
+
+
+def test_generate_before_any_weights_is_an_error() -> None:
+    engine = TransformersEngine()
+    with pytest.raises(RuntimeError, match="no current weights"):
+        next(engine.generate(requests(), Sampling(), seed=0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+    ],
+)
+def test_bad_sampling_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**arguments)

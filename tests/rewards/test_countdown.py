@@ -1,0 +1,70 @@
+import pytest
+
+from tlt_lightning.rewards.countdown import countdown
+
+ROW = {"numbers": [3, 7, 25], "answer": 46}
+
+
+def score(answer: str, row: dict[str, object]) -> float:
+    return countdown("3 7 25 = 46 :", f"7 - 3 = 4 ; <answer> {answer}", {**ROW, **row})
+
+
+@pytest.mark.parametrize(
+    "answer", ["3 * 7 + 25", "25 + (7*3)", "( ( 3 * 7 ) + 25 )", "25+3*7</answer> done", " \n25 + 3 * 7\n"]
+)
+def test_correct_expression_scores_one(answer: str) -> None:
+    assert score(answer, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "row"),
+    [
+        pytest.param("3 + 7 + 25", {}, id="misses_the_target"),
+        pytest.param("46", {}, id="states_the_target"),
+        pytest.param("21 + 25", {}, id="uses_a_partial_result"),
+        pytest.param("25 + 7 * 3 * 3 / 3", {}, id="repeats_a_number"),
+        pytest.param("25 + 7", {"answer": 32}, id="leaves_a_number_out"),
+        pytest.param("3 * 7 + 25 = 46", {}, id="adds_an_equation"),
+        pytest.param("25 / ( 7 - 7 )", {"numbers": [25, 7, 7]}, id="divides_by_zero"),
+        pytest.param("3 ** 7", {"numbers": [3, 7], "answer": 2187}, id="power"),
+        pytest.param("7 // 3", {"numbers": [7, 3], "answer": 2}, id="floor_division"),
+        pytest.param("- 3 + 7 + 25", {"answer": 29}, id="unary_minus"),
+        pytest.param("25 + 7 ( 3 )", {}, id="call"),
+        pytest.param("__import__('os').getcwd()", {}, id="code"),
+        pytest.param("( 3 * 7 + 25", {}, id="unclosed"),
+        pytest.param("(" * 250 + "3" + ")" * 250, {"numbers": [3], "answer": 3}, id="nested_too_deep"),
+        pytest.param("3" + " " * 600 + "* 7 + 25 +" + "0" * 600, {}, id="too_long"),
+        pytest.param("", {}, id="empty"),
+    ],
+)
+def test_wrong_or_malformed_answer_scores_zero(answer: str, row: dict[str, object]) -> None:
+    assert score(answer, row) == 0.0
+
+
+def test_division_is_exact() -> None:
+    row = {"numbers": [8, 3, 8, 3], "answer": 24}
+    assert countdown("", "<answer> 8 / ( 3 - 8 / 3 )", row) == 1.0
+
+
+def test_only_the_text_after_the_last_marker_counts() -> None:
+    right, wrong = "3 * 7 + 25", "3 + 7 + 25"
+    assert countdown("", f"3 * 7 = 99 ; <answer> {wrong} <answer> {right}", ROW) == 1.0
+    assert countdown("", f"<answer> {right} <answer> {wrong}", ROW) == 0.0
+    assert countdown("", f"3 * 7 = 21 + 25 = 46 {right}", ROW) == 0.0
+
+
+def test_question_comes_from_the_row_or_else_from_the_prompt() -> None:
+    response = "<answer> 3 * 7 + 25"
+    assert countdown("no question here", response, {"numbers": [3, 7, 25], "target": 46}) == 1.0
+    assert countdown("3 7 25 = 46 :", response, {}) == 1.0
+    assert countdown("3 7 25 = 47 :", response, {}) == 0.0
+    assert countdown("3 7 25 = 47 :", response, ROW) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "match"),
+    [("How are you?", {}, "`numbers` and `answer`"), ("3 7 25 = 46 :", {"numbers": [3]}, "neither `target` nor")],
+)
+def test_missing_question_is_an_error(prompt: str, row: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        countdown(prompt, "<answer> 3", row)

@@ -1,0 +1,131 @@
+"""The math reward, whose hard comparisons run in killable child processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tlt_lightning.rewards import math as math_reward
+from tlt_lightning.rewards import math_equivalence
+
+
+def kill_idle() -> None:
+    while math_reward.IDLE:
+        verifier = math_reward.IDLE.pop()
+        verifier.process.kill()
+        verifier.process.communicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_children_left():
+    yield
+    kill_idle()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"\boxed{1} no, \boxed{42}", "42", 1.0),
+        (r"\boxed{42} no, \boxed{1}", "42", 0.0),
+        (r"\boxed{1,234.50}", 1234.5, 1.0),
+        ("6 * 7 = 42\n#### 42", "6 * 7 = 42\n#### 42", 1.0),
+        ("#### 41", "6 * 7 = 42\n#### 42", 0.0),
+        (r"\boxed{\$5}", "$5", 1.0),
+    ],
+)
+def test_plain_numbers_need_no_child(response: str, answer: object, score: float, monkeypatch) -> None:
+    monkeypatch.setattr(math_reward, "verify", None)
+    assert math_equivalence("", response, {"answer": answer}) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+1", 0.0),
+        (r"\boxed{\text{Tuesday}}", r"\text{Tuesday}", 1.0),
+        ("I had 3 and 4, so the answer is 7.", "7", 1.0),
+        ("I had 3 and 4, so the answer is 7.", "4", 0.0),
+        ("From 3 and 4 follows 7", "1 + 6\n#### 7", 1.0),
+        ("no number at all", "7", 0.0),
+        ("", "7", 0.0),
+        (r"\boxed{\frac{1}{", "7", 0.0),
+    ],
+)
+def test_expressions_are_compared(response: str, answer: str, score: float) -> None:
+    assert math_equivalence("", response, {"answer": answer}) == score
+
+
+def test_it_works_in_threads_and_reuses_children() -> None:
+    scores: list[float] = []
+    threads = [
+        threading.Thread(target=lambda n=n: scores.append(math_equivalence("", rf"\boxed{{2n+{n}}}", {"answer": f"n+n+{n}"})))
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scores == [1.0] * 4
+    assert 1 <= len(math_reward.IDLE) <= 5
+
+
+def test_huge_arithmetic_times_out_without_stopping_this_process(monkeypatch) -> None:
+    monkeypatch.setattr(math_reward, "TIME_LIMIT", 0.5)
+    errors: list[BaseException] = []
+
+    def score() -> None:
+        try:
+            math_equivalence("", r"\boxed{9^{9^{9}}}", {"answer": "42"})
+        except TimeoutError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=score, daemon=True)
+    thread.start()
+    longest_pause = 0.0
+    before = time.perf_counter()
+    while thread.is_alive():
+        time.sleep(0.01)
+        now = time.perf_counter()
+        longest_pause, before = max(longest_pause, now - before), now
+    thread.join(10)
+    assert errors
+    assert longest_pause < 0.4
+
+
+def test_a_dead_child_is_an_error_and_is_replaced() -> None:
+    kill_idle()
+    math_equivalence("", r"\boxed{x}", {"answer": "y"})
+    os.kill(math_reward.IDLE[0].process.pid, 9)
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        math_equivalence("", r"\boxed{x}", {"answer": "y"})
+    assert math_equivalence("", r"\boxed{x}", {"answer": "x"}) == 1.0
+
+
+def test_an_answer_without_an_expression_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no expression in the expected answer"):
+        math_equivalence("", "7", {"answer": r"\text{}"})
+
+
+def test_children_end_with_their_parent() -> None:
+    code = (
+        "from tlt_lightning.rewards import math\n"
+        "math.math_equivalence('', r'\\boxed{x}', {'answer': 'y'})\n"
+        "print(math.IDLE[0].process.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    pid = int(done.stdout)
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the child outlived its parent by 5 s")

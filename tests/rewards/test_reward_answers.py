@@ -1,0 +1,95 @@
+"""The rewards that compare a final answer: exact match, multiple choice; and the format reward."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tlt_lightning.rewards import Format, exact_match, multiple_choice
+from tlt_lightning.rewards.answers import expected_answer, last_boxed
+
+
+def test_exact_match_ignores_surrounding_space_only() -> None:
+    assert exact_match("", " four \n", {"answer": "four"}) == 1.0
+    assert exact_match("", "4", {"answer": 4}) == 1.0
+    assert exact_match("", "Four", {"answer": "four"}) == 0.0
+    assert exact_match("", "four four", {"answer": "four"}) == 0.0
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": "  "}])
+def test_a_row_without_an_answer_is_an_error(row: dict) -> None:
+    with pytest.raises(ValueError, match=r"`row\['answer'\]`"):
+        expected_answer(row)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{7} and then \boxed{8", "7"),
+        ("7", None),
+    ],
+)
+def test_last_boxed_balances_braces(text: str, inside: str | None) -> None:
+    assert last_boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"A looks right, but \boxed{B}", "B"),
+        (r"\boxed{\text{(C)}}, not the answer is (D)", "C"),
+        ("The answer is (B). Options C and D are wrong.", "B"),
+        ("**Answer:** C", "C"),
+        ("The answer is **D**.", "D"),
+        ("the answer is (e)", "E"),
+        ("First the answer is A. Wait, the answer is B", "B"),
+        ("It must be D or E, so E. A dog told me.", "E"),
+        ("E", "(E)"),
+        ("The answer is (2).", "2"),
+        (r"\boxed{B}", "2"),
+        ("I choose 3", 3),
+    ],
+)
+def test_multiple_choice_finds_the_option(response: str, answer: str | int) -> None:
+    assert multiple_choice("", response, {"answer": answer}) == 1.0
+    other = {"A": "B", "1": "2"}.get(str(answer), "A" if not str(answer).isdigit() else "1")
+    assert multiple_choice("", response, {"answer": other}) == 0.0
+
+
+@pytest.mark.parametrize("response", ["", "the answer is a banana", r"\boxed{Paris}", "Because", "the answer is 2.5", "2"])
+def test_multiple_choice_without_a_choice_earns_nothing(response: str) -> None:
+    for answer in "ABCDE":
+        assert multiple_choice("", response, {"answer": answer}) == 0.0
+
+
+def test_multiple_choice_refuses_an_answer_that_is_no_option() -> None:
+    with pytest.raises(ValueError, match="from A to E"):
+        multiple_choice("", "B", {"answer": "Paris"})
+
+
+def test_format_default_wants_one_thought_and_one_answer() -> None:
+    reward = Format()
+    good = "<think>\na < b\n</think>\n<answer>4</answer>\n"
+    assert reward("", good, {}) == 1.0
+    for bad in ("4", good + "more", good + "<answer>5</answer>", "<think>" + good, good.replace("</think>", "")):
+        assert reward("", bad, {}) == 0.0
+
+
+def test_format_default_takes_linear_time() -> None:
+    start = time.perf_counter()
+    assert Format()("", "<think>" + "<a" * 200_000, {}) == 0.0
+    assert time.perf_counter() - start < 2
+
+
+def test_format_matches_a_pattern_from_end_to_end() -> None:
+    reward = Format(r".*#### \d+")
+    assert reward("", "1 + 1\n#### 2", {}) == 1.0
+    assert reward("", "#### 2 apples", {}) == 0.0
+
+
+def test_format_refuses_a_broken_pattern() -> None:
+    with pytest.raises(ValueError, match=r"`pattern` must be a regular expression, got '\('"):
+        Format("(")

@@ -1,0 +1,124 @@
+"""RewardTerm, by hand and from YAML, and what importing the package costs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from tlt_lightning import rewards
+from tlt_lightning.rewards import Format, PythonTests, RewardModel, RewardTerm, countdown, exact_match
+
+ALL_TERMS = """
+terms:
+  - function: tlt_lightning.rewards.exact_match
+  - function: tlt_lightning.rewards.countdown
+    weight: 0.5
+    name: solved
+  - function: tlt_lightning.rewards.math_equivalence
+  - function: tlt_lightning.rewards.multiple_choice
+  - function:
+      class_path: tlt_lightning.rewards.Format
+      init_args:
+        pattern: .*42
+  - function:
+      class_path: tlt_lightning.rewards.Format
+    name: tags
+  - function:
+      class_path: tlt_lightning.rewards.PythonTests
+      init_args:
+        time_limit: 2
+  - function:
+      class_path: tlt_lightning.rewards.RewardModel
+      init_args:
+        model: some/model
+        max_length: 128
+    weight: 0
+"""
+
+
+def parse(text: str) -> list[RewardTerm]:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--terms", type=list[RewardTerm])
+    config = parser.parse_string(text)
+    again = parser.parse_string(parser.dump(config))
+    assert parser.dump(again) == parser.dump(config)
+    return parser.instantiate_classes(again).terms
+
+
+def test_terms_come_from_yaml() -> None:
+    terms = parse(ALL_TERMS)
+    names = ["exact_match", "solved", "math_equivalence", "multiple_choice", "Format", "tags", "PythonTests", "RewardModel"]
+    assert [term.name for term in terms] == names
+    assert [term.weight for term in terms] == [1, 0.5, 1, 1, 1, 1, 1, 0]
+    assert terms[0].function is exact_match
+    assert terms[1].function is countdown
+    assert isinstance(terms[4].function, Format)
+    assert terms[4].function("", "It is 42", {}) == 1.0
+    assert isinstance(terms[6].function, PythonTests)
+    assert terms[6].function.time_limit == 2
+    assert isinstance(terms[7].function, RewardModel)
+    assert terms[7].function.max_length == 128
+
+
+def test_terms_can_be_deep_copied() -> None:
+    assert [term.name for term in copy.deepcopy(parse(ALL_TERMS))] == [term.name for term in parse(ALL_TERMS)]
+
+
+@pytest.mark.parametrize(
+    "function", ["tlt_lightning.rewards.nothing", "{class_path: tlt_lightning.rewards.Format, init_args: {patern: a}}"]
+)
+def test_yaml_refuses_unknown_functions_and_arguments(function: str) -> None:
+    with pytest.raises(Exception, match="nothing|patern"):
+        parse(f"terms: [{{function: {function}}}]")
+
+
+async def slow_judge(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 1.0
+
+
+def scaled(scale: float, prompt: str, response: str, row: dict[str, Any]) -> float:
+    return scale
+
+
+def test_names_follow_the_function() -> None:
+    assert RewardTerm(function=slow_judge).name == "slow_judge"
+    assert RewardTerm(function=functools.partial(scaled, 2.0)).name == "scaled"
+    assert RewardTerm(function=lambda prompt, response, row: 1.0, name="one").name == "one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"function": "exact_match"}, TypeError, "`function` must be callable"),
+        ({"function": Format}, TypeError, "pass an instance, in YAML `class_path: tlt_lightning.rewards.format.Format`"),
+        ({"function": lambda response: 1.0, "name": "short"}, TypeError, r"callable as \(prompt, response, row\)"),
+        ({"function": lambda p, r, row: 1.0}, ValueError, "'<lambda>'; set `name`"),
+        ({"function": exact_match, "name": "a/b"}, ValueError, "`name` becomes part of the metric"),
+        ({"function": exact_match, "name": "mean"}, ValueError, "taken by the metric `reward/mean`"),
+        ({"function": exact_match, "weight": float("nan")}, ValueError, "`weight` must be a finite number"),
+    ],
+)
+def test_bad_terms_are_refused(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        RewardTerm(**arguments)
+
+
+def test_every_public_name_exists() -> None:
+    assert all(getattr(rewards, name) is not None for name in rewards.__all__)
+    assert callable(rewards.countdown)
+
+
+def test_importing_rewards_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, tlt_lightning.rewards.countdown, tlt_lightning.rewards as rewards\n"
+        "assert callable(rewards.countdown)\n"
+        "print(*({'torch', 'transformers', 'math_verify', 'sympy', 'lightning', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,118 @@
+"""A Trainer loop with the timing of the real one (lazy, sized, one epoch an iteration) and rollouts made up by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from tlt_lightning.data.batch import Prompt, Rollout
+from tlt_lightning.engine.base import Response, RolloutProgress
+from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.metrics import rollout_metrics
+
+MakeRollouts = Callable[[int], Sequence[Rollout]]
+
+
+def make_rollout(reward: float, length: int = 4, group: int = 0, text: str = "so 2 + 3", cut: bool = False) -> Rollout:
+    response = Response(group, list(range(length)), [-0.5] * length, "length" if cut else "stop", (0,))
+    return Rollout(Prompt("2 3 = 5", [2, 3], answer="2 + 3"), response, text, group, {"exact": reward}, reward)
+
+
+def progress(waiting: int = 1, running: int = 2, finished: int = 3, **other: Any) -> RolloutProgress:
+    values = {"tokens": 600, "longest": 128, "elapsed": 2.0, **other}
+    return RolloutProgress(waiting=waiting, running=running, finished=finished, **values)
+
+
+class LazyRollouts:
+    """Dispatches the hooks of one rollout when the first minibatch is asked for."""
+
+    def __init__(self, data: RolloutLoop, num_batches: int) -> None:
+        self.data = data
+        self.num_batches = num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        trainer = self.data.trainer
+        assert trainer is not None
+        call_rollout_hook(trainer, "on_rollout_start")
+        for step in self.data.progress:
+            call_rollout_hook(trainer, "on_rollout_progress", step)
+        self.data.rollouts = self.data.make_rollouts(trainer.current_epoch + 1)
+        call_rollout_hook(trainer, "on_rollout_end", self.data.rollouts)
+        for _ in range(self.num_batches):
+            yield torch.ones(1, 1)
+
+
+class RolloutLoop(L.LightningDataModule):
+    def __init__(self, make_rollouts: MakeRollouts, progress: Sequence[RolloutProgress] = ()) -> None:
+        super().__init__()
+        self.make_rollouts = make_rollouts
+        self.progress = progress
+        self.rollouts: Sequence[Rollout] = ()
+
+    def train_dataloader(self) -> LazyRollouts:
+        return LazyRollouts(self, num_batches=2)
+
+    def val_dataloader(self) -> LazyRollouts:
+        return LazyRollouts(self, num_batches=3)
+
+    def predict_dataloader(self) -> LazyRollouts:
+        return LazyRollouts(self, num_batches=1)
+
+
+class LoggingModule(L.LightningModule):
+    """Logs where and when `RLModule` does; its held-out accuracy is 0.2 before training and then the iteration's tenth.
+
+    Args:
+        fail_in_iteration: Raise RuntimeError in the second minibatch of this iteration.
+    """
+
+    def __init__(self, fail_in_iteration: int | None = None) -> None:
+        super().__init__()
+        self.fail_in_iteration = fail_in_iteration
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.current_epoch + 1 == self.fail_in_iteration and batch_idx == 1:
+            raise RuntimeError("made to fail")
+        self.log("train/loss", 1.0, on_step=False, on_epoch=True, batch_size=1)
+        return self.layer(batch).sum()
+
+    def on_train_epoch_end(self) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        seconds = {"time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.25, "time/reward": 0.25}
+        self.log_dict({**rollout_metrics(data.rollouts), **seconds, "rollout/tokens_per_s": 1234.0})
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        accuracy = 0.2 if self.trainer.sanity_checking else 0.1 * (self.current_epoch + 1)
+        self.log("val/accuracy", accuracy, batch_size=1)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def make_trainer(path: Path, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
+    """A quiet CPU Trainer with validation every second iteration and nothing of its own on the screen."""
+    defaults: dict[str, Any] = {
+        "max_epochs": 3,
+        "check_val_every_n_epoch": 2,
+        "num_sanity_val_steps": -1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return L.Trainer(
+        accelerator="cpu", devices=1, default_root_dir=path, callbacks=callbacks, **{**defaults, **settings}
+    )

@@ -1,0 +1,64 @@
+"""The critic of PPO: a value head on the policy's trunk, or a model of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """How values are predicted.
+
+    Args:
+        path: Path or hub name of the model whose trunk the critic starts from; None puts the value head on the
+            policy's own trunk, which costs no memory but lets the value loss move the policy's features.
+        lora: Train adapters of the critic's own trunk instead of all its weights; needs `path`.
+        lr: Learning rate of the critic's parameters; those of the policy keep the optimizer's.
+        warmup_iterations: First iterations in which only the critic learns.
+    """
+
+    path: str | None = None
+    lora: LoRA | None = None
+    lr: float = 1e-5
+    warmup_iterations: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"`critic.lr` must be positive, got {self.lr}.")
+        if self.warmup_iterations < 0:
+            raise ValueError(f"`critic.warmup_iterations` must be 0 or more, got {self.warmup_iterations}.")
+        if self.lora is not None and self.path is None:
+            raise ValueError("`critic.lora` adapts the critic's own trunk: give `critic.path`, or drop `critic.lora`.")
+
+
+class Critic(nn.Module):
+    """Predicts the return from the state in which each response token was chosen."""
+
+    def __init__(self, config: CriticConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.trunk = None if config.path is None else load_policy(config.path, lora=config.lora)
+        if self.trunk is not None:
+            hidden_size = causal_lm(self.trunk).config.hidden_size
+            causal_lm(self.trunk).get_output_embeddings().requires_grad_(False)  # the vocabulary is not predicted
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)  # start from value 0 everywhere: no wrong opinion to unlearn
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: RolloutBatch, policy_states: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the values. (B, T), float32
+
+        Args:
+            batch: The micro-batch.
+            policy_states: The policy's hidden states before each response token. (N, H)
+            index: Their places in (B, T).
+        """
+        states = policy_states if self.trunk is None else response_states(self.trunk, batch)[0]
+        with torch.autocast(states.device.type, enabled=False):
+            values = self.head(states.float()).squeeze(-1)
+        return scatter(values, index, batch.rollout_logps)

@@ -1,0 +1,153 @@
+"""The data of one policy iteration: prompts, finished rollouts, and the tensors a loss is computed from.
+
+Plain dataclasses; no Trainer, no engine. `B` sequences, `S` tokens of the longest prompt plus response, `T` tokens of
+the longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.engine.base import Response
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A question as the engine sees it.
+
+    Args:
+        text: The prompt after the chat template.
+        ids: Its token ids.
+        answer: What the answer column says, or None.
+        row: The whole row of the data file; rewards receive it.
+        index: Row number in the data file.
+    """
+
+    text: str
+    ids: list[int]
+    answer: Any = None
+    row: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One response with its prompt and its rewards.
+
+    Args:
+        prompt: The question.
+        response: What the engine wrote.
+        text: The response decoded, special tokens left out.
+        group: Number of the prompt within the iteration; its `group_size` rollouts share it.
+        rewards: One value per reward function, unweighted.
+        reward: Their weighted sum, which the objective sees.
+    """
+
+    prompt: Prompt
+    response: Response
+    text: str
+    group: int
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+
+    @property
+    def is_correct(self) -> bool:
+        """True if the first reward function gave more than one half: what accuracy and pass@k count."""
+        return next(iter(self.rewards.values()), 0.0) > 0.5
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the response ended at the length limit."""
+        return self.response.finish_reason == "length"
+
+    def to_row(self) -> dict[str, Any]:
+        """What `predict` writes: one JSON-ready row."""
+        return {
+            "index": self.prompt.index,
+            "prompt": self.prompt.text,
+            "response": self.text,
+            "answer": self.prompt.answer,
+            "reward": self.reward,
+            "rewards": self.rewards,
+            "correct": self.is_correct,
+            "tokens": len(self.response.token_ids),
+            "finish_reason": self.response.finish_reason,
+        }
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """What an objective sees. Sequences are right-padded, so a causal model needs no attention mask.
+
+    Not frozen: Lightning rebuilds it when it moves it to the device.
+
+    Args:
+        input_ids: Prompt then response then padding. (B, S), int64
+        prompt_lengths: Tokens of each prompt. (B,), int64
+        response_mask: 1 for response tokens that count in the loss. (B, T), float32
+        rollout_logps: Log-probability of each token in the distribution it was sampled from. (B, T), float32
+        rewards: Weighted reward of each sequence. (B,), float32
+        groups: Sequences with equal numbers answer the same prompt. (B,), int64
+        policy_versions: Oldest weights that wrote each sequence. (B,), int64
+        truncated: Sequences that hit the length limit. (B,), bool
+        temperature: Sampling temperature; the trainer's log-probs are computed at it.
+        old_logps: Log-probs under the policy before this iteration's first update. (B, T), float32
+        ref_logps: Log-probs under the frozen reference, if the objective asks for one. (B, T), float32
+        values: The critic's predictions before the update, if there is a critic. (B, T), float32
+        advantages: Filled in by `PolicyObjective.advantages`. (B, T), float32
+        returns: Targets of the critic, likewise. (B, T), float32
+        hidden_states: Hidden states by layer of the log-prob forward, while `on_rollout_scored` runs and only if a
+            callback asked for them. (B, S, H) each
+        num_loss_tokens: Response tokens of the whole optimizer step, over all its micro-batches and all ranks.
+        num_loss_sequences: Sequences of the whole optimizer step, likewise.
+        num_shares: How many micro-batch losses the optimizer step averages: accumulation times ranks. A loss that
+            sums over its micro-batch, divides by a `num_loss_*` count and multiplies by `num_shares` is therefore
+            independent of how the step was split.
+    """
+
+    input_ids: Tensor
+    prompt_lengths: Tensor
+    response_mask: Tensor
+    rollout_logps: Tensor
+    rewards: Tensor
+    groups: Tensor
+    policy_versions: Tensor
+    truncated: Tensor
+    temperature: float = 1.0
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    hidden_states: dict[int, Tensor] | None = None
+    num_loss_tokens: float = 0.0
+    num_loss_sequences: float = 0.0
+    num_shares: int = 1
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Response tokens of each sequence. (B,), int64"""
+        return self.response_mask.sum(-1).long()
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """The given sequences, trimmed to their own longest prompt-plus-response and response."""
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        lengths = self.response_lengths[index]
+        num_columns = {"S": int((self.prompt_lengths[index] + lengths).max()), "T": int(lengths.max())}
+        chosen: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                value = value[index]
+                if value.dim() == 2:
+                    value = value[:, : num_columns["S" if item.name == "input_ids" else "T"]]
+                chosen[item.name] = value
+        return replace(self, **chosen, hidden_states=None)

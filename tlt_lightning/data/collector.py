@@ -1,0 +1,117 @@
+"""One rollout from prompts to scored text: wake and sync the engine, write, reward while writing, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import lightning as L
+
+from tlt_lightning.data.batch import Prompt, Rollout
+from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.metrics import tail_share
+from tlt_lightning.rewards.pool import RewardPool
+from tlt_lightning.timing import LapClock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tlt_lightning.data.idle import IdleCoordinator
+
+log = logging.getLogger(__name__)
+
+
+class RolloutCollector:
+    """Turns prompts into rewarded rollouts with the policy's current weights.
+
+    Args:
+        trainer: Whose callbacks are told and whose module is the policy.
+        engine: Writes the responses.
+        tokenizer: Decodes them.
+        rewards: Scores them while others are still being written.
+        clock: Charged with the stages sync, rollout, idle and reward.
+        idle: Finds out whether other workers still write; None with a single worker.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardPool,
+        clock: LapClock,
+        idle: IdleCoordinator | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.rewards = rewards
+        self.clock = clock
+        self.idle = idle
+        self.metrics: dict[str, float] = {}
+
+    def collect(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int, seed: int, first_group: int = 0
+    ) -> list[Rollout]:
+        """Write and score `group_size` responses to each prompt; groups are numbered from `first_group`."""
+        self.sync_weights()
+        groups = [(first_group + number, prompt) for number, prompt in enumerate(prompts) for _ in range(group_size)]
+        requests = [Request(id=i, prompt_ids=prompt.ids, group=group) for i, (group, prompt) in enumerate(groups)]
+        call_rollout_hook(self.trainer, "on_rollout_start")
+        rollouts: dict[int, Rollout] = {}
+        for response in self._write(requests, sampling, seed):
+            group, prompt = groups[response.request_id]
+            text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+            rollouts[response.request_id] = Rollout(prompt=prompt, response=response, text=text, group=group)
+            self.rewards.submit(response.request_id, prompt.text, text, prompt.row)
+        if missing := len(requests) - len(rollouts):
+            raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
+        self.clock.lap("rollout")
+        self._spend_idle_time()
+        self.engine.sleep()
+        self.clock.lap("sync")
+        for number, scores in self.rewards.collect().items():
+            rollouts[number].rewards = scores
+            rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
+        self.metrics.update(self.rewards.stats)
+        self.clock.lap("reward")
+        ordered = [rollouts[number] for number in range(len(requests))]
+        call_rollout_hook(self.trainer, "on_rollout_end", ordered)
+        return ordered
+
+    def sync_weights(self) -> None:
+        """Give the engine its memory and the policy's current weights; their version is the optimizer step."""
+        self.engine.wake()
+        version = self.trainer.global_step
+        if self.engine.policy_version != version:
+            self.engine.update_weights(self.trainer.lightning_module.policy_weights(), version)  # type: ignore[operator]
+            call_rollout_hook(self.trainer, "on_weights_synced", version)
+        self.clock.lap("sync")
+
+    def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:
+        trace: list[tuple[float, int]] = []
+
+        def on_progress(progress: RolloutProgress) -> None:
+            trace.append((progress.elapsed, progress.waiting + progress.running))
+            call_rollout_hook(self.trainer, "on_rollout_progress", progress)
+
+        num_tokens = 0
+        for response in self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress):
+            num_tokens += len(response.token_ids)
+            yield response
+        seconds = max(trace[-1][0], 1e-9) if trace else 0.0
+        self.metrics = {
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_s": num_tokens / seconds if trace else 0.0,
+            "rollout/tail_share": tail_share(trace, len(requests)),
+            **self.engine.stats(),
+        }
+
+    def _spend_idle_time(self) -> None:
+        if self.idle is None:
+            return
+        with self.idle.window() as window:
+            call_rollout_hook(self.trainer, "on_rollout_idle", window)
+        self.clock.lap("idle")

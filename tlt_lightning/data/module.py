@@ -1,0 +1,314 @@
+"""RolloutDataModule: one epoch is one policy iteration, its batches are made by the policy itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
+from tlt_lightning.data.collate import collate, plan_minibatches
+from tlt_lightning.data.collector import RolloutCollector
+from tlt_lightning.data.idle import IdleCoordinator
+from tlt_lightning.data.loader import RolloutLoader
+from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
+from tlt_lightning.engine.base import RolloutEngine, Sampling
+from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.metrics import reduce_over_ranks, rollout_metrics
+from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.timing import LapClock
+from tlt_lightning.trainer_checks import check_trainer
+
+log = logging.getLogger(__name__)
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Rolls out the policy on prompts, scores the responses, and yields the minibatches of an iteration.
+
+    Args:
+        engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
+        rewards: Reward functions and their weights. The first one also decides what counts as correct in `val/accuracy`
+            and pass@k: a score above one half.
+        train: Prompts to learn from.
+        val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
+        group_size: Responses to each prompt.
+        prompts_per_iteration: Prompts of one iteration, over all ranks.
+        micro_batch_size: Sequences in one forward and backward pass on one rank. An optimizer step takes
+            `Trainer(accumulate_grad_batches)` of them.
+        inner_epochs: Passes over an iteration's rollouts.
+        sampling: How responses are sampled in training.
+        val_sampling: How they are in validation and prediction; None is as in training.
+        val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
+        max_prompt_tokens: Longest prompt.
+        long_prompts: `drop` leaves longer prompts out and reports them, `error` refuses to start.
+        reward_workers: Threads that run reward functions during the rollout.
+        reward_timeout: Seconds one call of a reward function may take.
+        reward_on_error: Score of a response whose reward function raised or took too long.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        rewards: list[RewardTerm],
+        train: PromptSource | None = None,
+        val: PromptSource | None = None,
+        group_size: int = 8,
+        prompts_per_iteration: int = 32,
+        micro_batch_size: int = 8,
+        inner_epochs: int = 1,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        val_sampling: Sampling | None = None,
+        val_group_size: int = 1,
+        max_prompt_tokens: int = 512,
+        long_prompts: Literal["drop", "error"] = "drop",
+        reward_workers: int = 4,
+        reward_timeout: float = 10.0,
+        reward_on_error: float = 0.0,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "group_size": group_size,
+            "prompts_per_iteration": prompts_per_iteration,
+            "micro_batch_size": micro_batch_size,
+            "inner_epochs": inner_epochs,
+            "val_group_size": val_group_size,
+            "max_prompt_tokens": max_prompt_tokens,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        if not rewards:
+            raise ValueError("`rewards` is empty; give at least one reward function.")
+        if sampling.temperature == 0:
+            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
+        self.engine = engine
+        self.rewards = rewards
+        self.train_source, self.val_source = train, val
+        self.group_size = group_size
+        self.prompts_per_iteration = prompts_per_iteration
+        self.micro_batch_size = micro_batch_size
+        self.inner_epochs = inner_epochs
+        self.sampling = sampling
+        self.val_sampling = val_sampling or sampling
+        self.val_group_size = val_group_size
+        self.max_prompt_tokens = max_prompt_tokens
+        self.long_prompts = long_prompts
+        self.reward_workers, self.reward_timeout, self.reward_on_error = reward_workers, reward_timeout, reward_on_error
+        self.clock = LapClock()
+        self.cursor: PromptCursor | None = None
+        self._restored: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+
+    # Set-up and tear-down
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Read the prompts, then load the engine: while the accelerator is empty, and after all checks have passed."""
+        check_trainer(self.trainer)
+        self._check_sizes(stage)
+        self._rank, self._world_size = self.trainer.global_rank, self.trainer.world_size
+        self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        policy = self.trainer.lightning_module.policy_path
+        max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
+        _check_context(policy, max_model_len)
+        self.tokenizer = load_tokenizer(policy)
+        self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
+        self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
+        self.cursor = PromptCursor(len(self.train_prompts), self._seed)
+        self.cursor.position = self._restored.get("cursor", 0)
+        self.pool = RewardPool(
+            self.rewards, num_workers=self.reward_workers, timeout=self.reward_timeout, on_error=self.reward_on_error
+        )
+        self.idle = IdleCoordinator(self.trainer) if self._world_size > 1 else None
+        self.engine.setup(policy, max_model_len=max_model_len, seed=self._seed + self._rank)
+        self.clock = LapClock()
+
+    def _check_sizes(self, stage: str) -> None:
+        world_size, accumulate = self.trainer.world_size, self.trainer.accumulate_grad_batches
+        if stage != "fit":
+            return
+        if self.prompts_per_iteration % world_size:
+            raise MisconfigurationException(
+                f"`data.prompts_per_iteration` {self.prompts_per_iteration} is not divisible by {world_size} ranks."
+            )
+        num_sequences = self.prompts_per_iteration // world_size * self.group_size
+        per_step = self.micro_batch_size * accumulate
+        if num_sequences % per_step:
+            raise MisconfigurationException(
+                f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` "
+                f"{self.prompts_per_iteration} / {world_size} ranks * `data.group_size` {self.group_size}) are not "
+                f"divisible by {per_step} per optimizer step (`data.micro_batch_size` {self.micro_batch_size} * "
+                f"`trainer.accumulate_grad_batches` {accumulate})."
+            )
+        objective = self.trainer.lightning_module.objective
+        if self.group_size < objective.min_group_size:
+            raise MisconfigurationException(
+                f"`data.group_size` {self.group_size} is too small for {type(objective).__name__}, whose advantages "
+                f"compare the responses to one prompt: use at least {objective.min_group_size}."
+            )
+
+    def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
+        if source is None:
+            if needed:
+                raise MisconfigurationException(f"`data.{name}` is not set; give at least `data.{name}.path`.")
+            return []
+        prompts = load_prompts(
+            source, self.tokenizer, max_prompt_tokens=self.max_prompt_tokens, too_long=self.long_prompts
+        )
+        if name == "val" and len(prompts) < self._world_size:
+            raise MisconfigurationException(
+                f"`data.val` has {len(prompts)} prompts, fewer than {self._world_size} ranks."
+            )
+        return prompts
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.close()  # Lightning runs no teardown after an exception
+
+    def close(self) -> None:
+        """Free the engine and stop the reward workers; safe to call twice."""
+        self.engine.close()
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        assert self.cursor is not None
+        return {"cursor": self.cursor.position, "engine": self.engine.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+        if self.cursor is not None:
+            self.cursor.position = state_dict["cursor"]
+        self.engine.load_state_dict(state_dict["engine"])
+
+    # Loaders
+
+    @override
+    def train_dataloader(self) -> RolloutLoader[RolloutBatch]:
+        num_sequences = self.prompts_per_iteration // self._world_size * self.group_size
+        return RolloutLoader(num_sequences // self.micro_batch_size * self.inner_epochs, self._train_batches)
+
+    @override
+    def val_dataloader(self) -> RolloutLoader[list[Rollout]] | list[Any]:
+        return RolloutLoader(1, self._val_rollouts) if self.val_prompts else []
+
+    @override
+    def predict_dataloader(self) -> RolloutLoader[list[Rollout]]:
+        return RolloutLoader(1, self._val_rollouts)
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(batch, RolloutBatch):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return batch  # held-out rollouts are text and stay where they are
+
+    # One iteration
+
+    def _train_batches(self) -> Iterator[RolloutBatch]:
+        assert self.cursor is not None
+        self.clock.lap("other")
+        module = self.trainer.lightning_module
+        prompts = [
+            self.train_prompts[i]
+            for i in self.cursor.take(self.prompts_per_iteration, rank=self._rank, world_size=self._world_size)
+        ]
+        collector = self._collector(self.clock)
+        rollouts = collector.collect(
+            prompts, self.sampling, group_size=self.group_size, seed=self._stage_seed("train", self._rank)
+        )
+        self._metrics = {**rollout_metrics(rollouts), **collector.metrics}
+        batch = collate(rollouts, pad_id=self._pad_id, temperature=self.sampling.temperature)
+        self.clock.lap("other")
+        batch = module.score(batch, self.micro_batch_size)
+        batch.advantages, batch.returns = module.objective.advantages(batch, self._sum_over_ranks)
+        self.clock.lap("logprobs")
+        call_rollout_hook(self.trainer, "on_rollout_scored", batch)
+        self.clock.lap("other")
+        yield from self._minibatches(batch)
+
+    def _minibatches(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
+        generator = torch.Generator().manual_seed(self._stage_seed("shuffle", self._rank))
+        accumulate = self.trainer.accumulate_grad_batches
+        lengths = batch.prompt_lengths + batch.response_lengths
+        num_steps = len(batch) // (self.micro_batch_size * accumulate)
+        for _ in range(self.inner_epochs):
+            plan = plan_minibatches(
+                lengths, micro_batch_size=self.micro_batch_size, num_steps=num_steps, generator=generator
+            )
+            counts = torch.tensor([_counts(batch, step) for step in plan])
+            counts = self._sum_over_ranks(counts)
+            for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
+                for rows in step:
+                    yield replace(
+                        batch.select(rows),
+                        num_loss_tokens=num_tokens,
+                        num_loss_sequences=num_sequences,
+                        num_shares=accumulate * self._world_size,
+                    )
+
+    def _val_rollouts(self) -> Iterator[list[Rollout]]:
+        prompts = self.val_prompts[self._rank :: self._world_size]
+        collector = self._collector(LapClock())  # the iteration's clock books all of this as validation
+        yield collector.collect(
+            prompts, self.val_sampling, group_size=self.val_group_size, seed=self._stage_seed("val", self._rank)
+        )
+
+    def _collector(self, clock: LapClock) -> RolloutCollector:
+        self.engine.attach(self.trainer.lightning_module.policy)
+        return RolloutCollector(self.trainer, self.engine, self.tokenizer, self.pool, clock, self.idle)
+
+    def finish_iteration(self) -> dict[str, float]:
+        """Close the iteration's books: its rollout metrics and where its time went, over all ranks."""
+        if self.trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.clock.lap("update")
+        seconds = {f"time/{stage}": value for stage, value in self.clock.read().items()}
+        seconds["time/iteration"] = sum(seconds.values())
+        return reduce_over_ranks({**self._metrics, **seconds}, self.trainer.strategy)
+
+    @property
+    def _pad_id(self) -> int:
+        pad_id = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad_id is None else pad_id  # never seen by the loss
+
+    def _stage_seed(self, stage: str, rank: int) -> int:
+        """A seed that a resumed run finds again: a function of the run's seed, the stage, the iteration and the rank."""
+        iteration = self.trainer.current_epoch if stage != "val" else 0  # the same noise in every validation
+        return zlib.crc32(repr((self._seed, stage, iteration, rank)).encode())
+
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        if self._world_size == 1:
+            return value
+        reduced = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
+        return reduced.to(value)
+
+
+def _counts(batch: RolloutBatch, step: Sequence[Sequence[int]]) -> tuple[float, float]:
+    rows = [row for part in step for row in part]
+    return float(batch.response_mask[rows].sum()), float(len(rows))
+
+
+def _check_context(policy: str, max_model_len: int) -> None:
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(policy), "max_position_embeddings", None)
+    if limit is not None and max_model_len > limit:
+        raise ValueError(
+            f"`data.max_prompt_tokens` plus `data.sampling.max_tokens` is {max_model_len}, but `policy` {policy!r} has a "
+            f"context of {limit} tokens; lower one of them."
+        )

@@ -1,0 +1,7 @@
+"""Rollout engines: what writes the responses."""
+
+from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.engine.transformers import TransformersEngine
+from tlt_lightning.engine.vllm import VLLMEngine
+
+__all__ = ["Request", "Response", "RolloutEngine", "RolloutProgress", "Sampling", "TransformersEngine", "VLLMEngine"]

@@ -1,0 +1,184 @@
+"""What every rollout engine promises, and the plain data that crosses its border.
+
+Nothing here knows about vLLM, CUDA or the Trainer; `engine/vllm.py` and `engine/transformers.py` implement it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tlt_lightning.speculation.base import OFF, Strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+NamedTensors = Iterable[tuple[str, "Tensor"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are sampled.
+
+    Args:
+        max_tokens: Longest response in tokens, the end-of-sequence token included.
+        temperature: Softmax temperature; 0 is greedy.
+        top_p: Nucleus mass; 1 keeps the whole distribution, which is where importance ratios are exact.
+        top_k: Keep the `top_k` likeliest tokens; 0 keeps all.
+        stop_token_ids: Token ids that end a response besides the tokenizer's end-of-sequence token.
+    """
+
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"`sampling.max_tokens` must be at least 1, got {self.max_tokens}.")
+        if self.temperature < 0:
+            raise ValueError(f"`sampling.temperature` must be 0 (greedy) or positive, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`sampling.top_p` must be in (0, 1], got {self.top_p}; 1 switches it off.")
+        if self.top_k < 0:
+            raise ValueError(f"`sampling.top_k` must be 0 (off) or positive, got {self.top_k}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to write.
+
+    Args:
+        id: Unique within one `generate` call; the response carries it back.
+        prompt_ids: Token ids of the prompt.
+        group: Requests with the same group answer the same prompt (siblings).
+        max_tokens: Limit for this request alone; None uses `Sampling.max_tokens`.
+    """
+
+    id: int
+    prompt_ids: Sequence[int]
+    group: int = 0
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the engine wrote for one request.
+
+    Args:
+        request_id: The `Request.id` it answers.
+        token_ids: The response, its end-of-sequence token included where it was sampled.
+        logps: For each token, its log-probability in the distribution it was really sampled from (temperature,
+            top-p and top-k applied).
+        finish_reason: "stop" (end-of-sequence or a stop token) or "length".
+        policy_versions: Versions of the weights that wrote it, oldest first; one unless weights moved in flight.
+    """
+
+    request_id: int
+    token_ids: Sequence[int]
+    logps: Sequence[float]
+    finish_reason: str
+    policy_versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutProgress:
+    """A rollout seen from outside while it runs; all counts are of this worker.
+
+    Args:
+        waiting: Requests that have not started.
+        running: Requests that are being decoded.
+        finished: Requests that are done.
+        tokens: Response tokens written so far.
+        longest: Tokens in the longest response so far.
+        elapsed: Seconds since the rollout began.
+        strategy: The speculation strategy in force.
+        acceptance_length: Mean tokens emitted per request and speculative step so far, bonus token included; 1
+            without speculation.
+    """
+
+    waiting: int
+    running: int
+    finished: int
+    tokens: int
+    longest: int
+    elapsed: float
+    strategy: Strategy = OFF
+    acceptance_length: float = 1.0
+
+    @property
+    def total(self) -> int:
+        """All requests of this rollout."""
+        return self.waiting + self.running + self.finished
+
+
+OnProgress = Callable[[RolloutProgress], None]
+
+
+class RolloutEngine(ABC):
+    """Writes responses with the current policy.
+
+    Constructing an engine is cheap and only checks its arguments; `setup` loads it. The order of calls is
+    `setup`, `attach`, then for each iteration `wake`, `update_weights`, `generate`, `sleep`; `close` at any time.
+    """
+
+    @abstractmethod
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        """Load the engine for the policy at path or hub name `policy`, for sequences up to `max_model_len` tokens.
+
+        `max_model_len` counts prompt and response. `seed` is this worker's.
+        """
+
+    def attach(self, model: PreTrainedModel) -> None:  # noqa: B027 - most engines keep their own weights
+        """Hand over the live policy; engines that keep their own copy of the weights ignore it."""
+
+    @abstractmethod
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
+    ) -> Iterator[Response]:
+        """Yield one response per request as each finishes.
+
+        Args:
+            requests: What to write; ids must be unique.
+            sampling: How to sample.
+            seed: Makes the rollout reproducible: the same weights, requests and seed give the same responses.
+            on_progress: Called after each engine step; must return quickly.
+        """
+
+    @abstractmethod
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace the policy's weights by `named_tensors` (Hugging Face names) and forget all cached prefixes."""
+
+    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace the drafter's trainable weights; never touches a tensor of the policy."""
+        raise RuntimeError(f"{type(self).__name__} runs no learned drafter, so `update_drafter` has nothing to update.")
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Version given to the last `update_weights`; -1 before the first."""
+
+    def stats(self) -> dict[str, float]:
+        """Scalars of the last rollout under the project's metric names (`speculation/...`)."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine has learned, as tensors and primitives (the statistics of a strategy selector)."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027 - most engines learn nothing
+        """Restore what `state_dict` saved."""
+
+    def sleep(self) -> None:  # noqa: B027 - optional
+        """Give accelerator memory back to the trainer until `wake`."""
+
+    def wake(self) -> None:  # noqa: B027 - optional
+        """Take the memory back; weights must be pushed again before `generate`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; safe to call twice and after an error."""

@@ -1,0 +1,139 @@
+"""The fallback engine: the policy itself writes, through Hugging Face `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from tlt_lightning.engine.base import (
+    NamedTensors,
+    OnProgress,
+    Request,
+    Response,
+    RolloutEngine,
+    RolloutProgress,
+    Sampling,
+)
+from tlt_lightning.engine.rng import seeded
+from tlt_lightning.policy import end_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TransformersEngine(RolloutEngine):
+    """Generates with the live policy in batches: no second copy of the weights, no speculation, much slower than vLLM.
+
+    For machines without vLLM, and the reference that other engines are tested against.
+
+    Args:
+        batch_size: Requests generated together; a batch runs until its longest response is done.
+    """
+
+    def __init__(self, batch_size: int = 64) -> None:
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        self.batch_size = batch_size
+        self._model: PreTrainedModel | None = None
+        self._policy_version = -1
+
+    @override
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        self._end_token_ids = end_token_ids(policy)
+        self._max_model_len = max_model_len
+
+    @override
+    def attach(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    @property
+    @override
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @override
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        self._policy_version = version  # the attached policy is the source of these tensors
+
+    @override
+    def close(self) -> None:
+        self._model, self._policy_version = None, -1
+
+    @override
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
+    ) -> Iterator[Response]:
+        if self._model is None or self._policy_version < 0:
+            raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
+        started, finished, tokens, longest = time.perf_counter(), 0, 0, 0
+        with seeded(seed):
+            for batch in self._batches(requests, sampling):
+                responses = self._generate_batch(batch, sampling)
+                finished += len(batch)
+                tokens += sum(len(response.token_ids) for response in responses)
+                longest = max(longest, *(len(response.token_ids) for response in responses))
+                if on_progress is not None:
+                    waiting, elapsed = len(requests) - finished, time.perf_counter() - started
+                    on_progress(
+                        RolloutProgress(
+                            waiting=waiting, running=0, finished=finished, tokens=tokens, longest=longest, elapsed=elapsed
+                        )
+                    )
+                yield from responses
+
+    def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Request]]:
+        """Requests of equal prompt length and limit together, so that no prompt needs padding."""
+
+        def shape(request: Request) -> tuple[int, int]:
+            return len(request.prompt_ids), request.max_tokens or sampling.max_tokens
+
+        for _, same in groupby(sorted(requests, key=shape), key=shape):
+            batch = list(same)
+            for start in range(0, len(batch), self.batch_size):
+                yield batch[start : start + self.batch_size]
+
+    @torch.no_grad()
+    def _generate_batch(self, batch: Sequence[Request], sampling: Sampling) -> list[Response]:
+        assert self._model is not None
+        model = self._model
+        input_ids = torch.tensor([list(request.prompt_ids) for request in batch], device=model.device)
+        is_training = model.training
+        model.eval()
+        try:
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=batch[0].max_tokens or sampling.max_tokens,
+                do_sample=sampling.temperature > 0,
+                temperature=sampling.temperature or None,
+                top_p=sampling.top_p if sampling.temperature > 0 else None,
+                top_k=(sampling.top_k or None) if sampling.temperature > 0 else None,
+                eos_token_id=[*self._end_token_ids, *sampling.stop_token_ids],
+                pad_token_id=self._end_token_ids[0],
+                return_dict_in_generate=True,
+                output_scores=True,  # after temperature, top-p and top-k: what was sampled from
+            )
+        finally:
+            model.train(is_training)
+        tokens = output.sequences[:, input_ids.shape[1] :]  # (B, T)
+        logps = torch.stack([scores.float().log_softmax(-1) for scores in output.scores], dim=1)  # (B, T, V)
+        logps = logps.gather(-1, tokens[..., None]).squeeze(-1)
+        return [self._response(*item, sampling) for item in zip(batch, tokens, logps, strict=True)]
+
+    def _response(self, request: Request, tokens: Tensor, logps: Tensor, sampling: Sampling) -> Response:
+        ends = torch.isin(tokens, torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=tokens.device))
+        stopped = bool(ends.any())
+        length = int(ends.int().argmax()) + 1 if stopped else len(tokens)
+        return Response(
+            request_id=request.id,
+            token_ids=tokens[:length].tolist(),
+            logps=logps[:length].tolist(),
+            finish_reason="stop" if stopped else "length",
+            policy_versions=(self._policy_version,),
+        )

@@ -1,0 +1,229 @@
+"""The rollout engine on vLLM, in this process and stepped by us."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from typing_extensions import override
+
+from tlt_lightning.engine import vllm_internals
+from tlt_lightning.engine.base import (
+    NamedTensors,
+    OnProgress,
+    Request,
+    Response,
+    RolloutEngine,
+    RolloutProgress,
+    Sampling,
+)
+from tlt_lightning.engine.rng import seeded
+from tlt_lightning.policy import end_token_ids
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+log = logging.getLogger(__name__)
+
+_ASLEEP = -1  # no weights in the engine
+
+
+class VLLMEngine(RolloutEngine):
+    """Rolls out with vLLM inside the training process: weights arrive by reference, every step is ours.
+
+    On CUDA the engine sleeps while the policy is trained, so that both use the whole device in turn.
+
+    Args:
+        dtype: Type of the engine's weights; `auto` takes that of the checkpoint. Choose the type the trainer computes in
+            (`bfloat16` for `bf16-mixed`, `float32` for `32`): the closer both are, the smaller `mismatch/kl`.
+        max_num_seqs: Most requests decoded at once.
+        gpu_memory_utilization: Share of the device that weights and KV cache may take while the engine is awake.
+        kv_cache_gib: Size of the KV cache in GiB; None derives it from `gpu_memory_utilization`. Give it on a CPU.
+        enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
+        sleep: Free the engine's memory while the policy is trained; has no effect on a CPU.
+        quiet: Show only vLLM's warnings.
+    """
+
+    def __init__(
+        self,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        max_num_seqs: int = 256,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_gib: float | None = None,
+        enforce_eager: bool = False,
+        sleep: bool = True,
+        quiet: bool = True,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"`max_num_seqs` must be at least 1, got {max_num_seqs}.")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
+        self.dtype = dtype
+        self.max_num_seqs = max_num_seqs
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.kv_cache_gib = kv_cache_gib
+        self.enforce_eager = enforce_eager
+        self.sleep_enabled = sleep
+        self.quiet = quiet
+        self._engine: LLMEngine | None = None
+        self._policy_version = _ASLEEP
+        self._asleep = False
+
+    # Life
+
+    @override
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        vllm_internals.check_version()
+        if self._engine is not None:
+            return
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
+        if self.quiet:
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._is_cpu = vllm_internals.is_cpu_build()
+        if self._is_cpu:
+            vllm_internals.apply_cpu_fixes()
+        self._end_token_ids = end_token_ids(policy)
+        self._owns_process_group = not torch.distributed.is_initialized()
+        started = time.perf_counter()
+        with seeded(seed):
+            self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
+        self._scheduler = vllm_internals.scheduler_of(self._engine)
+        log.info("vLLM %s is ready after %.1f s", vllm_internals.installed_version(), time.perf_counter() - started)
+
+    def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
+        from vllm import EngineArgs
+
+        return EngineArgs(
+            model=policy,
+            dtype=self.dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
+            enforce_eager=self.enforce_eager,
+            enable_sleep_mode=self.sleep_enabled and not self._is_cpu,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+        )
+
+    @override
+    def close(self) -> None:
+        engine, self._engine = self._engine, None
+        self._policy_version, self._asleep = _ASLEEP, False
+        if engine is not None:
+            del self._scheduler
+            vllm_internals.shut_down(engine, keep_process_group=not self._owns_process_group)
+
+    @override
+    def sleep(self) -> None:
+        if self.sleep_enabled and not self._is_cpu and not self._asleep:
+            self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
+            self._policy_version, self._asleep = _ASLEEP, True
+
+    @override
+    def wake(self) -> None:
+        if self._asleep:
+            self._live.wake_up()
+            self._asleep = False
+
+    @property
+    def _live(self) -> LLMEngine:
+        if self._engine is None:
+            raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
+        return self._engine
+
+    # Weights
+
+    @property
+    @override
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @override
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        self._policy_version = _ASLEEP  # were the update to break half-way, nothing may claim to be current
+        vllm_internals.reload_weights(self._live, named_tensors)
+        if not self._live.reset_prefix_cache():
+            raise RuntimeError("Weights were replaced while requests are running; finish `generate` first.")
+        self._policy_version = version
+
+    # Writing
+
+    @override
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
+    ) -> Iterator[Response]:
+        if self._policy_version == _ASLEEP:
+            raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
+        with seeded(seed):
+            yield from self._generate(requests, sampling, on_progress)
+
+    def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_progress: OnProgress | None
+    ) -> Iterator[Response]:
+        engine, scheduler = self._live, self._scheduler
+        params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
+        for request in requests:
+            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
+            engine.add_request(str(request.id), prompt, params[request.max_tokens])
+        started, num_finished, finished_tokens, longest = time.perf_counter(), 0, 0, 0
+        try:
+            while engine.has_unfinished_requests():
+                finished = [self._response(output) for output in engine.step() if output.finished]
+                if on_progress is not None:
+                    num_finished += len(finished)
+                    finished_tokens += sum(len(response.token_ids) for response in finished)
+                    lengths = [request.num_output_tokens for request in scheduler.running]
+                    longest = max([longest, *lengths, *(len(response.token_ids) for response in finished)])
+                    on_progress(
+                        RolloutProgress(
+                            waiting=len(scheduler.waiting),
+                            running=len(scheduler.running),
+                            finished=num_finished,
+                            tokens=finished_tokens + sum(lengths),
+                            longest=longest,
+                            elapsed=time.perf_counter() - started,
+                        )
+                    )
+                yield from finished
+        finally:
+            if engine.has_unfinished_requests():  # the consumer gave up, or an exception passed through
+                engine.abort_request([str(request.id) for request in requests])
+
+    def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=max_tokens or sampling.max_tokens,
+            stop_token_ids=[*self._end_token_ids, *sampling.stop_token_ids],
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _response(self, output: RequestOutput) -> Response:
+        completion = output.outputs[0]
+        assert completion.logprobs is not None and completion.finish_reason is not None
+        return Response(
+            request_id=int(output.request_id),
+            token_ids=completion.token_ids,
+            logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
+            finish_reason=completion.finish_reason,
+            policy_versions=(self._policy_version,),
+        )

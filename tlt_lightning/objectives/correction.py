@@ -1,0 +1,99 @@
+"""Importance weights for the mismatch between the engine that sampled a token and the trainer that scores it.
+
+The two run different kernels at different precision, so even with equal weights the sampling distribution is not the
+trainer's (arXiv 2506.13585; "Your efficient RL framework secretly brings you off-policy RL", Yao et al., 2025). The
+weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL or the value loss. It has no gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.objectives.numerics import log_ratio, sequence_sum
+
+Level = Literal["token", "sequence"]
+
+
+def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return trainer probability over engine probability, of each token or of its whole sequence.
+
+    Args:
+        old_logps: The trainer's log-probs before the first update. (B, T)
+        rollout_logps: Log-probs of the distribution that was sampled from. (B, T)
+        mask: Response tokens. (B, T), bool
+        level: "token", or "sequence" for the product over the response.
+
+    Returns:
+        Weights, 0 where masked. (B, T)
+    """
+    difference = (old_logps - rollout_logps).detach()
+    if level == "sequence":
+        difference = sequence_sum(difference, mask)
+    return torch.where(mask, log_ratio(difference, torch.zeros_like(difference)).exp(), 0.0)
+
+
+class MismatchCorrection(ABC):
+    """Weighs tokens by how likely the trainer finds them against how likely the engine did."""
+
+    @abstractmethod
+    def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
+        """Return the weight of each token's policy loss, (B, T), 0 where masked and without a gradient.
+
+        Args:
+            old_logps: The trainer's log-probs before the first update. (B, T)
+            rollout_logps: Log-probs of the distribution that was sampled from. (B, T)
+            mask: Response tokens. (B, T), bool
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedImportance(MismatchCorrection):
+    """Cut weights at an upper bound: less variance for a little bias (TIS). No lower bound: small weights are harmless.
+
+    Args:
+        level: One weight per "token", or per "sequence" (unbiased, but its variance grows with the length).
+        max_weight: The bound. 2.0 is the field's choice for tokens (slime, SkyRL); sequences use 3.0 to 5.0.
+    """
+
+    level: Level = "token"
+    max_weight: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.max_weight < 1:
+            raise ValueError(f"`max_weight` must be at least 1, the weight of a perfect match, got {self.max_weight}.")
+
+    def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
+        """Return min(weight, `max_weight`)."""
+        return importance_weights(old_logps, rollout_logps, mask, self.level).clamp(max=self.max_weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedImportance(MismatchCorrection):
+    """Drop tokens or sequences whose weight is out of bounds, keep the weight of the others (IcePop).
+
+    Args:
+        level: Judge each "token", or each "sequence" as a whole.
+        min_weight: Lowest weight that is kept.
+        max_weight: Highest weight that is kept. 0.5 and 5.0 are IcePop's own bounds.
+    """
+
+    level: Level = "token"
+    min_weight: float = 0.5
+    max_weight: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_weight <= 1 <= self.max_weight:
+            raise ValueError(
+                "`min_weight` and `max_weight` must enclose 1, the weight of a perfect match, got "
+                f"{self.min_weight} and {self.max_weight}."
+            )
+
+    def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
+        """Return the weight where it is within the bounds, else 0."""
+        weights = importance_weights(old_logps, rollout_logps, mask, self.level)
+        return torch.where((weights >= self.min_weight) & (weights <= self.max_weight), weights, 0.0)

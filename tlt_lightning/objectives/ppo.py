@@ -1,0 +1,107 @@
+"""Proximal policy optimization with a critic.
+
+Differences from the paper (arXiv 1707.06347):
+- The value loss is clipped like verl's and OpenAI's code, not the paper's text, and is always a mean over tokens.
+- The clip is asymmetric and the mismatch correction is on, as everywhere here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.objectives.advantages import GAE, AdvantageEstimator
+from tlt_lightning.objectives.aggregation import token_mean
+from tlt_lightning.objectives.base import ObjectiveOutput, Reduce
+from tlt_lightning.objectives.composed import ComposedObjective
+from tlt_lightning.objectives.numerics import fill, global_moments, require
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Half the squared error of each token, the worse of clipped and unclipped predictions, (B, T).
+
+    Args:
+        values: The critic's predictions. (B, T), with gradient
+        old_values: Its predictions before the first update of the iteration. (B, T)
+        returns: Its targets. (B, T)
+        clip: How far from `old_values` a prediction may profit; None is off.
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - returns).square())
+    return error / 2
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
+    """Tell how much of the returns the critic foresaw: 1 all of it, 0 no more than their mean, negative worse.
+
+    To be called on a rank's whole iteration: the ratio of two variances cannot be averaged over micro-batches.
+
+    Args:
+        values: The critic's predictions before the update. (B, T)
+        returns: What came of it. (B, T)
+        mask: Response tokens. (B, T)
+        reduce: Sums over ranks.
+
+    Returns:
+        A scalar; 0 if the returns do not vary.
+    """
+    mask = mask.bool()
+    values, returns = fill(values, mask), fill(returns, mask)
+    _, total = global_moments(returns, mask, reduce)
+    _, unexplained = global_moments(returns - values, mask, reduce)
+    return torch.where(total > 0, 1 - unexplained / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
+
+
+@dataclass(kw_only=True)
+class PPO(ComposedObjective):
+    """Proximal policy optimization (arXiv 1707.06347): a critic judges every token, also with one response per prompt.
+
+    Args:
+        advantage: GAE; set its `gamma` and `lam`.
+        value_coef: Weight of the value loss, which is half a squared error; matters only where critic and policy
+            share a trunk or a gradient norm.
+        value_clip: How far a prediction may move from the one before the update, in units of reward; null is off.
+        target_kl: Stop this iteration's updates once `train/approx_kl` exceeds it; null never stops.
+
+    Example:
+        >>> PPO(advantage=GAE(gamma=1.0, lam=1.0), target_kl=0.02).needs_critic
+        True
+    """
+
+    needs_critic: ClassVar[bool] = True
+
+    advantage: AdvantageEstimator = field(default_factory=GAE)
+    value_coef: float = 1.0
+    value_clip: float | None = 0.2
+    target_kl: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.advantage.needs_critic:
+            raise ValueError(
+                f"`advantage` {type(self.advantage).__name__} gives the critic no targets; use GAE, or an objective "
+                "without a critic such as ReinforcePlusPlus."
+            )
+        for name in ("value_coef", "value_clip", "target_kl"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
+
+    def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
+        """Return the policy's loss plus the critic's."""
+        if values is None:
+            raise ValueError("`values` is None but PPO trains a critic; give the policy a value head.")
+        mask = batch.response_mask.bool()
+        old_values = fill(require(batch.values, "values", "the value loss is clipped around them"), mask)
+        returns = fill(require(batch.returns, "returns", "they are the critic's targets"), mask)
+        output = super().loss(batch, logps, entropy, values)
+        value_loss = token_mean(clipped_value_loss(fill(values, mask), old_values, returns, self.value_clip), batch)
+        loss = output.loss + self.value_coef * value_loss
+        metrics = {"train/loss": loss.detach(), "train/value_loss": value_loss.detach()}
+        return ObjectiveOutput(loss, output.metrics | metrics)

@@ -1,0 +1,161 @@
+"""What is descended at each token: surrogates of the policy gradient that bound how far one batch may move the policy.
+
+Differences from the sources, where verl and TRL disagree:
+- Dual clip: verl always applies it (c = 3), TRL never does; here it is off unless `dual_clip` is set, as in the GRPO
+  and DAPO papers.
+- CISPO's lower bound: verl clips on both sides, TRL only above; `CappedRatio.min_ratio` covers both, 0 (none) by
+  default, as in ScaleRL.
+- All log-ratios are clamped to +-20 (`numerics.MAX_LOG_RATIO`); TRL does not clamp and overflows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.objectives.numerics import log_ratio, sequence_mean
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"`clip_low` must be in [0, 1], got {clip_low}: the ratio is kept above 1 - `clip_low`.")
+    if clip_high < 0:
+        raise ValueError(f"`clip_high` must not be negative, got {clip_high}: the ratio is kept below 1 + `clip_high`.")
+
+
+class Surrogate(ABC):
+    """The policy loss of each token, given its advantage."""
+
+    @abstractmethod
+    def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token and where the clip cut in (bool, for `train/clip_fraction`), (B, T) each.
+
+        Args:
+            logps: Log-probs under the policy being trained, 0 where masked. (B, T), with gradient
+            old_logps: Log-probs before the first update of the iteration, 0 where masked. (B, T)
+            advantages: Zero where masked. (B, T)
+            mask: Response tokens. (B, T), bool
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedRatio(Surrogate):
+    """PPO's clipped ratio (arXiv 1707.06347, Eq. 7) with separate bounds on the two sides and an optional dual clip.
+
+    Args:
+        clip_low: The ratio gains nothing below 1 - this.
+        clip_high: The ratio gains nothing above 1 + this; larger than `clip_low` it lets unlikely tokens grow
+            (DAPO's clip-higher, 0.28).
+        dual_clip: Bound on the loss at negative advantages, in units of |advantage| (arXiv 1912.09729, Eq. 5); None
+            is off, verl uses 3.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"`dual_clip` must be above 1, got {self.dual_clip}; None switches it off.")
+
+    def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return max(-A r, -A clip(r)), at most -A `dual_clip` where A < 0."""
+        loss, clipped = _clipped(log_ratio(logps, old_logps).exp(), advantages, self.clip_low, self.clip_high)
+        if self.dual_clip is not None:
+            bound = -advantages * self.dual_clip
+            cut = (advantages < 0) & (loss > bound)
+            loss, clipped = torch.where(cut, bound, loss), clipped | cut
+        return loss, clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRatio(Surrogate):
+    """GSPO: one ratio per response, the geometric mean of its tokens' (arXiv 2507.18071, Eq. 7), clipped.
+
+    Each token carries the sequence's ratio with its own gradient (GSPO-token), as in verl; averaged per sequence that
+    is GSPO itself. With token-level mismatch weights each gradient then carries its token's weight, in TRL the mean.
+
+    Args:
+        clip_low: As for ClippedRatio; the mean over tokens moves far less than a token, hence the small bounds.
+        clip_high: Likewise.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return max(-A s, -A clip(s)) with the sequence's ratio s."""
+        mean_difference = sequence_mean(logps - old_logps, mask).detach()
+        ratio = log_ratio(logps - logps.detach(), -mean_difference).exp()
+        return _clipped(ratio, advantages, self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CappedRatio(Surrogate):
+    """CISPO: the bounded ratio only weighs the policy gradient, so no token loses its gradient (arXiv 2506.13585).
+
+    Args:
+        max_ratio: Upper bound of the weight (5.0 in ScaleRL, SkyRL and AReaL).
+        min_ratio: Lower bound; 0 is none.
+    """
+
+    max_ratio: float = 5.0
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_ratio <= 1 <= self.max_ratio:
+            raise ValueError(f"`min_ratio` and `max_ratio` must enclose 1, got {self.min_ratio} and {self.max_ratio}.")
+
+    def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return -A clip(r) log p, without a gradient through r."""
+        ratio = log_ratio(logps, old_logps).exp().detach()
+        weight = ratio.clamp(self.min_ratio, self.max_ratio)
+        return -weight * advantages * logps, weight != ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftGate(Surrogate):
+    """SAPO: a sigmoid of the ratio that fades the gradient out instead of cutting it (arXiv 2511.20347).
+
+    Args:
+        temperature_positive: Steepness of the gate for positive advantages.
+        temperature_negative: Steepness otherwise; higher, because pushing tokens down is less stable.
+    """
+
+    temperature_positive: float = 1.0
+    temperature_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name in ("temperature_positive", "temperature_negative"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+
+    def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return -A sigmoid(t (r - 1)) 4 / t."""
+        ratio = log_ratio(logps, old_logps).exp()
+        positive = torch.full_like(ratio, self.temperature_positive)
+        temperature = torch.where(advantages > 0, positive, self.temperature_negative)
+        gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+        return -advantages * gate, torch.zeros_like(mask)
+
+
+@dataclass(frozen=True)
+class PlainPolicyGradient(Surrogate):
+    """REINFORCE: the log-prob times the advantage, no ratio and no bound; meant for one update per rollout."""
+
+    def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return -A log p."""
+        return -advantages * logps, torch.zeros_like(mask)

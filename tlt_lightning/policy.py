@@ -1,0 +1,185 @@
+"""Load a Hugging Face policy, full or with LoRA; its token log-probs; its weights as a stream.
+
+Log-probs never materialise (B, T, V) in float32: only the hidden states that predict a response token meet the head,
+`chunk_size` of them at a time, and the backward pass recomputes each chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tlt_lightning.data.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+# Heads that change the logits after the linear layer; computing log-probs from the layer alone would be wrong there.
+_UNSUPPORTED_HEADS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Train low-rank adapters instead of all weights.
+
+    Args:
+        rank: Rank of each update.
+        alpha: Scale; the update is multiplied by `alpha / rank`.
+        target_modules: Names of the linear layers to adapt; `all-linear` adapts every one but the head.
+        base_dtype: Type of the frozen weights. `bfloat16` halves their memory and is what vLLM runs anyway.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    target_modules: str | list[str] = "all-linear"
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"`lora.rank` must be at least 1, got {self.rank}; drop `lora` for full fine-tuning.")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`; raises if it has no end-of-sequence token, without which no response would end."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it.")
+    return tokenizer
+
+
+def end_token_ids(path: str) -> list[int]:
+    """Every token id that ends a response of the policy at `path`: the tokenizer's and its generation config's."""
+    from transformers import GenerationConfig
+
+    ids = [load_tokenizer(path).eos_token_id]
+    try:
+        extra = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a policy without generation_config.json ends with the tokenizer's token alone
+        extra = None
+    ids += extra if isinstance(extra, list) else [] if extra is None else [extra]
+    return sorted(set(ids))
+
+
+def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """Load the causal LM at `path` for training: float32 (the frozen part as `lora` says), dropout off, train mode.
+
+    With `lora` the result is a `peft.PeftModel`. Raises ValueError for architectures whose head is more than a linear
+    layer.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    _check_head(model, path)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the log-prob pass and the update must see the same function
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
+        )
+        model = get_peft_model(model, config)
+    return model.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
+
+
+def _check_head(model: PreTrainedModel, path: str) -> None:
+    for name, neutral in _UNSUPPORTED_HEADS.items():
+        value = getattr(model.config, name, neutral)
+        if value not in (None, neutral):
+            raise ValueError(
+                f"`policy` {path!r} has `{name}={value}` in its config: its logits are not the output of a linear head, "
+                "which log-probs in chunks need. Llama-, Qwen2- and Qwen3-like models are supported."
+            )
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside `model`, adapters still in place, PEFT's wrapper taken off."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[return-value,operator]
+
+
+def response_states(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Run the trunk and pick the hidden states that predict response tokens.
+
+    Returns the states (N, H), the tokens they predict (N,), and the (sequence, token) index of each in (B, T).
+    Padding is on the right, so a causal model needs no mask and attention takes its fastest path.
+    """
+    hidden = causal_lm(model).base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (B, S, H)
+    rows, columns = batch.response_mask.nonzero(as_tuple=True)
+    positions = batch.prompt_lengths[rows] + columns
+    return hidden[rows, positions - 1], batch.input_ids[rows, positions], (rows, columns)
+
+
+def token_logps(
+    head: nn.Module, states: Tensor, targets: Tensor, *, temperature: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets` (N,) and entropies (N,) of softmax(head(states) / temperature), float32, in chunks.
+
+    Args:
+        head: The output embedding, (N, H) to (N, V).
+        states: Hidden states. (N, H)
+        targets: Token ids. (N,)
+        temperature: Positive.
+        chunk_size: Rows that meet the vocabulary at a time; memory is `chunk_size * V * 4` bytes a few times over.
+    """
+
+    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(states).float() / temperature
+        log_normalizer = logits.logsumexp(-1)
+        logps = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
+        entropy = log_normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
+        return logps, entropy
+
+    results = []
+    for part, part_targets in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
+        if torch.is_grad_enabled():
+            results.append(checkpoint(chunk, part, part_targets, use_reentrant=False))
+        else:
+            results.append(chunk(part, part_targets))
+    logps, entropies = zip(*results, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+    """Put `values` (N,) at `index` into zeros of the shape of `like` (B, T)."""
+    return torch.zeros_like(like, dtype=values.dtype).index_put(index, values)
+
+
+def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the policy's weights under their Hugging Face names, adapters merged, one tensor at a time.
+
+    Tied weights come once. Merged tensors are fresh copies; all others are the live ones and must not be written.
+    """
+    lora_layers = _lora_layers(model)
+    for name, parameter in causal_lm(model).named_parameters():
+        if ".lora_" in name:
+            continue
+        layer_name, _, kind = name.rpartition(".base_layer.")
+        layer = lora_layers.get(layer_name)
+        tensor = parameter.detach()
+        if layer is None:
+            yield name, tensor
+        elif kind == "weight":
+            delta = layer.get_delta_weight("default").detach()
+            yield f"{layer_name}.weight", (tensor.float() + delta.float()).to(tensor.dtype)
+        else:
+            yield f"{layer_name}.{kind}", tensor
+
+
+def _lora_layers(model: nn.Module) -> dict[str, Any]:
+    if not hasattr(model, "get_base_model"):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in causal_lm(model).named_modules() if isinstance(module, LoraLayer)}

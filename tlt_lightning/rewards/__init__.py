@@ -1,0 +1,33 @@
+"""What a response is worth: reward functions, their weights, and the pool that runs them during the rollout.
+
+A reward is a callable `(prompt, response, row) -> float`, plain or async. `row` is the whole row of the data file, shared
+by all rewards and therefore read-only; `row["answer"]` holds the value of the answer column.
+
+Importing this package is cheap: math-verify, torch and transformers are loaded by the first call that needs them. The
+imports below are eager because `countdown` names a function and its module: bound lazily, the name would turn into the
+module as soon as anything imports that.
+"""
+
+from tlt_lightning.rewards.choice import multiple_choice
+from tlt_lightning.rewards.code import PythonTests
+from tlt_lightning.rewards.countdown import countdown
+from tlt_lightning.rewards.exact import exact_match
+from tlt_lightning.rewards.format import Format
+from tlt_lightning.rewards.math import math_equivalence
+from tlt_lightning.rewards.pool import RewardFailure, RewardPool
+from tlt_lightning.rewards.reward_model import RewardModel
+from tlt_lightning.rewards.term import RewardFunction, RewardTerm
+
+__all__ = [
+    "Format",
+    "PythonTests",
+    "RewardFailure",
+    "RewardFunction",
+    "RewardModel",
+    "RewardPool",
+    "RewardTerm",
+    "countdown",
+    "exact_match",
+    "math_equivalence",
+    "multiple_choice",
+]

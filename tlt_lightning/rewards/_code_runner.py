@@ -1,0 +1,76 @@
+"""The process of `code.py` that runs one program and its tests under limits.
+
+Runs as a script, without the package. Reads a request as JSON from standard input; writes to standard output how it is
+isolated ("namespaces" or "guard"), then the request's token once the tests have passed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import socket
+import sys
+from typing import Any
+
+MAX_FILE_BYTES = 64 << 20
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000  # linux/sched.h; os.unshare is Python 3.12
+
+
+def main() -> None:
+    """Run the program, then its tests; say so if they pass."""
+    request = json.load(sys.stdin)
+    isolated = request["use_namespaces"] and enter_namespaces()
+    if not isolated:
+        sys.addaudithook(refuse_network)
+    limit_resources(request["cpu_seconds"], request["memory_bytes"])
+    reply = os.dup(1)
+    os.write(reply, b"namespaces\n" if isolated else b"guard\n")
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    namespace: dict[str, Any] = {"__name__": "program"}
+    exec(compile(request["program"], "program.py", "exec"), namespace)
+    exec(compile(request["tests"], "tests.py", "exec"), namespace)
+    os.write(reply, request["token"].encode())
+    os._exit(0)  # threads and exit handlers of the program have no say any more
+
+
+def enter_namespaces() -> bool:
+    """Move to new process and network namespaces; False where the kernel does not allow it.
+
+    The caller returns as the first process of the namespace, with whose end the kernel kills all others in it.
+    """
+    try:
+        unshare = ctypes.CDLL(None).unshare
+    except (AttributeError, OSError):  # not Linux
+        return False
+    if unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET) != 0:
+        return False
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os._exit(0)
+    return True
+
+
+def refuse_network(event: str, args: tuple[Any, ...]) -> None:
+    """Audit hook: raise when the interpreter is about to use the network."""
+    local = event == "socket.__new__" and args[1] == socket.AF_UNIX  # event loops talk to themselves
+    if event in ("socket.__new__", "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr") and not local:
+        raise PermissionError("unit tests may not use the network")
+
+
+def limit_resources(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit this process and all that it starts."""
+    for kind, limit in (
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Finding the expected answer in a row and the final answer in a response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def expected_answer(row: dict[str, Any]) -> str:
+    """Return the answer of a row as stripped text.
+
+    Raises:
+        ValueError: If the row has none.
+    """
+    answer = row.get("answer")
+    if answer is None or not str(answer).strip():
+        raise ValueError(
+            f"This reward compares with `row['answer']`, which is {answer!r} here; set the data module's answer column "
+            f"to one of {sorted(row)}."
+        )
+    return str(answer).strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what the last complete `\boxed{...}` of `text` holds, braces balanced, or None without one."""
+    start = text.rfind(r"\boxed{")
+    while start >= 0:
+        begin = start + len(r"\boxed{")
+        depth = 1
+        for position in range(begin, len(text)):
+            depth += (text[position] == "{") - (text[position] == "}")
+            if depth == 0:
+                return text[begin:position].strip()
+        start = text.rfind(r"\boxed{", 0, start)
+    return None

@@ -1,0 +1,52 @@
+"""Reward for picking the right option of a multiple-choice question with up to five options."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tlt_lightning.rewards.answers import expected_answer, last_boxed
+
+# "A" before a lower-case word is taken for the article, which reasoning is full of.
+LETTER = r"(?:[B-E]|A(?!\s+[a-z]))"
+NUMBER = r"(?:(?<!\.)[1-5](?!\.\d))"
+STATED = re.compile(rf"(?i:answer)(?:\s+(?i:is))?[\s:=*$]*(?:\(([a-eA-E1-5])\)|({LETTER}|{NUMBER})(?!\w))")
+STANDALONE_LETTER = re.compile(rf"(?<!\w){LETTER}(?!\w)")
+STANDALONE_LABEL = re.compile(rf"(?<!\w)(?:{LETTER}|{NUMBER})(?!\w)")
+
+
+def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
+    r"""Return 1 if the response settles on the right option, else 0.
+
+    What counts is, in this order, the last `\boxed{B}`, the last "answer is (B)" or "Answer: B", the last capital letter A
+    to E that stands alone. The answer column holds a letter, or a number from 1 as in some rows of ARC; the
+    response may then give the option's number or its letter.
+
+    Example:
+        >>> multiple_choice("...", "Iron rusts, so the answer is (B).", {"answer": "B"})
+        1.0
+    """
+    answer = expected_answer(row).strip("().").upper()
+    if not re.fullmatch(r"[A-E1-5]", answer):
+        raise ValueError(
+            f"`multiple_choice` needs an answer from A to E or from 1 to 5, got {row['answer']!r}; check the answer column."
+        )
+    choice = chosen_option(response, numbered=answer.isdigit())
+    return float(choice is not None and letter(choice) == letter(answer))
+
+
+def chosen_option(response: str, *, numbered: bool) -> str | None:
+    """Return the letter, or with `numbered` perhaps the number, that `response` settles on."""
+    standalone = STANDALONE_LABEL if numbered else STANDALONE_LETTER
+    boxed = last_boxed(response)
+    if boxed is not None:
+        found = standalone.search(re.sub(r"\\[a-zA-Z]+|[{}]", " ", boxed))
+        return found.group() if found else None
+    stated = [match.group(1) or match.group(2) for match in STATED.finditer(response)]
+    stated = [option for option in stated if numbered or option.isalpha()]
+    return stated[-1] if stated else next(reversed(standalone.findall(response)), None)
+
+
+def letter(option: str) -> str:
+    """The letter of an option given as a letter or as a number from 1."""
+    return "ABCDE"[int(option) - 1] if option.isdigit() else option.upper()

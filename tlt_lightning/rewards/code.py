@@ -1,0 +1,144 @@
+"""Reward for Python code that passes its unit tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FENCED_BLOCK = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+class PythonTests:
+    """Gives 1 to a response whose Python code passes the unit tests of its row, else 0.
+
+    Isolation against accidents, not against attackers. The code runs in a process group of its own with limits on wall-clock
+    time, processor time, memory and file size, an empty temporary folder and a minimal environment. On Linux, where the
+    kernel allows it, it also gets process and network namespaces of its own: nothing it starts outlives it and no
+    network is reachable. Elsewhere its Python interpreter refuses to open sockets, programs that it starts may still
+    use the network or survive, and a warning says so. In both cases it can read the files that you can read and can
+    forge its own result. Run policies that you do not trust in a container.
+
+    The code is the response's last fenced block, one marked as Python if there is any, or else the whole response. The
+    row holds `test`: either a HumanEval script that defines `check(candidate)`, with `entry_point` naming the function
+    to check and `prompt` holding the code that the response continues or rewrites; or a script or list of assert statements.
+
+    Args:
+        time_limit: Seconds until the tests fail; keep it below the time limit of the reward pool.
+        memory_mb: Address space of each process of the program, in MiB.
+
+    Example:
+        >>> response = "Sure:\\n```python\\ndef double(x):\\n    return 2 * x\\n```"
+        >>> PythonTests()("Double it.", response, {"test": ["assert double(2) == 4"]})
+        1.0
+    """
+
+    def __init__(self, time_limit: float = 5.0, memory_mb: int = 1024) -> None:
+        if not time_limit > 0:
+            raise ValueError(f"`time_limit` must be a positive number of seconds, got {time_limit}.")
+        if memory_mb < 64:
+            raise ValueError(f"`memory_mb` must be at least 64, which Python itself takes, got {memory_mb}.")
+        self.time_limit = time_limit
+        self.memory_mb = memory_mb
+        self.use_namespaces = True
+        self._warned = False
+
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+        """Return 1 if the code in `response` passes the tests in `row`, else 0."""
+        program, tests = assemble(extract_code(response), row)
+        token = secrets.token_hex()  # a program that prints, exits or dies does not come by it by chance
+        request = {
+            "program": program,
+            "tests": tests,
+            "token": token,
+            "cpu_seconds": int(self.time_limit) + 1,
+            "memory_bytes": self.memory_mb << 20,
+            "use_namespaces": self.use_namespaces,
+        }
+        isolation, _, result = run(request, self.time_limit).partition("\n")
+        if isolation == "guard" and not self._warned:
+            self._warned = True
+            log.warning(
+                "No namespaces for unit tests on this machine: Python code that responses write cannot open sockets, but "
+                "programs that it starts can use the network and may outlive it."
+            )
+        return float(token in result)
+
+
+def extract_code(response: str) -> str:
+    """Return the last fenced block of `response`, preferring one marked as Python, or all of it without any."""
+    blocks = [(language.lower(), code) for language, code in FENCED_BLOCK.findall(response)]
+    marked = [code for language, code in blocks if language in ("python", "python3", "py")]
+    return (marked or [code for _, code in blocks] or [response])[-1]
+
+
+def assemble(code: str, row: dict[str, Any]) -> tuple[str, str]:
+    """Return the program and the tests to run after it.
+
+    Raises:
+        ValueError: If the row holds no tests, or names no function for its `check`.
+    """
+    tests = row.get("test")
+    if isinstance(tests, (list, tuple)):
+        tests = "\n".join(tests)
+    if not isinstance(tests, str) or not tests.strip():
+        raise ValueError(f"`PythonTests` needs a column `test` with a script or a list of asserts, got {tests!r}.")
+    entry_point = row.get("entry_point")
+    if entry_point is None:
+        if re.search(r"^def check\(", tests, re.MULTILINE):
+            raise ValueError("`test` defines `check(candidate)`, so the row needs `entry_point`, the function to check.")
+        return code, tests
+    # A function that is only a signature and a docstring is complete; rewriting it after that replaces it.
+    rewrites = re.search(rf"^(?:async\s+)?def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
+    return row.get("prompt", "") + ("\n\n" if rewrites else "") + code, f"{tests}\n\ncheck({entry_point})\n"
+
+
+def run(request: dict[str, Any], time_limit: float) -> str:
+    """Run a program and its tests in a process of its own and return what its runner wrote, within `time_limit` seconds.
+
+    Raises:
+        RuntimeError: If the runner failed before it came to the program.
+    """
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile("w+") as stdin,
+        tempfile.TemporaryFile("w+") as stderr,
+    ):
+        json.dump(request, stdin)
+        stdin.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(__file__).with_name("_code_runner.py"))],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            cwd=folder,
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(time_limit)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            os.set_blocking(process.stdout.fileno(), False)  # a survivor may hold the other end open
+            reply = (process.stdout.read() or b"").decode()
+        stderr.seek(0)
+        if not reply:
+            raise RuntimeError(
+                f"The runner of the unit tests did not come to the program within {time_limit} s; it ended with code "
+                f"{process.returncode} and wrote {stderr.read()[-1000:]!r}."
+            )
+        return reply

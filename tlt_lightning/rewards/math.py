@@ -1,0 +1,107 @@
+r"""Reward for an answer that is mathematically equal to the expected one, judged by math-verify.
+
+math-verify runs in child processes. Computing a response such as `\boxed{9^{9^{9}}}` holds the interpreter's lock for as
+long as it takes, so in this process it would stop the rollout, and no time limit of a thread could end it. The children
+also keep symbolic algebra from competing with the engine for that lock.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from tlt_lightning.rewards.answers import expected_answer, last_boxed
+
+TIME_LIMIT = 5.0
+"""Seconds for one comparison."""
+
+TAIL = 2000
+"""Characters at the end of a response in which an answer that is not marked is looked for."""
+
+
+def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
+    r"""Return 1 if the final answer equals the expected one as a mathematical object, else 0.
+
+    The final answer is the last `\boxed{...}`, or what follows the last `####` (the form of GSM8K), or else the last
+    expression or number near the end. The answer column may hold LaTeX, a number, or a whole GSM8K solution.
+
+    Raises:
+        TimeoutError: If the comparison takes longer than `TIME_LIMIT`.
+
+    Example:
+        >>> math_equivalence("", r"Thus \boxed{\frac{1}{2}}.", {"answer": "0.5"})
+        1.0
+    """
+    gold = after_hashes(expected_answer(row)) or expected_answer(row)
+    answer = last_boxed(response) or after_hashes(response)
+    if answer is None:
+        return float(verify(gold, response[-TAIL:]))
+    numbers = plain_number(gold), plain_number(answer)
+    if None not in numbers:
+        return float(numbers[0] == numbers[1])
+    return float(verify(gold, rf"\boxed{{{answer}}}"))
+
+
+def after_hashes(text: str) -> str | None:
+    """Return what follows the last `####` of `text` on its line, or None if that is nothing."""
+    _, hashes, rest = text.rpartition("####")
+    lines = rest.strip().splitlines()
+    return lines[0].strip() if hashes and lines else None
+
+
+def plain_number(text: str) -> Fraction | None:
+    """Return the value of a decimal number that needs no algebra, dollar sign and thousands separators allowed."""
+    digits = re.fullmatch(r"(?:\\?\$)?([+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?)\.?", text.strip())
+    return Fraction(digits.group(1).replace(",", "")) if digits else None
+
+
+class Verifier:
+    """A child process that compares expressions and kills itself when one takes too long."""
+
+    def __init__(self) -> None:
+        # -P: the script's own folder holds a math.py and must not come first on the child's path.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("_math_worker.py"))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
+        )
+
+    def equal(self, gold: str, text: str) -> bool:
+        """Say whether the last expression in `text` equals `gold`; the child is gone if this raises."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps([gold, text, TIME_LIMIT]) + "\n")
+            reply = self.process.stdout.readline()
+        except BrokenPipeError:
+            reply = ""
+        if not reply:
+            self.process.communicate()
+            if self.process.returncode == -signal.SIGALRM:
+                raise TimeoutError(f"math-verify took more than {TIME_LIMIT} s to compare with {gold!r}.")
+            raise RuntimeError(f"The math-verify process ended with code {self.process.returncode}.")
+        equal, error = json.loads(reply)
+        if error:
+            self.process.communicate()
+            raise RuntimeError(f"math-verify failed: {error}")
+        return equal
+
+
+IDLE: deque[Verifier] = deque()
+"""Children with nothing to do; they end when this process does, because their standard input closes."""
+
+
+def verify(gold: str, text: str) -> bool:
+    """Say whether the last expression in `text` equals `gold`, on an idle child or a new one; threads may share it."""
+    try:
+        verifier = IDLE.pop()
+    except IndexError:
+        verifier = Verifier()
+    equal = verifier.equal(gold, text)
+    IDLE.append(verifier)
+    return equal

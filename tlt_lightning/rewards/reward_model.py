@@ -1,0 +1,89 @@
+"""Reward from a Hugging Face reward model: a sequence classifier with one output."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+# One for all instances: a lock in the instance could not be deep-copied, which Lightning does with hyperparameters.
+LOADING = threading.Lock()
+
+
+class RewardModel:
+    """Scores responses with a sequence-classification model that has one output; the score is its raw logit.
+
+    The first call loads the model; calls from several threads are safe. If the tokenizer has a chat template, prompt and
+    response become a user and an assistant message; otherwise they are concatenated. The prompt must therefore be
+    the plain question, without the policy's chat template.
+
+    Args:
+        model: Folder or hub name of the reward model.
+        device: Where it runs, such as `cpu` or `cuda:1`.
+        max_length: Longest prompt plus response in tokens of the reward model; longer ones are an error, because the
+            score of a truncated answer means something else.
+
+    Example:
+        >>> reward = RewardModel("Skywork/Skywork-Reward-V2-Qwen3-0.6B", device="cuda")
+        >>> reward("What is 2 + 2?", "4", {})  # doctest: +SKIP
+        7.5
+    """
+
+    def __init__(self, model: str, device: str = "cpu", max_length: int = 4096) -> None:
+        if max_length < 1:
+            raise ValueError(f"`max_length` must be at least 1, got {max_length}.")
+        if not model:
+            raise ValueError("`model` must be the folder or hub name of a reward model, got an empty string.")
+        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+            raise ValueError(f"`model` must be an existing folder or a hub name, got {model!r}, which does not exist.")
+        self.model = str(Path(model).expanduser()) if model.startswith("~") else model
+        self.device = device
+        self.max_length = max_length
+        self._loaded: tuple[Any, Any] | None = None
+
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+        """Return the model's logit for `response` as an answer to `prompt`."""
+        import torch
+
+        tokenizer, model = self.load()
+        if tokenizer.chat_template is None:
+            text = prompt + response
+        else:
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        # Chat templates write the special tokens themselves.
+        ids = tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+        if len(ids) > self.max_length:
+            raise ValueError(
+                f"Prompt and response have {len(ids)} tokens, more than `max_length` {self.max_length}; raise it, as far "
+                "as the reward model's context allows, or shorten the policy's responses."
+            )
+        with torch.inference_mode():
+            return model(input_ids=torch.tensor([ids], device=self.device)).logits.float().item()
+
+    def load(self) -> tuple[Any, Any]:
+        """Return the tokenizer and the model, loading them once.
+
+        Raises:
+            ValueError: If the model has several outputs, or no trained output layer.
+        """
+        with LOADING:
+            if self._loaded is None:
+                self._loaded = load_reward_model(self.model, self.device)
+            return self._loaded
+
+
+def load_reward_model(name: str, device: str) -> tuple[Any, Any]:
+    """Load the tokenizer and the model at path or hub name `name`, refusing what is not a reward model."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    num_outputs = AutoConfig.from_pretrained(name).num_labels
+    if num_outputs != 1:
+        raise ValueError(f"`model` must be a sequence classifier with one output, but {name!r} has {num_outputs}.")
+    model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
+    if info["missing_keys"]:
+        raise ValueError(
+            f"`model` {name!r} is not a trained reward model: its files hold no {sorted(info['missing_keys'])}, which would "
+            "start at random values."
+        )
+    return AutoTokenizer.from_pretrained(name), model.to(device).eval()

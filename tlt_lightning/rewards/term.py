@@ -1,0 +1,79 @@
+"""One reward function with its weight and the name it is logged under."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+RewardFunction = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
+
+RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
+"""Taken under `reward/` by the statistics of the weighted sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTerm:
+    """Names one reward function and says how much it counts.
+
+    Args:
+        function: Called as `function(prompt, response, row)`; plain or async. In YAML either a dotted path
+            (`tlt_lightning.rewards.exact_match`) or a class with `class_path` and `init_args`.
+        weight: Factor of this reward in the sum that the objective sees; 0 only logs it.
+        name: Logged as `reward/<name>`; empty takes the name of the function or class.
+
+    Example:
+        >>> from tlt_lightning.rewards import exact_match
+        >>> RewardTerm(function=exact_match, weight=0.5).name
+        'exact_match'
+    """
+
+    function: RewardFunction
+    weight: float = 1.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"`function` must be callable as (prompt, response, row), got {self.function!r}.")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
+        if not self.name:
+            object.__setattr__(self, "name", default_name(self.function))
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(
+                f"`name` becomes part of the metric `reward/<name>` and may hold letters, digits, '_', '-' and '.', got "
+                f"{self.name!r}; set `name`."
+            )
+        if self.name in RESERVED_NAMES:
+            raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
+        check_signature(self.function, self.name)
+
+
+def default_name(function: RewardFunction) -> str:
+    """The name of a function, or of the class of a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def check_signature(function: RewardFunction, name: str) -> None:
+    """Raise if `function` cannot be called with a prompt, a response and a row."""
+    if inspect.isclass(function):
+        raise TypeError(
+            f"Reward `{name}` is a class, not a function: pass an instance, in YAML `class_path: {function.__module__}."
+            f"{function.__qualname__}` with `init_args`."
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none to look at
+        return
+    try:
+        signature.bind("", "", {})
+    except TypeError as error:
+        raise TypeError(
+            f"Reward `{name}` must be callable as (prompt, response, row), but its signature is {signature}: {error}."
+        ) from error
