@@ -1,4 +1,4 @@
-"""A Trainer loop with the timing of the real one (lazy, sized, one epoch an iteration) and rollouts made up by the test."""
+"""The real loop's timing (lazy, sized, one epoch an iteration) in a Trainer, with rollouts made up by the test."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from tests.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
 
+from tests.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
 from tlt_lightning.progress import (
     IterationCallback,
     RolloutProgressBar,
@@ -137,9 +137,7 @@ def test_exception_closes_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert bar._display is None
 
 
-def test_prediction_and_validation_rollouts_are_labelled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prediction_and_validation_rollouts_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = RolloutLoop(make_rollouts)
     trainer = make_trainer(tmp_path, [RolloutProgressBar(show_completions=1)])
     trainer.validate(LoggingModule(), datamodule=data, verbose=False)

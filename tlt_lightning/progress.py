@@ -23,7 +23,7 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import RolloutCallback
 
 LINE_SECONDS = 10.0
-MAX_SHOWN_CHARS = 600
+MAX_SHOWN_CHARS = 400
 
 
 def say(text: str) -> None:

@@ -48,7 +48,7 @@ class RunReport(IterationCallback):
       line: before the engine is set up), those before a resume included.
     - `held_out_accuracy_before`: From the validation before training, if `num_sanity_val_steps` had it see all
       held-out prompts.
-    - `held_out_accuracy_after`, `held_out_accuracy_after_iteration`: The latest validation and the iteration it followed.
+    - `held_out_accuracy_after`, `held_out_accuracy_after_iteration`: The latest validation and its iteration.
     - `reward_mean`, `length_p50`, `length_p99`, `length_max`: Of the last iteration; lengths in tokens.
     - `interrupted`: Whether an exception or Ctrl-C ended the run.
 
@@ -95,9 +95,7 @@ class RunReport(IterationCallback):
             log.exception("The report of the interrupted run could not be written to %s.", self.dirpath)
 
     @override
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint at an iteration's end is written before the hook that reports that iteration. The iteration
         # stays unreported, so that values logged later are read again.
         finished = self._finished

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tlt_lightning.engine.base import Response
+if TYPE_CHECKING:
+    from tlt_lightning.engine.base import Response
 
 
 @dataclass(slots=True)

@@ -120,10 +120,12 @@ class Workers:
         try:
             return future.result(self.timeout)
         except TimeoutError:
+            if future.done():  # raised by the coroutine itself
+                raise
             future.cancel()
             if not coroutines.is_responsive() and self._coroutines is coroutines:
                 self._coroutines = LoopThread("reward-coroutines")
-            raise
+            raise TimeoutError(f"no score within {self.timeout} s") from None
 
 
 async def contained(awaitable: Awaitable[Any]) -> Any:

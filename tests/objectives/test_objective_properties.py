@@ -1,0 +1,214 @@
+"""What holds for every objective on any data."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlt_lightning.objectives import (
+    CISPO,
+    DAPO,
+    GAE,
+    GRPO,
+    GSPO,
+    K1,
+    K2,
+    PPO,
+    RLOO,
+    SAPO,
+    ClippedRatio,
+    ComposedObjective,
+    DrGRPO,
+    KLPenalty,
+    MaskedImportance,
+    OverlongPunishment,
+    PlainPolicyGradient,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    SequenceMeanTokenSum,
+    StraightThrough,
+    TokenSum,
+)
+
+OBJECTIVES = {
+    "GRPO": GRPO(),
+    "GRPO, all on": GRPO(
+        surrogate=ClippedRatio(dual_clip=3.0),
+        correction=MaskedImportance(level="sequence"),
+        loss_kl=KLPenalty(coef=0.1),
+        reward_kl=KLPenalty(coef=0.1, estimator=K1()),
+        entropy_coef=0.01,
+    ),
+    "DrGRPO": DrGRPO(loss_kl=KLPenalty(coef=0.1, estimator=StraightThrough(value=K1()))),
+    "DAPO": DAPO(overlong=OverlongPunishment(max_tokens=9, buffer_tokens=4)),
+    "GSPO": GSPO(loss_kl=KLPenalty(estimator=K2())),
+    "CISPO": CISPO(),
+    "SAPO": SAPO(),
+    "RLOO": RLOO(surrogate=PlainPolicyGradient(), aggregation=SequenceMeanTokenSum()),
+    "REINFORCE++": ReinforcePlusPlus(reward_kl=KLPenalty(coef=0.1, estimator=K1())),
+    "REINFORCE++ baseline": ReinforcePlusPlusBaseline(aggregation=TokenSum()),
+    "PPO": PPO(advantage=GAE(gamma=0.99, lam=0.9), reward_kl=KLPenalty(coef=0.1, estimator=K1())),
+}
+EVERY_OBJECTIVE = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+SEEDS = pytest.mark.parametrize("seed", range(3))
+
+RandomVectors = Callable[..., SimpleNamespace]
+OnRanks = Callable[..., list[Any]]
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def with_advantages(objective: ComposedObjective, vectors: SimpleNamespace) -> SimpleNamespace:
+    vectors.batch.advantages, vectors.batch.returns = objective.advantages(vectors.batch, identity)
+    return vectors
+
+
+def rows_of(vectors: SimpleNamespace, rows: list[int]) -> SimpleNamespace:
+    batch = vectors.batch.select(rows)
+    parts = {name: getattr(vectors, name)[rows][:, : batch.response_mask.shape[1]] for name in NEW}
+    return SimpleNamespace(batch=batch, **parts)
+
+
+NEW = ("logps", "entropy", "values")
+
+
+def evaluate(objective: ComposedObjective, vectors: SimpleNamespace) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The loss and the metrics, and the gradients of what the policy and the critic say."""
+    leaves = [getattr(vectors, name).detach().clone().requires_grad_() for name in NEW]
+    output = objective.loss(vectors.batch, *leaves)
+    output.loss.backward()
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return {"loss": output.loss.detach(), **output.metrics}, gradients
+
+
+def assert_same(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
+
+
+@SEEDS
+@EVERY_OBJECTIVE
+def test_padding_changes_nothing_whatever_it_holds(
+    objective: ComposedObjective, seed: int, random_vectors: RandomVectors
+) -> None:
+    vectors = random_vectors(seed)
+    expected = evaluate(objective, with_advantages(objective, vectors))
+    batch = vectors.batch
+    mask = torch.cat([batch.response_mask, torch.zeros(len(batch), 3)], 1)
+
+    def spoil(x: Tensor) -> Tensor:
+        garbage = 1e30 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+        garbage[:, : x.shape[1]] = torch.where(batch.response_mask.bool(), x, garbage[:, : x.shape[1]])
+        return garbage
+
+    names = ("rollout_logps", "old_logps", "ref_logps", "values")
+    padded = replace(batch, response_mask=mask, **{name: spoil(getattr(batch, name)) for name in names})
+    spoiled = SimpleNamespace(batch=padded, **{name: spoil(getattr(vectors, name)) for name in NEW})
+    metrics, gradients = evaluate(objective, with_advantages(objective, spoiled))
+    assert_same(metrics, expected[0])
+    assert_same([gradient[:, :-3] for gradient in gradients], expected[1])
+    assert all((gradient[mask == 0] == 0).all() for gradient in gradients)
+    assert padded.advantages is not None
+    assert (padded.advantages[mask == 0] == 0).all()
+
+
+@SEEDS
+@EVERY_OBJECTIVE
+def test_order_of_sequences_does_not_matter(
+    objective: ComposedObjective, seed: int, random_vectors: RandomVectors
+) -> None:
+    vectors = random_vectors(seed)
+    order = torch.randperm(len(vectors.batch), generator=torch.Generator().manual_seed(seed))
+    shuffled = rows_of(vectors, order.tolist())
+    metrics, gradients = evaluate(objective, with_advantages(objective, vectors))
+    expected = metrics, [gradient[order] for gradient in gradients]
+    assert_same(evaluate(objective, with_advantages(objective, shuffled)), expected)
+
+
+@SEEDS
+@EVERY_OBJECTIVE
+def test_split_over_ranks_and_micro_batches_does_not_matter(
+    objective: ComposedObjective, seed: int, random_vectors: RandomVectors, on_ranks: OnRanks
+) -> None:
+    vectors = random_vectors(seed)
+    ranks = [list(range(8)), list(range(8, 12))]  # whole groups; unequal on purpose
+    halves = [rows_of(vectors, rows).batch for rows in ranks]
+    advantages, returns = zip(*on_ranks(objective.advantages, halves), strict=True)
+
+    expected_metrics, expected_gradients = evaluate(objective, with_advantages(objective, vectors))
+    batch = vectors.batch
+    assert_same(torch.cat(advantages), batch.advantages)
+    assert returns[0] is None or torch.allclose(torch.cat(returns), batch.returns)
+
+    batch.num_loss_tokens = batch.response_mask.sum().item()
+    batch.num_loss_sequences = batch.response_mask.any(-1).sum().item()
+    micro_batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11]]
+    batch.num_shares = len(micro_batches)
+    total = [torch.zeros_like(gradient) for gradient in expected_gradients]
+    metrics = []
+    for rows in micro_batches:
+        part_metrics, gradients = evaluate(objective, rows_of(vectors, rows))
+        metrics.append(part_metrics)
+        for whole, gradient in zip(total, gradients, strict=True):
+            whole[rows, : gradient.shape[1]] = gradient / len(micro_batches)
+    assert_same(total, expected_gradients)
+    means = {name: torch.stack([m[name] for m in metrics]).mean() for name in expected_metrics}
+    assert_same(means, expected_metrics)
+
+
+@EVERY_OBJECTIVE
+def test_zero_advantage_gives_zero_policy_gradient(
+    objective: ComposedObjective, random_vectors: RandomVectors
+) -> None:
+    vectors = random_vectors(0)
+    vectors.batch.advantages = torch.zeros_like(vectors.logps)
+    vectors.batch.returns = torch.zeros_like(vectors.logps)
+    _, (gradient, _, _) = evaluate(replace(objective, loss_kl=None), vectors)
+    assert (gradient == 0).all()
+    vectors.batch.advantages = vectors.batch.advantages + 1
+    _, (gradient, _, _) = evaluate(replace(objective, loss_kl=None), vectors)
+    assert (gradient != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY_OBJECTIVE
+def test_extreme_log_ratios_stay_finite_in_float32(
+    objective: ComposedObjective, dtype: torch.dtype, random_vectors: RandomVectors
+) -> None:
+    vectors = random_vectors(1, dtype=dtype)
+    batch = vectors.batch
+    generator = torch.Generator().manual_seed(0)
+    for name in ("old_logps", "ref_logps", "rollout_logps"):
+        sign = torch.randint(0, 2, vectors.logps.shape, generator=generator) * 2 - 1
+        setattr(batch, name, (batch.old_logps if name == "rollout_logps" else vectors.logps) + 50 * sign)
+    metrics, gradients = evaluate(objective, with_advantages(objective, vectors))
+    assert batch.advantages.dtype == torch.float32
+    assert all(x.isfinite().all() for x in [batch.advantages, *metrics.values(), *gradients])
+    assert all(metric.dtype == torch.float32 for metric in metrics.values())
+
+
+@EVERY_OBJECTIVE
+def test_equal_rewards_in_every_group_teach_nothing(
+    objective: ComposedObjective, random_vectors: RandomVectors
+) -> None:
+    if objective.min_group_size == 1 or objective.reward_kl is not None:
+        pytest.skip("does not compare within groups only")
+    vectors = random_vectors(0, dtype=torch.float32)
+    vectors.batch.rewards = vectors.batch.groups * 0.1
+    vectors.batch.response_mask = torch.ones_like(vectors.batch.response_mask)  # equal lengths, equal punishment
+    assert (with_advantages(objective, vectors).batch.advantages == 0).all()
+
+
+@EVERY_OBJECTIVE
+def test_a_batch_without_a_single_token_is_worth_nothing(
+    objective: ComposedObjective, random_vectors: RandomVectors
+) -> None:
+    vectors = random_vectors(0)
+    vectors.batch.response_mask = torch.zeros_like(vectors.batch.response_mask)
+    metrics, gradients = evaluate(objective, with_advantages(objective, vectors))
+    assert all((x == 0).all() for x in [*metrics.values(), *gradients])

@@ -1,0 +1,214 @@
+"""Unit tests as a reward: what passes, what must not pass, and what must not get away."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt_lightning.rewards import PythonTests
+from tlt_lightning.rewards.code import extract_code
+
+HUMAN_EVAL = {
+    "prompt": 'import math\n\n\ndef area(radius: float) -> float:\n    """Area of a circle."""\n',
+    "test": "def check(candidate):\n    assert abs(candidate(1) - 3.14159) < 1e-3\n    assert candidate(0) == 0\n",
+    "entry_point": "area",
+}
+ASSERTS = {"test": ["assert double(2) == 4", "assert double('a') == 'aa'"]}
+DOUBLE = "def double(x):\n    return x + x\n"
+
+
+def fenced(code: str) -> str:
+    return f"Let me think.\n```python\n{code}\n```\nDone."
+
+
+def score(code: str, row: dict[str, Any] = ASSERTS, time_limit: float = 5.0, **settings: Any) -> float:
+    reward = PythonTests(time_limit=time_limit, memory_mb=settings.pop("memory_mb", 1024))
+    reward.use_namespaces = settings.pop("use_namespaces", True)
+    return reward("", fenced(code), row)
+
+
+def has_namespaces() -> bool:
+    reward = PythonTests()
+    reward("", DOUBLE, ASSERTS)
+    return not reward._warned
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        fenced("def area(radius):\n    return math.pi * radius**2"),
+        fenced("from math import pi\n\ndef area(radius: float) -> float:\n    return pi * radius * radius"),
+        "    return math.pi * radius**2\n",
+        fenced("def area(radius):\n    return 0") + "\nBetter:\n" + fenced("def area(radius):\n    return math.pi * radius**2"),
+    ],
+    ids=["whole function", "own imports", "continuation", "last block"],
+)
+def test_correct_human_eval_solutions_pass(response: str) -> None:
+    assert PythonTests()("", response, HUMAN_EVAL) == 1.0
+
+
+def test_wrong_human_eval_solution_fails() -> None:
+    assert score("def area(radius):\n    return 3 * radius", HUMAN_EVAL) == 0.0
+    assert score("def circumference(radius):\n    return 3 * radius", HUMAN_EVAL) == 0.0
+
+
+def test_lists_and_scripts_of_asserts() -> None:
+    assert score(DOUBLE) == 1.0
+    assert score(DOUBLE, {"test": "assert double(1) == 2"}) == 1.0
+    assert score(DOUBLE, {"test": ["assert double(1) == 2", "assert double(1) == 3"]}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def double(x:",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "exit()",
+        "raise SystemExit",
+        "print('0' * 64); raise KeyboardInterrupt",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import ctypes; ctypes.string_at(0)",
+        "",
+    ],
+)
+def test_ending_before_the_tests_does_not_pass(code: str) -> None:
+    assert score(code, {"test": "assert True\nassert double"}) == 0.0
+
+
+def test_an_infinite_loop_ends_at_the_time_limit() -> None:
+    start = time.perf_counter()
+    assert score(DOUBLE + "while True: pass", time_limit=0.7) == 0.0
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("use_namespaces", [True, False])
+def test_a_memory_hog_fails_alone(use_namespaces: bool) -> None:
+    hog = DOUBLE + "hoard = []\nfor _ in range(1000): hoard.append(bytearray(b'x') * (16 << 20))"
+    assert score(hog, memory_mb=256, use_namespaces=use_namespaces) == 0.0
+    assert score(DOUBLE + "hoard = bytearray(b'x') * (64 << 20)", memory_mb=256) == 1.0
+
+
+def test_an_endless_file_fails() -> None:
+    assert score(DOUBLE + "with open('big', 'wb') as f:\n  while True: f.write(bytes(1 << 20))") == 0.0
+
+
+def fork_and_survive(marker: Path, leave_group: bool) -> str:
+    """A program whose forked child waits until the tests are long over, then leaves a file."""
+    return f"""
+import os, time
+if os.fork() == 0:
+    {"os.setsid()" if leave_group else "pass"}
+    time.sleep(1.5)
+    open({str(marker)!r}, "w").close()
+    os._exit(0)
+{DOUBLE}"""
+
+
+@pytest.mark.parametrize("leave_group", [False, True])
+@pytest.mark.parametrize("use_namespaces", [True, False])
+def test_a_forked_child_neither_delays_nor_survives(tmp_path: Path, leave_group: bool, use_namespaces: bool) -> None:
+    if leave_group and not (use_namespaces and has_namespaces()):
+        pytest.skip("only a process namespace ends a child that leaves its process group")
+    start = time.perf_counter()
+    assert score(fork_and_survive(tmp_path / "alive", leave_group), use_namespaces=use_namespaces) == 1.0
+    assert time.perf_counter() - start < 1.5
+    time.sleep(2)
+    assert not (tmp_path / "alive").exists()
+
+
+@pytest.mark.parametrize("use_namespaces", [True, False])
+def test_the_network_is_out_of_reach(use_namespaces: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)\n"
+        exec(connect)
+        assert score(connect + DOUBLE, use_namespaces=use_namespaces) == 0.0
+        caught = "try:\n  " + connect.replace("\n", ";").strip(";") + "\nexcept OSError: pass\nelse: 1 / 0\n"
+        assert score(caught + DOUBLE, use_namespaces=use_namespaces) == 1.0
+
+
+@pytest.mark.parametrize("use_namespaces", [True, False])
+def test_ordinary_programs_work(use_namespaces: bool) -> None:
+    code = """
+import asyncio, subprocess, sys, tempfile, threading, multiprocessing
+asyncio.run(asyncio.sleep(0))
+open("notes.txt", "w").write("x")
+with tempfile.TemporaryDirectory() as folder: pass
+thread = threading.Thread(target=print); thread.start(); thread.join()
+assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout == "1\\n"
+assert input is not None and sys.stdin.read() == ""
+print("x" * 10_000_000)
+"""
+    assert score(code + DOUBLE, use_namespaces=use_namespaces) == 1.0
+
+
+def test_the_program_sees_no_environment_and_leaves_no_files(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "secret")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os\nassert 'SECRET_TOKEN' not in os.environ and not os.listdir()\nopen('left', 'w').close()\n"
+    assert score(code + DOUBLE) == 1.0
+    assert os.listdir(tmp_path) == []
+
+
+def test_missing_namespaces_are_said_once(caplog) -> None:
+    reward = PythonTests()
+    reward.use_namespaces = False
+    assert [reward("", fenced(DOUBLE), ASSERTS) for _ in range(2)] == [1.0, 1.0]
+    assert caplog.text.count("No namespaces for unit tests") == 1
+
+
+def test_it_works_in_threads() -> None:
+    scores: list[float] = []
+    threads = [threading.Thread(target=lambda: scores.append(score(DOUBLE))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scores == [1.0] * 4
+
+
+def test_a_runner_that_cannot_start_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="did not come to the program"):
+        score(DOUBLE)
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({}, "`PythonTests` needs a column `test`"),
+        ({"test": []}, "`PythonTests` needs a column `test`"),
+        ({"test": HUMAN_EVAL["test"]}, "the row needs `entry_point`"),
+    ],
+)
+def test_rows_without_tests_are_an_error(row: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        score(DOUBLE, row)
+
+
+@pytest.mark.parametrize(("settings", "match"), [({"time_limit": 0}, "`time_limit`"), ({"memory_mb": 1}, "`memory_mb`")])
+def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        PythonTests(**settings)
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```py\na\n```\n```Python\nb\n```", "b\n"),
+        ("```python\na\n```\nIt prints\n```\nb\n```", "a\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("no fence", "no fence"),
+        ("```python\nunfinished", "```python\nunfinished"),
+    ],
+)
+def test_the_last_fenced_block_is_the_code(response: str, code: str) -> None:
+    assert extract_code(response) == code

@@ -1,0 +1,145 @@
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pytest
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.policy import (
+    LoRA,
+    causal_lm,
+    end_token_ids,
+    load_policy,
+    response_states,
+    scatter,
+    stream_weights,
+    token_logps,
+)
+
+
+def make_batch(prompt_lengths: list[int], response_lengths: list[int], vocab_size: int = 32) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(0)
+    num_rows, width = len(prompt_lengths), max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
+    steps = torch.arange(max(response_lengths))
+    mask = (steps < torch.tensor(response_lengths)[:, None]).float()
+    return RolloutBatch(
+        input_ids=torch.randint(2, vocab_size, (num_rows, width), generator=generator),
+        prompt_lengths=torch.tensor(prompt_lengths),
+        response_mask=mask,
+        rollout_logps=torch.zeros_like(mask),
+        rewards=torch.zeros(num_rows),
+        groups=torch.arange(num_rows),
+        policy_versions=torch.zeros(num_rows, dtype=torch.long),
+        truncated=torch.zeros(num_rows, dtype=torch.bool),
+        temperature=0.7,
+    )
+
+
+def naive_logps(model: torch.nn.Module, batch: RolloutBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of one unpadded sequence, from the full logits."""
+    start, length = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+    ids = batch.input_ids[row : row + 1, : start + length]
+    logps = (model(input_ids=ids).logits[0, start - 1 : -1] / batch.temperature).log_softmax(-1)
+    return logps.gather(-1, ids[0, start:, None]).squeeze(-1), -(logps.exp() * logps).sum(-1)
+
+
+def chunked(model: torch.nn.Module, batch: RolloutBatch, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    states, targets, index = response_states(model, batch)
+    head = causal_lm(model).get_output_embeddings()
+    logps, entropy = token_logps(head, states, targets, temperature=batch.temperature, chunk_size=chunk_size)
+    return scatter(logps, index, batch.rollout_logps), scatter(entropy, index, batch.rollout_logps)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 1000])
+def test_chunked_logps_and_entropies_equal_those_of_each_sequence_alone(policy_path: str, chunk_size: int) -> None:
+    model = load_policy(policy_path)
+    batch = make_batch([3, 5, 4], [6, 1, 9])
+    logps, entropy = chunked(model, batch, chunk_size)
+    for row in range(3):
+        expected_logps, expected_entropy = naive_logps(model, batch, row)
+        length = len(expected_logps)
+        torch.testing.assert_close(logps[row, :length], expected_logps, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropy[row, :length], expected_entropy, atol=1e-5, rtol=1e-5)
+        assert not logps[row, length:].any()
+
+
+def test_gradients_do_not_depend_on_the_chunks(policy_path: str) -> None:
+    gradients = []
+    for chunk_size in (2, 1000):
+        model = load_policy(policy_path)
+        logps, entropy = chunked(model, make_batch([3, 5], [6, 4]), chunk_size)
+        (logps.sum() + entropy.sum()).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_no_tensor_over_the_whole_vocabulary_is_larger_than_a_chunk(policy_path: str) -> None:
+    class LargestWithVocabulary(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() >= 2 and result.shape[-1] == 4096:
+                self.rows = max(self.rows, result.numel() // 4096)
+            return result
+
+    head, states = torch.nn.Linear(8, 4096, bias=False), torch.randn(64, 8, requires_grad=True)
+    with LargestWithVocabulary() as largest:
+        logps, _ = token_logps(head, states, torch.zeros(64, dtype=torch.long), temperature=1.0, chunk_size=8)
+        logps.sum().backward()
+    assert largest.rows == 8
+
+
+def test_lora_streams_merged_weights_under_hugging_face_names(policy_path: str) -> None:
+    model = load_policy(policy_path, lora=LoRA(rank=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    plain = load_policy(policy_path)
+    missing = plain.load_state_dict(dict(stream_weights(model)), strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}  # tied
+    ids = torch.arange(2, 12)[None]
+    torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_streaming_does_not_merge_into_the_live_weights(policy_path: str) -> None:
+    model = load_policy(policy_path, lora=LoRA(rank=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        list(stream_weights(model))
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_full_weights_are_streamed_without_a_copy(policy_path: str) -> None:
+    model = load_policy(policy_path)
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {tensor.data_ptr() for _, tensor in stream_weights(model)} == pointers
+
+
+def test_policy_is_in_train_mode_without_dropout(policy_path: str) -> None:
+    model = load_policy(policy_path)
+    assert model.training
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_heads_that_are_more_than_linear_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from transformers import CohereConfig, CohereForCausalLM
+
+    config = CohereConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.25
+    )
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"logit_scale=0\.25"):
+        load_policy(str(tmp_path))
+
+
+def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import shutil
+
+    assert end_token_ids(policy_path) == [1]
+    path = tmp_path / "policy"
+    shutil.copytree(policy_path, path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    assert end_token_ids(str(path)) == [1, 7]
