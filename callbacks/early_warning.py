@@ -67,7 +67,7 @@ class RewardLengthWarning(RolloutCallback):
         causes = self._share_causes(rollouts)
         if len(self.rewards) >= MIN_EARLIER_ITERATIONS:
             usual_reward, usual_length = fmean(self.rewards), fmean(self.lengths)
-            against = f"{reward:.3f} against {usual_reward:.3f} before; is it being hacked, or the learning rate too high?"
+            against = f"{reward:.3f} against {usual_reward:.3f} before; lower the learning rate, or add a KL penalty."
             causes["reward collapsed"] = (reward < usual_reward - self.reward_drop, against)
             against = f"{length:.0f} tokens on average against {usual_length:.0f} before; read some completions."
             causes["lengths exploded"] = (length > usual_length * self.length_factor, against)

@@ -46,7 +46,7 @@ class LengthHistogram(RolloutCallback):
 def draw(rollouts: Sequence[Rollout], path: Path, title: str) -> None:
     """Draw the histogram of `rollouts` into the file `path`."""
     from matplotlib.figure import Figure  # without pyplot: no display, no state, and imported only when drawing
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     lengths = np.array([len(rollout.response.token_ids) for rollout in rollouts])
     is_truncated = np.array([rollout.is_truncated for rollout in rollouts])
@@ -54,9 +54,9 @@ def draw(rollouts: Sequence[Rollout], path: Path, title: str) -> None:
     panel = figure.subplots()
     # Equal widths on the log axis; a bin narrower than a token would leave gaps between the short lengths.
     edges = np.geomspace(max(lengths.min(), 1) * 0.95, lengths.max() * 1.05, 41)
-    edges = np.unique(np.ceil(edges) - 0.5)
+    edges = np.unique(np.ceil(edges) - 0.5).tolist()
     parts, labels = [lengths[~is_truncated], lengths[is_truncated]], ["finished", "cut off at the limit"]
-    panel.hist(parts, bins=edges, stacked=True, color=["#0072b2", "#d55e00"], label=labels)
+    panel.hist(parts, bins=edges, stacked=True, color=["#0072b2", "#d55e00"], label=labels, edgecolor="w")
     panel.set_xscale("log")
     marks = {"p50": np.quantile(lengths, 0.5), "p99": np.quantile(lengths, 0.99)}
     if is_truncated.any():
@@ -67,8 +67,9 @@ def draw(rollouts: Sequence[Rollout], path: Path, title: str) -> None:
         panel.annotate(f"{name} {length:,.0f}", place, (0, 3), xycoords=("data", "axes fraction"),
                        textcoords="offset points", ha="center", fontsize=9, color="0.25")  # fmt: skip
     panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     panel.set_xlabel("response length in tokens (log scale)")
     panel.set_ylabel("responses")
     panel.set_title(f"{title} ({len(lengths):,} responses)", loc="left", fontsize=11, pad=16 + 14 * (len(marks) - 1))

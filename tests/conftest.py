@@ -74,3 +74,4 @@ def prompts_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [{"prompt": f"{i} {i + 1} = {2 * i + 1} :", "answer": f"{i} + {i + 1}"} for i in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+

@@ -44,13 +44,22 @@ class LazyRollouts:
         call_rollout_hook(trainer, "on_rollout_start")
         for step in self.data.progress:
             call_rollout_hook(trainer, "on_rollout_progress", step)
-        self.data.rollouts = self.data.make_rollouts(trainer.current_epoch + 1)
-        call_rollout_hook(trainer, "on_rollout_end", self.data.rollouts)
+        rollouts = self.data.make_rollouts(trainer.current_epoch + 1 if trainer.training else 0)
+        if trainer.training:
+            self.data.rollouts = rollouts
+        call_rollout_hook(trainer, "on_rollout_end", rollouts)
         for _ in range(self.num_batches):
             yield torch.ones(1, 1)
 
 
 class RolloutLoop(L.LightningDataModule):
+    """Stands in for `RolloutDataModule`.
+
+    Args:
+        make_rollouts: Returns the rollouts of an iteration, counted from 1; 0 is validation or prediction.
+        progress: What the engine reports in each rollout.
+    """
+
     def __init__(self, make_rollouts: MakeRollouts, progress: Sequence[RolloutProgress] = ()) -> None:
         super().__init__()
         self.make_rollouts = make_rollouts
@@ -87,15 +96,15 @@ class LoggingModule(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        seconds = {"time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.25, "time/reward": 0.25}
+        seconds = {"time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.5, "time/iteration": 3.5}
         self.log_dict({**rollout_metrics(data.rollouts), **seconds, "rollout/tokens_per_s": 1234.0})
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         accuracy = 0.2 if self.trainer.sanity_checking else 0.1 * (self.current_epoch + 1)
         self.log("val/accuracy", accuracy, batch_size=1)
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> None:
-        pass
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

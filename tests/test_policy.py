@@ -8,6 +8,7 @@ from tlt_lightning.policy import (
     causal_lm,
     end_token_ids,
     load_policy,
+    load_tokenizer,
     response_states,
     scatter,
     stream_weights,
@@ -133,6 +134,10 @@ def test_heads_that_are_more_than_linear_are_refused(tmp_path) -> None:  # type:
     CohereForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"logit_scale=0\.25"):
         load_policy(str(tmp_path))
+
+
+def test_a_generic_tokenizer_beside_a_qwen2_config_keeps_its_decoder(policy_path: str) -> None:
+    assert load_tokenizer(policy_path).decode([13, 14, 5, 15]) == "1 2 + 3"
 
 
 def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path) -> None:  # type: ignore[no-untyped-def]

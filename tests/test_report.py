@@ -104,9 +104,14 @@ def test_a_failing_report_does_not_hide_what_ended_the_run(
     assert "could not be written" in caplog.text
 
 
-def test_validate_alone_writes_no_report(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, [RunReport(str(tmp_path / "demo"))])
-    trainer.validate(LoggingModule(), datamodule=RolloutLoop(make_rollouts), verbose=False)
+def test_failing_validation_alone_writes_no_report(tmp_path: Path) -> None:
+    def fail(iteration: int) -> list[Any]:
+        raise RuntimeError("engine died")
+
+    callback = RunReport(str(tmp_path / "demo"))
+    callback.history = {1: dict.fromkeys(report.RECORDED)}
+    with pytest.raises(RuntimeError, match="engine died"):
+        make_trainer(tmp_path, [callback]).validate(LoggingModule(), datamodule=RolloutLoop(fail), verbose=False)
     assert not (tmp_path / "demo").exists()
 
 

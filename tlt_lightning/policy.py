@@ -49,9 +49,14 @@ class LoRA:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`; raises if it has no end-of-sequence token, without which no response would end."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    # AutoTokenizer swaps a generic tokenizer beside a Qwen2 config for Qwen2's own class and with it the decoder: a
+    # tokenizer that says it is generic is what its tokenizer.json says.
+    saved_as = get_tokenizer_config(path).get("tokenizer_class")
+    is_generic = saved_as in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(path)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it.")
     return tokenizer

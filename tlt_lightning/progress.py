@@ -186,15 +186,15 @@ def progress_text(progress: RolloutProgress) -> str:
     return text
 
 
-def summary_line(iteration: int, total: int | None, metrics: Mapping[str, float]) -> str:
+def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[str, float]) -> str:
     """Sum up an iteration in one line; what was not logged is left out.
 
     Args:
         iteration: Finished iterations.
-        total: Iterations of the whole run; None or -1 if it has no end.
+        num_iterations: Of the whole run; None or -1 if it has no end.
         metrics: By the project's metric names.
     """
-    parts = [f"iteration {_of_total(iteration, total)}"]
+    parts = [f"iteration {_of_total(iteration, num_iterations)}"]
     if "reward/mean" in metrics:
         spread = f" ± {metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
         parts.append(f"reward {metrics['reward/mean']:.3f}{spread}")
@@ -208,12 +208,10 @@ def summary_line(iteration: int, total: int | None, metrics: Mapping[str, float]
         parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tok/s")
     if "speculation/acceptance_length" in metrics and metrics.get("speculation/off_share", 0.0) < 1:
         parts.append(f"accept {metrics['speculation/acceptance_length']:.2f}")
-    seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
-    if seconds:
-        rollout, update = seconds.pop("time/rollout", 0.0), seconds.pop("time/update", 0.0)
-        other = sum(seconds.values())
-        total_seconds = rollout + update + other
-        parts.append(f"{total_seconds:.1f} s (rollout {rollout:.1f} update {update:.1f} other {other:.1f})")
+    if "time/iteration" in metrics:
+        total, rollout, update = (metrics.get(f"time/{stage}", 0.0) for stage in ("iteration", "rollout", "update"))
+        other = total - rollout - update
+        parts.append(f"{total:.1f} s (rollout {rollout:.1f} update {update:.1f} other {other:.1f})")
     return "  ".join(parts)
 
 

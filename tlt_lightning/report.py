@@ -123,8 +123,8 @@ class RunReport(IterationCallback):
 
     def _write(self, trainer: L.Trainer, *, interrupted: bool) -> None:
         self.dirpath.mkdir(parents=True, exist_ok=True)
-        summary = summarize(self.history, self.accuracy_before)
-        summary |= {"seed": _seed(), "seconds": round(self._seconds, 3), "interrupted": interrupted}
+        measured = summarize(self.history, self.accuracy_before)
+        summary = {"seed": _seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": interrupted}
         summary_path = self.dirpath / "summary.json"
         summary_path.write_text(json.dumps(summary, indent=2) + "\n")
         lines = [f"run {'interrupted' if interrupted else 'finished'} after {summary['iterations']} iterations"]
@@ -202,8 +202,8 @@ def _label_ends(panel: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
         height = panel.transData.transform((end, curve[end]))[1] * points_per_pixel
         upper = min(height, upper - LABEL_POINTS)
         text = f"{label} {curve[end]:,.0f}" if label else f"{curve[end]:.3f}"
-        style = {"color": color, "fontsize": 9, "va": "center", "textcoords": "offset points"}
-        panel.annotate(text, (end, curve[end]), (6, upper - height), **style)
+        place = (6, upper - height)
+        panel.annotate(text, (end, curve[end]), place, textcoords="offset points", va="center", color=color, fontsize=9)
 
 
 def _use_iteration_axis(panel: Axes, last: int) -> None:
@@ -241,4 +241,4 @@ def _checkpoints(trainer: L.Trainer) -> list[str]:
 
 def _metric_dirs(trainer: L.Trainer) -> list[str]:
     dirs = [logger.log_dir or logger.save_dir for logger in trainer.loggers]
-    return [directory for directory in dict.fromkeys(dirs) if directory]
+    return [str(Path(directory)) for directory in dict.fromkeys(dirs) if directory]

@@ -29,7 +29,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
             "Use `auto` on one device and `ddp` on several."
         )
-    if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+    all_batches = isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1.0
+    if not all_batches or trainer.overfit_batches:  # an int of 1 is one batch, a float all of them
         raise MisconfigurationException(
             "`Trainer(limit_train_batches, overfit_batches)` would drop part of every iteration's rollouts; lower "
             "`data.prompts_per_iteration` instead."

@@ -2,10 +2,10 @@
 
     python recipes/assets/make_countdown.py --output recipes/assets/countdown --seed 0
 
-A question reads `3 7 12 = 33 :`. A search tries random left-to-right chains, `7 * 3 = 21 - 12 = 9 ; ...`, until one
-reaches the target, and then writes `<answer>` and the chain as an expression. The searches are imperfect on purpose,
-which leaves reinforcement learning something to improve: most of them soon lose patience and answer with a chain that
-missed, some overlook a hit, and the patient minority makes the long tail of lengths.
+A question reads `make 33 from 3 7 12 :`. A search tries random left-to-right chains, `7 * 3 = 21 - 12 = 9 no`, until
+one reaches the target, `3 * 7 = 21 + 12 = 33 yes`, and then writes `<answer>` and that chain as an expression. The
+searches are imperfect on purpose, which leaves reinforcement learning something to improve: most of them soon lose
+patience and answer with a chain that missed. The patient minority makes the long tail of lengths.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from tlt_lightning.rewards.countdown import ANSWER, countdown
 
-MAX_NUMBER = 15  # largest given number
+MAX_NUMBER = 12  # largest given number
 MAX_VALUE = 99  # largest partial result; each of 0..99 is one token
 DIFFICULTY = {2: 0.25, 3: 0.45, 4: 0.30}  # share of questions by how many numbers they give
 MIN_ODDS = {2: 0.0, 3: 0.05, 4: 0.03}  # a random chain reaches the target at least this often
 HASTY_SHARE = 0.7  # searches without patience
 GIVE_UP = {True: 0.5, False: 0.025}  # chance to give up after a chain that missed: hasty, patient
-OVERLOOK = 0.1  # chance to go on searching after a hit
 MAX_RESPONSE = 480  # tokens; longer searches are cut
-EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
-WORDS = [PAD, EOS, UNKNOWN, "+", "-", "*", "/", "(", ")", "=", ":", ";", ANSWER, *map(str, range(MAX_VALUE + 1))]
+PAD, EOS, START, HIT, MISS = "<pad>", "<eos>", "make", "yes", "no"
+WORDS = [PAD, EOS, START, "from", ":", "+", "-", "*", "/", "=", HIT, MISS, ANSWER, "(", ")", *map(str, range(MAX_VALUE + 1))]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,12 @@ class Question:
     @property
     def prompt(self) -> str:
         """The question as the policy reads it."""
-        return f"{' '.join(map(str, self.numbers))} = {self.target} :"
+        return f"{START} {self.target} from {' '.join(map(str, self.numbers))} :"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The question as a row of the data files."""
+        return {"prompt": self.prompt, "answer": self.target, "numbers": list(self.numbers)}
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -110,20 +115,22 @@ def sample_response(question: Question, rng: random.Random) -> list[str]:
     words: list[str] = []
     while len(words) < MAX_RESPONSE:
         written, expression, value = sample_chain(question.numbers, rng)
-        words += written
-        if rng.random() < (1 - OVERLOOK if value == question.target else give_up):
+        words += [*written, HIT if value == question.target else MISS]
+        if value == question.target or rng.random() < give_up:
             return [*words, ANSWER, *expression, EOS]
-        words.append(";")
     return words
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer: one token per word, words separated by spaces."""
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
-    )
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    """Build the tokenizer: one token per word, the space before it included.
+
+    It is of the class that `AutoTokenizer` takes for every Qwen2 model, whatever the files say. That class rebuilds its
+    own splitting rules, which would cut numbers into digits; only added tokens are matched before those.
+    """
+    vocabulary = {word if index < 3 else f" {word}": index for index, word in enumerate(WORDS)}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, eos_token=EOS, pad_token=PAD)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in list(vocabulary)[2:]])
+    return tokenizer
 
 
 def make_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
@@ -140,6 +147,7 @@ def make_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
         bos_token_id=None,
         eos_token_id=WORDS.index(EOS),
         pad_token_id=WORDS.index(PAD),
+        initializer_range=args.init_range,
         dtype="float32",
     )
     return Qwen2ForCausalLM(config)
@@ -199,7 +207,7 @@ def train(model: Qwen2ForCausalLM, pool: Sequence[Question], args: argparse.Name
 
 @torch.inference_mode()
 def measure(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Question], args: argparse.Namespace
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], args: argparse.Namespace
 ) -> None:
     """Print accuracy and response lengths at temperature 1, by how many numbers the question gives."""
     model.eval()
@@ -213,7 +221,7 @@ def measure(
         texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
         lengths = (outputs != tokenizer.pad_token_id).sum(-1).tolist()
         results[count] = [
-            (countdown(question.prompt, text, {}), length)
+            (countdown(question.prompt, text, question.row), length)
             for question, text, length in zip(asked, texts, lengths, strict=True)
         ]
     print("numbers  samples  accuracy  length p50  p90  p99  max  at the limit")
@@ -229,8 +237,7 @@ def write_questions(path: Path, questions: Sequence[Question]) -> None:
     """Write one JSON object per question: prompt, answer (the target), numbers."""
     with path.open("w") as file:
         for question in questions:
-            row = {"prompt": question.prompt, "answer": question.target, "numbers": list(question.numbers)}
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(question.row) + "\n")
 
 
 def make_questions(args: argparse.Namespace) -> tuple[list[Question], list[Question], list[Question]]:
@@ -252,6 +259,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--intermediate_size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--init_range", type=float, default=0.02, help="standard deviation of the initial weights")
     parser.add_argument("--steps", type=int, default=2400, help="optimizer steps")
     parser.add_argument("--batch_tokens", type=int, default=3072, help="tokens of a batch, padding included")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")

@@ -28,8 +28,9 @@ def given_warnings(path: Path, override: Callable[[int], dict[str, Any]], **sett
     return [str(entry.message) for entry in caught if str(entry.message).startswith("Iteration ")]
 
 
-def test_healthy_run_is_left_in_peace(tmp_path: Path) -> None:
-    assert given_warnings(tmp_path, lambda iteration: {"length": 100 + 5 * iteration}) == []
+def test_healthy_run_is_left_in_peace_whatever_its_validation(tmp_path: Path) -> None:
+    unhealthy = {"rewards": (0.0, 0.0), "length": 1000, "cut": True}
+    assert given_warnings(tmp_path, lambda i: {"length": 100 + 5 * i} if i else unhealthy) == []
 
 
 @pytest.mark.parametrize(

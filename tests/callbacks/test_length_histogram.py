@@ -12,7 +12,7 @@ def make_rollouts(iteration: int) -> list[Any]:
     return [make_rollout(0.0, length=length) for length in (1, 5, 40, 300)] + [make_rollout(0.0, 512, cut=True)]
 
 
-def test_draws_in_its_turn_in_training_only(tmp_path: Path) -> None:
+def test_draws_in_its_turn(tmp_path: Path) -> None:
     callback = LengthHistogram(str(tmp_path / "lengths"), every_n_iterations=2)
     make_trainer(tmp_path, [callback]).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
     assert [file.name for file in (tmp_path / "lengths").iterdir()] == ["lengths_00002.png"]
@@ -31,6 +31,12 @@ def test_truncated_responses_have_their_own_colour(tmp_path: Path) -> None:
     pixels = {name: matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] for name in ("cut", "finished")}
     orange = {name: (abs(values - [0.835, 0.369, 0.0]).max(-1) < 0.02).any() for name, values in pixels.items()}
     assert orange == {"cut": True, "finished": False}
+
+
+def test_validation_is_not_drawn(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, [LengthHistogram(str(tmp_path / "lengths"), every_n_iterations=1)])
+    trainer.validate(LoggingModule(), datamodule=RolloutLoop(make_rollouts), verbose=False)
+    assert not (tmp_path / "lengths").exists()
 
 
 def test_zero_is_refused() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -72,7 +73,12 @@ def random_vectors() -> Callable[..., SimpleNamespace]:
     """Random batches: single-token and empty responses, holes in the mask, a group of equal rewards, wide ratios."""
 
     def build(
-        seed: int, *, num_groups: int = 3, group_size: int = 4, num_tokens: int = 9, spread: float = 0.5,
+        seed: int,
+        *,
+        num_groups: int = 3,
+        group_size: int = 4,
+        num_tokens: int = 9,
+        spread: float = 0.5,
         dtype: torch.dtype = torch.float64,
     ) -> SimpleNamespace:
         generator = torch.Generator().manual_seed(seed)
@@ -103,6 +109,25 @@ def random_vectors() -> Callable[..., SimpleNamespace]:
         return SimpleNamespace(batch=batch, logps=logps, values=noise(0.3), entropy=noise(1.0).abs())
 
     return build
+
+
+@pytest.fixture
+def rows_of() -> Callable[..., SimpleNamespace]:
+    """Some sequences of some vectors, without the columns that are padding for all of them."""
+
+    def select(vectors: SimpleNamespace, rows: list[int]) -> SimpleNamespace:
+        num_tokens = int(vectors.batch.response_mask[rows].any(0).nonzero().max()) + 1
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x[rows] if x.dim() == 1 else x[rows, : num_tokens + x.shape[1] - vectors.logps.shape[1]]
+
+        batch = replace(vectors.batch, **{f.name: cut(getattr(vectors.batch, f.name)) for f in fields(RolloutBatch)})
+        new = {name: cut(x) for name, x in vars(vectors).items() if name != "batch"}
+        return SimpleNamespace(batch=batch, **new)
+
+    return select
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Objectives as a recipe names them, a researcher's own one included."""
 
+import subprocess
+import sys
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +12,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from tlt_lightning import objectives
 from tlt_lightning.objectives import (
     CISPO,
     DAPO,
@@ -19,9 +23,13 @@ from tlt_lightning.objectives import (
     PPO,
     RLOO,
     SAPO,
+    AdvantageEstimator,
+    Aggregation,
     CappedRatio,
     DrGRPO,
+    KLEstimator,
     KLPenalty,
+    MismatchCorrection,
     OverlongPunishment,
     PolicyObjective,
     ReinforcePlusPlus,
@@ -29,6 +37,8 @@ from tlt_lightning.objectives import (
     SequenceMeanTokenSumNorm,
     SequenceRatio,
     StraightThrough,
+    Surrogate,
+    __all__,
 )
 
 EXAMPLE = Path(__file__).parent / "custom_objective_example.txt"
@@ -38,8 +48,8 @@ def build(config: dict[str, Any]) -> PolicyObjective:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--objective", type=PolicyObjective, required=True)
     parsed = parser.parse_object({"objective": config})
-    again = parser.parse_string(parser.dump(parsed))  # a saved recipe is a recipe
-    assert parser.instantiate(again).objective == parser.instantiate(parsed).objective
+    saved = parser.parse_object(parsed.as_dict())  # a recipe as Lightning saves it is a recipe
+    assert parser.instantiate(saved).objective == parser.instantiate(parsed).objective
     return parser.instantiate(parsed).objective
 
 
@@ -101,16 +111,34 @@ def test_a_typo_in_a_recipe_is_refused(config: dict[str, Any]) -> None:
         build(config)
 
 
+@pytest.mark.parametrize("kind", [AdvantageEstimator, Aggregation, KLEstimator, MismatchCorrection, Surrogate])
+def test_exchanging_a_piece_never_inherits_the_defaults_of_the_other(kind: type) -> None:
+    """jsonargparse keeps the old piece's arguments, defaults included, that the new one takes by the same name."""
+    names = [name for name in __all__ if isinstance(getattr(objectives, name), type)]
+    pieces = [piece for piece in (getattr(objectives, name) for name in names) if issubclass(piece, kind)]
+    pieces.remove(kind)
+    assert len(pieces) > 1
+    defaults: dict[str, Any] = {}
+    for piece in pieces:
+        for field in fields(piece):
+            assert defaults.setdefault(field.name, field.default) == field.default, f"{piece.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize("habit", ["", "from __future__ import annotations\n"])
 def test_the_example_of_a_custom_objective_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vectors: SimpleNamespace
+    habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vectors: SimpleNamespace
 ) -> None:
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) < 25
-    (tmp_path / "my_objective.py").write_text(text)
+    (tmp_path / "my_objective.py").write_text(habit + text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_objective", raising=False)
 
-    objective = build({"class_path": "my_objective.WeightedGRPO", "init_args": {"positive_weight": 0.2}})
+    arguments = {"positive_weight": 0.2, "surrogate": "SequenceRatio"}  # its own, and one that it inherits
+    objective = build({"class_path": "my_objective.WeightedGRPO", "init_args": arguments})
     assert type(objective) is import_module("my_objective").WeightedGRPO
+    assert isinstance(objective, GRPO)
+    assert objective.surrogate == SequenceRatio()
     advantages, _ = objective.advantages(vectors.batch, lambda x: x)
     plain, _ = GRPO().advantages(vectors.batch, lambda x: x)
     torch.testing.assert_close(advantages, torch.where(plain > 0, 0.2 * plain, plain))
@@ -119,9 +147,6 @@ def test_the_example_of_a_custom_objective_works(
 
 
 def test_the_package_of_objectives_needs_torch_only() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, tlt_lightning.objectives as o; assert all(hasattr(o, name) for name in o.__all__);"
         "print([name for name in ('lightning', 'transformers', 'vllm', 'jsonargparse') if name in sys.modules])"

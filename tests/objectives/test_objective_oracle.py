@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tlt_lightning.objectives import (
     CappedRatio,
-    ClippedRatio,
     ComposedObjective,
     GroupNormalized,
     KLPenalty,
@@ -34,7 +33,10 @@ PIECES: dict[str, dict[str, Any]] = {
     "bnpo": {"aggregation": TokenMean()},
     "dapo": {"aggregation": TokenMean()},
     "dr_grpo": {"aggregation": SequenceMeanTokenSumNorm(max_tokens=MAX_TOKENS)},
-    "gspo": {"aggregation": SequenceMeanTokenMean(), "surrogate": SequenceRatio(clip_low=0.05, clip_high=0.06)},
+    "gspo": {
+        "aggregation": SequenceMeanTokenMean(),
+        "surrogate": SequenceRatio(sequence_clip_low=0.05, sequence_clip_high=0.06),
+    },
     "cispo": {"aggregation": TokenMean(), "surrogate": CappedRatio(max_ratio=5.0)},
     "sapo": {"aggregation": SequenceMeanTokenMean(), "surrogate": SoftGate()},
 }
@@ -42,11 +44,13 @@ CORRECTIONS: dict[str, MismatchCorrection | None] = {
     "none": None,
     "token_truncate": TruncatedImportance(level="token", max_weight=1.3),
     "sequence_truncate": TruncatedImportance(level="sequence", max_weight=1.3),
-    "token_mask": MaskedImportance(level="token", min_weight=0.7, max_weight=1.3),
-    "sequence_mask": MaskedImportance(level="sequence", min_weight=0.5, max_weight=2.0),
+    "token_mask": MaskedImportance(level="token", keep_above=0.7, keep_below=1.3),
+    "sequence_mask": MaskedImportance(level="sequence", keep_above=0.5, keep_below=2.0),
 }
 # With one ratio per sequence TRL lets each token's gradient carry the mean weight, verl and we its own.
-CASES = [(loss_type, mode) for loss_type in PIECES for mode in CORRECTIONS if (loss_type, mode[:5]) != ("gspo", "token")]
+CASES = [
+    (loss_type, mode) for loss_type in PIECES for mode in CORRECTIONS if (loss_type, mode[:5]) != ("gspo", "token")
+]
 
 
 def trl_weights(vectors: SimpleNamespace, mode: str) -> Tensor:
@@ -57,14 +61,20 @@ def trl_weights(vectors: SimpleNamespace, mode: str) -> Tensor:
         difference = difference.sum(-1, keepdim=True)
     weights, correction = difference.exp(), CORRECTIONS[mode]
     if isinstance(correction, MaskedImportance):
-        return weights.masked_fill((weights < correction.min_weight) | (weights > correction.max_weight), 0.0)
+        return weights.masked_fill((weights < correction.keep_above) | (weights > correction.keep_below), 0.0)
     assert isinstance(correction, TruncatedImportance)
     return weights.clamp(max=correction.max_weight)
 
 
 def trl_loss(
-    vectors: SimpleNamespace, loss_type: str, *, beta: float = 0.0, mode: str = "none", entropy_coef: float = 0.0,
-    num_items: float | None = None, accumulation: int = 1,
+    vectors: SimpleNamespace,
+    loss_type: str,
+    *,
+    beta: float = 0.0,
+    mode: str = "none",
+    entropy_coef: float = 0.0,
+    num_items: float | None = None,
+    accumulation: int = 1,
 ) -> Tensor:
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     batch, logps = vectors.batch, vectors.logps
@@ -77,7 +87,10 @@ def trl_loss(
             num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=False
         ),
         args=SimpleNamespace(
-            delta=None, sapo_temperature_neg=1.05, sapo_temperature_pos=1.0, steps_per_generation=accumulation,
+            delta=None,
+            sapo_temperature_neg=1.05,
+            sapo_temperature_pos=1.0,
+            steps_per_generation=accumulation,
             use_bias_correction_kl=False,
         ),
         aux_loss_enabled=False,
@@ -149,9 +162,7 @@ def test_loss_and_gradient_are_those_of_trl(
 
 
 @pytest.mark.parametrize("loss_type", PIECES)
-def test_extreme_ratios_are_those_of_trl(
-    loss_type: str, random_vectors: Callable[..., SimpleNamespace]
-) -> None:
+def test_extreme_ratios_are_those_of_trl(loss_type: str, random_vectors: Callable[..., SimpleNamespace]) -> None:
     vectors = scored(random_vectors(5))
     batch = vectors.batch
     # Up to e^15 where TRL's loss is unbounded (negative advantage, rising ratio), which is below our clamp.
@@ -168,18 +179,17 @@ def test_entropy_bonus_is_that_of_trl(random_vectors: Callable[..., SimpleNamesp
     assert_same_loss_and_gradient(our_loss(objective, vectors), vectors, loss_type="dr_grpo", entropy_coef=0.3)
 
 
-def test_accumulated_token_mean_is_that_of_trl(random_vectors: Callable[..., SimpleNamespace]) -> None:
+def test_accumulated_token_mean_is_that_of_trl(
+    random_vectors: Callable[..., SimpleNamespace], rows_of: Callable[..., SimpleNamespace]
+) -> None:
     vectors = scored(random_vectors(3))
-    num_items = vectors.batch.response_mask.sum().item()
-    trl, ours = [], []
+    vectors.batch.num_loss_tokens = vectors.batch.response_mask.sum().item()
+    vectors.batch.num_shares = 2
+    objective = ComposedObjective(correction=None)
+    ours, trl = [], []
     for rows in ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]):
-        part = SimpleNamespace(
-            batch=replace(vectors.batch.select(rows), num_loss_tokens=num_items, num_shares=2), scores=vectors.scores[rows]
-        )
-        width = part.batch.response_mask.shape[1]
-        part.logps, part.entropy = vectors.logps[rows, :width], vectors.entropy[rows, :width]
-        trl.append(trl_loss(part, "dapo", num_items=num_items, accumulation=2))
-        ours.append(ComposedObjective(surrogate=ClippedRatio(), correction=None).loss(
-            part.batch, part.logps, part.entropy, None
-        ).loss)
+        part = rows_of(vectors, rows)
+        ours.append(our_loss(objective, part)(part.logps))
+        trl.append(trl_loss(part, "dapo", num_items=vectors.batch.num_loss_tokens, accumulation=2))
+    # Lightning averages the micro-batches, TRL adds them up.
     torch.testing.assert_close(torch.stack(ours).mean(), torch.stack(trl).sum(), atol=1e-6, rtol=1e-6)

@@ -85,19 +85,20 @@ def test_a_response_alone_in_its_group_has_no_advantage(random_vectors: RandomVe
 
 def test_masked_tokens_inside_a_response_do_not_discount(random_vectors: RandomVectors) -> None:
     objective = ReinforcePlusPlus(advantage=WhitenedRewardToGo(gamma=0.5))
-    batch = random_vectors(0, num_groups=1, group_size=2, num_tokens=6).batch
-    batch.rewards = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    batch = random_vectors(0).batch
+    batch.rewards = torch.arange(12).double() == 1  # the sequence with a hole: 9 tokens less 2
     advantages, _ = objective.advantages(batch, lambda x: x)
-    zero, to_go = advantages[0, 0], advantages[1, batch.response_mask[1].bool()]
-    torch.testing.assert_close((to_go - zero) / (to_go[-1] - zero), 0.5 ** torch.arange(3.0, -1, -1).double())
+    to_go = (advantages - advantages[0, 0])[1, batch.response_mask[1].bool()]
+    torch.testing.assert_close(to_go / to_go[-1], 0.5 ** torch.arange(6.0, -1, -1).double())
 
 
 def test_kl_in_the_reward_lowers_the_score_of_its_sequence(random_vectors: RandomVectors) -> None:
     batch = random_vectors(0).batch
     batch.response_mask = torch.ones_like(batch.response_mask)
     penalty = 0.1 * (batch.old_logps - batch.ref_logps).sum(-1)
-    plain, shaped = LeaveOneOut(), ComposedObjective(
-        advantage=LeaveOneOut(), reward_kl=KLPenalty(coef=0.1, estimator=K1())
+    plain, shaped = (
+        LeaveOneOut(),
+        ComposedObjective(advantage=LeaveOneOut(), reward_kl=KLPenalty(coef=0.1, estimator=K1())),
     )
     expected, _ = plain(batch, batch.rewards - penalty, torch.zeros_like(batch.old_logps), lambda x: x)
     torch.testing.assert_close(shaped.advantages(batch, lambda x: x)[0], expected)
@@ -147,6 +148,14 @@ def test_entropy_bonus_raises_the_entropy(vectors: SimpleNamespace) -> None:
     torch.testing.assert_close(entropy.grad, -0.5 * vectors.batch.response_mask / 16)
 
 
+def test_an_objective_tells_the_trainer_what_its_pieces_need() -> None:
+    assert (GRPO().min_group_size, ReinforcePlusPlus().min_group_size) == (2, 1)
+    assert not (GRPO().needs_entropy_grad or GRPO().needs_reference or GRPO().needs_critic)
+    assert GRPO(entropy_coef=0.1).needs_entropy_grad
+    assert GRPO(loss_kl=KLPenalty()).needs_reference
+    assert GRPO(reward_kl=KLPenalty()).needs_reference
+
+
 @pytest.mark.parametrize("missing", ["old_logps", "advantages", "ref_logps"])
 def test_a_missing_tensor_is_named(missing: str, vectors: SimpleNamespace) -> None:
     vectors.batch.advantages = torch.ones_like(vectors.logps)
@@ -161,11 +170,11 @@ def test_a_missing_tensor_is_named(missing: str, vectors: SimpleNamespace) -> No
         (ClippedRatio, {"clip_low": 1.5}, "`clip_low` must be in"),
         (ClippedRatio, {"clip_high": -0.1}, "`clip_high` must not be negative"),
         (ClippedRatio, {"dual_clip": 1.0}, "`dual_clip` must be above 1"),
-        (SequenceRatio, {"clip_low": -1.0}, "`clip_low` must be in"),
+        (SequenceRatio, {"sequence_clip_low": -1.0}, "`sequence_clip_low` must be in"),
         (CappedRatio, {"max_ratio": 0.5}, "must enclose 1"),
         (SoftGate, {"temperature_negative": 0.0}, "`temperature_negative` must be positive"),
         (TruncatedImportance, {"max_weight": 0.5}, "`max_weight` must be at least 1"),
-        (MaskedImportance, {"min_weight": 2.0}, "must enclose 1"),
+        (MaskedImportance, {"keep_above": 2.0}, "must enclose 1"),
         (OverlongPunishment, {"max_tokens": 10, "buffer_tokens": 11}, "`overlong.buffer_tokens` must be between"),
         (SequenceMeanTokenSumNorm, {"max_tokens": 0}, "`max_tokens`"),
         (KLPenalty, {"coef": 0.0, "estimator": K3()}, "must be positive"),

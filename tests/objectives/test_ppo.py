@@ -18,7 +18,7 @@ def gae_by_recursion(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float
     """The definition, one token after another, over the unmasked tokens alone."""
     advantages = torch.zeros_like(values)
     for row in range(len(values)):
-        advantage, next_value = 0.0, 0.0
+        advantage = next_value = torch.tensor(0.0)
         for t in reversed(mask[row].nonzero()[:, 0].tolist()):
             error = rewards[row, t] + gamma * next_value - values[row, t]
             advantage = advantages[row, t] = error + gamma * lam * advantage
@@ -73,9 +73,10 @@ def test_explained_variance_of_all_ranks(random_vectors: Callable[..., Any], on_
 
     predictions = batch.ref_logps
     whole = explained_variance(predictions, returns, mask, identity)
-    ranks = [(x[:5], y[:5], m[:5]) for x, y, m in [(predictions, returns, mask)]]
-    ranks += [(predictions[5:], returns[5:], mask[5:])]
-    for value in on_ranks(lambda tensors, reduce: explained_variance(*tensors, reduce), ranks):
+    ranks = [slice(0, 5), slice(5, None)]
+    for value in on_ranks(
+        lambda rows, reduce: explained_variance(predictions[rows], returns[rows], mask[rows], reduce), ranks
+    ):
         torch.testing.assert_close(value, whole)
 
 
@@ -106,5 +107,5 @@ def test_a_missing_critic_is_named(vectors: Any) -> None:
     with pytest.raises(ValueError, match="`values` is None"):
         PPO().loss(vectors.batch, vectors.logps, vectors.entropy, None)
     vectors.batch.values = None
-    with pytest.raises(ValueError, match="`batch.values` is None"):
+    with pytest.raises(ValueError, match=r"`batch\.values` is None"):
         PPO().advantages(vectors.batch, identity)

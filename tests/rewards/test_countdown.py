@@ -6,7 +6,7 @@ ROW = {"numbers": [3, 7, 25], "answer": 46}
 
 
 def score(answer: str, row: dict[str, object]) -> float:
-    return countdown("3 7 25 = 46 :", f"7 - 3 = 4 ; <answer> {answer}", {**ROW, **row})
+    return countdown("make 46 from 3 7 25 :", f"7 - 3 = 4 no <answer> {answer}", {**ROW, **row})
 
 
 @pytest.mark.parametrize(
@@ -48,23 +48,12 @@ def test_division_is_exact() -> None:
 
 def test_only_the_text_after_the_last_marker_counts() -> None:
     right, wrong = "3 * 7 + 25", "3 + 7 + 25"
-    assert countdown("", f"3 * 7 = 99 ; <answer> {wrong} <answer> {right}", ROW) == 1.0
+    assert countdown("", f"3 * 7 = 99 no <answer> {wrong} <answer> {right}", ROW) == 1.0
     assert countdown("", f"<answer> {right} <answer> {wrong}", ROW) == 0.0
     assert countdown("", f"3 * 7 = 21 + 25 = 46 {right}", ROW) == 0.0
 
 
-def test_question_comes_from_the_row_or_else_from_the_prompt() -> None:
-    response = "<answer> 3 * 7 + 25"
-    assert countdown("no question here", response, {"numbers": [3, 7, 25], "target": 46}) == 1.0
-    assert countdown("3 7 25 = 46 :", response, {}) == 1.0
-    assert countdown("3 7 25 = 47 :", response, {}) == 0.0
-    assert countdown("3 7 25 = 47 :", response, ROW) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "row", "match"),
-    [("How are you?", {}, "`numbers` and `answer`"), ("3 7 25 = 46 :", {"numbers": [3]}, "neither `target` nor")],
-)
-def test_missing_question_is_an_error(prompt: str, row: dict[str, object], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        countdown(prompt, "<answer> 3", row)
+@pytest.mark.parametrize("row", [{"answer": 46}, {"numbers": [3, 7, 25]}, {"numbers": None, "answer": 46}])
+def test_missing_question_is_an_error(row: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="a column `numbers` and the target"):
+        countdown("make 46 from 3 7 25 :", "<answer> 3 * 7 + 25", row)

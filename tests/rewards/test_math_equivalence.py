@@ -65,7 +65,9 @@ def test_expressions_are_compared(response: str, answer: str, score: float) -> N
 def test_it_works_in_threads_and_reuses_children() -> None:
     scores: list[float] = []
     threads = [
-        threading.Thread(target=lambda n=n: scores.append(math_equivalence("", rf"\boxed{{2n+{n}}}", {"answer": f"n+n+{n}"})))
+        threading.Thread(
+            target=lambda n=n: scores.append(math_equivalence("", rf"\boxed{{2n+{n}}}", {"answer": f"n+n+{n}"}))
+        )
         for n in range(4)
     ]
     for thread in threads:

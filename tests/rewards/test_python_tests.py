@@ -46,7 +46,9 @@ def has_namespaces() -> bool:
         fenced("def area(radius):\n    return math.pi * radius**2"),
         fenced("from math import pi\n\ndef area(radius: float) -> float:\n    return pi * radius * radius"),
         "    return math.pi * radius**2\n",
-        fenced("def area(radius):\n    return 0") + "\nBetter:\n" + fenced("def area(radius):\n    return math.pi * radius**2"),
+        fenced("def area(radius):\n    return 0")
+        + "\nBetter:\n"
+        + fenced("def area(radius):\n    return math.pi * radius**2"),
     ],
     ids=["whole function", "own imports", "continuation", "last block"],
 )
@@ -115,11 +117,11 @@ if os.fork() == 0:
 @pytest.mark.parametrize("leave_group", [False, True])
 @pytest.mark.parametrize("use_namespaces", [True, False])
 def test_a_forked_child_neither_delays_nor_survives(tmp_path: Path, leave_group: bool, use_namespaces: bool) -> None:
-    if leave_group and not (use_namespaces and has_namespaces()):
-        pytest.skip("only a process namespace ends a child that leaves its process group")
     start = time.perf_counter()
     assert score(fork_and_survive(tmp_path / "alive", leave_group), use_namespaces=use_namespaces) == 1.0
     assert time.perf_counter() - start < 1.5
+    if leave_group and not (use_namespaces and has_namespaces()):
+        return  # only a process namespace ends a child that leaves its process group
     time.sleep(2)
     assert not (tmp_path / "alive").exists()
 
@@ -193,7 +195,9 @@ def test_rows_without_tests_are_an_error(row: dict[str, Any], match: str) -> Non
         score(DOUBLE, row)
 
 
-@pytest.mark.parametrize(("settings", "match"), [({"time_limit": 0}, "`time_limit`"), ({"memory_mb": 1}, "`memory_mb`")])
+@pytest.mark.parametrize(
+    ("settings", "match"), [({"time_limit": 0}, "`time_limit`"), ({"memory_mb": 1}, "`memory_mb`")]
+)
 def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         PythonTests(**settings)

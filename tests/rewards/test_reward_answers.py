@@ -59,7 +59,9 @@ def test_multiple_choice_finds_the_option(response: str, answer: str | int) -> N
     assert multiple_choice("", response, {"answer": other}) == 0.0
 
 
-@pytest.mark.parametrize("response", ["", "the answer is a banana", r"\boxed{Paris}", "Because", "the answer is 2.5", "2"])
+@pytest.mark.parametrize(
+    "response", ["", "the answer is a banana", r"\boxed{Paris}", "Because", "the answer is 2.5", "2"]
+)
 def test_multiple_choice_without_a_choice_earns_nothing(response: str) -> None:
     for answer in "ABCDE":
         assert multiple_choice("", response, {"answer": answer}) == 0.0

@@ -279,6 +279,20 @@ def test_a_timeout_error_counts_as_a_timeout_without_costing_a_thread(make_pool)
     assert threading.active_count() - threads <= 4
 
 
+def test_a_thread_that_was_given_up_ends_with_its_call(make_pool) -> None:
+    def late(prompt: str, response: str, row: dict) -> float:
+        time.sleep(0.4)
+        return 1.0
+
+    threads = set(threading.enumerate())
+    pool = make_pool(late, num_workers=2, timeout=0.1)
+    for key in range(8):
+        pool.submit(key, "", "", {})
+    assert {score["late"] for score in pool.collect().values()} == {0.0}
+    time.sleep(0.8)
+    assert len([t for t in set(threading.enumerate()) - threads if t.name == "reward-worker"]) == 2
+
+
 def test_kept_failures_are_bounded(make_pool) -> None:
     pool = make_pool(RewardTerm(function=lambda p, r, row: None, name="none"))
     for key in range(MAX_FAILURES + 5):
@@ -317,7 +331,17 @@ def test_close_is_idempotent_final_and_ends_all_threads() -> None:
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
-    assert not pool.failures
+
+
+def test_what_close_gives_up_on_is_no_failure(caplog) -> None:
+    for _ in range(50):
+        pool = RewardPool([RewardTerm(function=hang_async)], timeout=60)
+        for key in range(4):
+            pool.submit(key, "", "", {})
+        time.sleep(0.005)
+        pool.close()
+    time.sleep(0.1)
+    assert not caplog.records
 
 
 def test_a_key_is_used_once(make_pool) -> None:

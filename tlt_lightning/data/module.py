@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -130,6 +131,9 @@ class RolloutDataModule(L.LightningDataModule):
         )
         self.idle = IdleCoordinator(self.trainer) if self._world_size > 1 else None
         self.engine.setup(policy, max_model_len=max_model_len, seed=self._seed + self._rank)
+        if self._world_size == 1:
+            # An in-process vLLM opens a process group of one, at which Lightning advises to synchronise with nobody.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self.clock = LapClock()
 
     def _check_sizes(self, stage: str) -> None:

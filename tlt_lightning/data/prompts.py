@@ -54,6 +54,8 @@ class PromptSource:
 
         suffix = Path(self.path).suffix
         if suffix in _READERS:
+            if Path(self.path).stat().st_size == 0:
+                raise ValueError(f"`path` {self.path!r} holds no rows.")
             dataset = load_dataset(_READERS[suffix], data_files=self.path, split="train")
         else:
             dataset = load_dataset(self.path, self.config, split=self.split)

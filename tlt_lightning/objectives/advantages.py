@@ -10,8 +10,6 @@ Where the references disagree:
 - Whitening uses the statistics of all ranks; verl and TRL use those of the global batch they hold on one process.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar

@@ -8,8 +8,6 @@ Difference from TRL: a sequence whose tokens are all masked is not counted (verl
 sequences or masking truncated ones does not dilute the loss.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

@@ -1,6 +1,8 @@
-"""An objective put together from an advantage, a surrogate, an aggregation and optional penalties."""
+"""An objective put together from an advantage, a surrogate, an aggregation and optional penalties.
 
-from __future__ import annotations
+No `from __future__ import annotations` here: jsonargparse looks inherited annotations up in the subclass's module, and
+where it does not find the names (a researcher's file) it silently accepts anything.
+"""
 
 from dataclasses import dataclass, field
 
@@ -110,7 +112,7 @@ class ComposedObjective(PolicyObjective):
         metrics |= {
             "train/loss": loss,
             "train/entropy": token_mean(entropy, batch),
-            "train/clip_fraction": token_mean(clipped, batch),
+            "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
             "train/approx_kl": token_mean(k3(old_logps, logps), batch),
         }
         return ObjectiveOutput(loss, {name: metric.detach() for name, metric in metrics.items()})

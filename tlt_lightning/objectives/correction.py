@@ -2,10 +2,8 @@
 
 The two run different kernels at different precision, so even with equal weights the sampling distribution is not the
 trainer's (arXiv 2506.13585; "Your efficient RL framework secretly brings you off-policy RL", Yao et al., 2025). The
-weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL or the value loss. It has no gradient.
+weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL or the value loss. Neither has a gradient.
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, l
     Returns:
         Weights, 0 where masked. (B, T)
     """
-    difference = (old_logps - rollout_logps).detach()
+    difference = old_logps - rollout_logps
     if level == "sequence":
         difference = sequence_sum(difference, mask)
     return torch.where(mask, log_ratio(difference, torch.zeros_like(difference)).exp(), 0.0)
@@ -42,7 +40,7 @@ class MismatchCorrection(ABC):
 
     @abstractmethod
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
-        """Return the weight of each token's policy loss, (B, T), 0 where masked and without a gradient.
+        """Return the weight of each token's policy loss, (B, T), 0 where masked.
 
         Args:
             old_logps: The trainer's log-probs before the first update. (B, T)
@@ -78,22 +76,22 @@ class MaskedImportance(MismatchCorrection):
 
     Args:
         level: Judge each "token", or each "sequence" as a whole.
-        min_weight: Lowest weight that is kept.
-        max_weight: Highest weight that is kept. 0.5 and 5.0 are IcePop's own bounds.
+        keep_above: Lowest weight that is kept.
+        keep_below: Highest weight that is kept. 0.5 and 5.0 are IcePop's own bounds.
     """
 
     level: Level = "token"
-    min_weight: float = 0.5
-    max_weight: float = 5.0
+    keep_above: float = 0.5
+    keep_below: float = 5.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_weight <= 1 <= self.max_weight:
+        if not 0 <= self.keep_above <= 1 <= self.keep_below:
             raise ValueError(
-                "`min_weight` and `max_weight` must enclose 1, the weight of a perfect match, got "
-                f"{self.min_weight} and {self.max_weight}."
+                "`keep_above` and `keep_below` must enclose 1, the weight of a perfect match, got "
+                f"{self.keep_above} and {self.keep_below}."
             )
 
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
         """Return the weight where it is within the bounds, else 0."""
         weights = importance_weights(old_logps, rollout_logps, mask, self.level)
-        return torch.where((weights >= self.min_weight) & (weights <= self.max_weight), weights, 0.0)
+        return torch.where((weights >= self.keep_above) & (weights <= self.keep_below), weights, 0.0)

@@ -4,8 +4,6 @@ Common defaults are what the field has settled on: token-level clip 0.2 / 0.28, 
 truncated at 2. Any piece can be exchanged, so `DrGRPO` with `surrogate: SequenceRatio` is a valid recipe.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -85,7 +83,7 @@ class GSPO(ComposedObjective):
 
     Example:
         >>> GSPO().surrogate
-        SequenceRatio(clip_low=0.0003, clip_high=0.0004)
+        SequenceRatio(sequence_clip_low=0.0003, sequence_clip_high=0.0004)
     """
 
     surrogate: Surrogate = field(default_factory=SequenceRatio)

@@ -1,7 +1,5 @@
 """Statistics of the responses that answer the same prompt."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

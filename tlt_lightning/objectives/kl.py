@@ -8,8 +8,6 @@ Differences from the sources:
 - TRL multiplies k3 by the importance ratio by default (`use_bias_correction_kl`); verl, OpenRLHF and we do not.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 

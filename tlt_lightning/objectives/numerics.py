@@ -1,7 +1,5 @@
 """Numerical guards shared by the objectives: precision, masking and bounded log-ratios."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Differences from the paper (arXiv 1707.06347):
 - The clip is asymmetric and the mismatch correction is on, as everywhere here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

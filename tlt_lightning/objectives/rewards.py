@@ -1,7 +1,5 @@
 """Rewards before they become advantages: where they land in the sequence, and the price of being too long."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ Differences from the sources, where verl and TRL disagree:
 - All log-ratios are clamped to +-20 (`numerics.MAX_LOG_RATIO`); TRL does not clamp and overflows.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -25,11 +23,11 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    if not 0 <= clip_low <= 1:
-        raise ValueError(f"`clip_low` must be in [0, 1], got {clip_low}: the ratio is kept above 1 - `clip_low`.")
-    if clip_high < 0:
-        raise ValueError(f"`clip_high` must not be negative, got {clip_high}: the ratio is kept below 1 + `clip_high`.")
+def _check_clip(low: float, high: float, prefix: str = "") -> None:
+    if not 0 <= low <= 1:
+        raise ValueError(f"`{prefix}clip_low` must be in [0, 1], got {low}: the ratio is kept above 1 minus it.")
+    if high < 0:
+        raise ValueError(f"`{prefix}clip_high` must not be negative, got {high}: the ratio is kept below 1 plus it.")
 
 
 class Surrogate(ABC):
@@ -86,21 +84,22 @@ class SequenceRatio(Surrogate):
     is GSPO itself. With token-level mismatch weights each gradient then carries its token's weight, in TRL the mean.
 
     Args:
-        clip_low: As for ClippedRatio; the mean over tokens moves far less than a token, hence the small bounds.
-        clip_high: Likewise.
+        sequence_clip_low: The sequence's ratio gains nothing below 1 - this; the mean over tokens moves far less than
+            a token, hence the small bounds.
+        sequence_clip_high: It gains nothing above 1 + this.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    sequence_clip_low: float = 3e-4
+    sequence_clip_high: float = 4e-4
 
     def __post_init__(self) -> None:
-        _check_clip(self.clip_low, self.clip_high)
+        _check_clip(self.sequence_clip_low, self.sequence_clip_high, prefix="sequence_")
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return max(-A s, -A clip(s)) with the sequence's ratio s."""
         mean_difference = sequence_mean(logps - old_logps, mask).detach()
         ratio = log_ratio(logps - logps.detach(), -mean_difference).exp()
-        return _clipped(ratio, advantages, self.clip_low, self.clip_high)
+        return _clipped(ratio, advantages, self.sequence_clip_low, self.sequence_clip_high)
 
 
 @dataclass(frozen=True, kw_only=True)

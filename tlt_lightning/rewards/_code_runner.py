@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 MAX_FILE_BYTES = 64 << 20
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000  # linux/sched.h; os.unshare is Python 3.12
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000  # linux/sched.h; in os from Python 3.12
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def enter_namespaces() -> bool:
 
 def refuse_network(event: str, args: tuple[Any, ...]) -> None:
     """Audit hook: raise when the interpreter is about to use the network."""
-    local = event == "socket.__new__" and args[1] == socket.AF_UNIX  # event loops talk to themselves
+    local = False  # event loops talk to themselves
     if event in ("socket.__new__", "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr") and not local:
         raise PermissionError("unit tests may not use the network")
 

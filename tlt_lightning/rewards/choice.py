@@ -18,8 +18,8 @@ STANDALONE_LABEL = re.compile(rf"(?<!\w)(?:{LETTER}|{NUMBER})(?!\w)")
 def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
     r"""Return 1 if the response settles on the right option, else 0.
 
-    What counts is, in this order, the last `\boxed{B}`, the last "answer is (B)" or "Answer: B", the last capital letter A
-    to E that stands alone. The answer column holds a letter, or a number from 1 as in some rows of ARC; the
+    What counts is, in this order, the last `\boxed{B}`, the last "answer is (B)" or "Answer: B", the last capital
+    letter A to E that stands alone. The answer column holds a letter, or a number from 1 as in some rows of ARC; the
     response may then give the option's number or its letter.
 
     Example:
@@ -29,7 +29,8 @@ def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
     answer = expected_answer(row).strip("().").upper()
     if not re.fullmatch(r"[A-E1-5]", answer):
         raise ValueError(
-            f"`multiple_choice` needs an answer from A to E or from 1 to 5, got {row['answer']!r}; check the answer column."
+            f"`multiple_choice` needs an answer from A to E or from 1 to 5, got {row['answer']!r}; check the answer "
+            "column."
         )
     choice = chosen_option(response, numbered=answer.isdigit())
     return float(choice is not None and letter(choice) == letter(answer))

@@ -21,25 +21,25 @@ FENCED_BLOCK = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTA
 
 
 class PythonTests:
-    """Gives 1 to a response whose Python code passes the unit tests of its row, else 0.
+    r"""Gives 1 to a response whose Python code passes the unit tests of its row, else 0.
 
-    Isolation against accidents, not against attackers. The code runs in a process group of its own with limits on wall-clock
-    time, processor time, memory and file size, an empty temporary folder and a minimal environment. On Linux, where the
-    kernel allows it, it also gets process and network namespaces of its own: nothing it starts outlives it and no
-    network is reachable. Elsewhere its Python interpreter refuses to open sockets, programs that it starts may still
-    use the network or survive, and a warning says so. In both cases it can read the files that you can read and can
-    forge its own result. Run policies that you do not trust in a container.
+    Isolation against accidents, not against attackers. The code runs in a process group of its own with limits on
+    wall-clock time, processor time, memory and file size, in an empty temporary folder with a minimal environment. On
+    Linux, where the kernel allows it, it also gets process and network namespaces of its own: nothing it starts
+    outlives it and no network is reachable. Elsewhere its Python interpreter refuses to open sockets, programs that it
+    starts may still use the network or survive, and a warning says so. In both cases it can read and delete the files
+    that you can and forge its own result. Run policies that you do not trust in a container.
 
     The code is the response's last fenced block, one marked as Python if there is any, or else the whole response. The
     row holds `test`: either a HumanEval script that defines `check(candidate)`, with `entry_point` naming the function
-    to check and `prompt` holding the code that the response continues or rewrites; or a script or list of assert statements.
+    to check and `prompt` holding the code that the response continues or rewrites; or a script or list of asserts.
 
     Args:
         time_limit: Seconds until the tests fail; keep it below the time limit of the reward pool.
         memory_mb: Address space of each process of the program, in MiB.
 
     Example:
-        >>> response = "Sure:\\n```python\\ndef double(x):\\n    return 2 * x\\n```"
+        >>> response = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```"
         >>> PythonTests()("Double it.", response, {"test": ["assert double(2) == 4"]})
         1.0
     """
@@ -70,8 +70,8 @@ class PythonTests:
         if isolation == "guard" and not self._warned:
             self._warned = True
             log.warning(
-                "No namespaces for unit tests on this machine: Python code that responses write cannot open sockets, but "
-                "programs that it starts can use the network and may outlive it."
+                "No namespaces for unit tests on this machine: Python code that responses write cannot open sockets, "
+                "but programs that it starts can use the network and may outlive it."
             )
         return float(token in result)
 
@@ -97,7 +97,7 @@ def assemble(code: str, row: dict[str, Any]) -> tuple[str, str]:
     entry_point = row.get("entry_point")
     if entry_point is None:
         if re.search(r"^def check\(", tests, re.MULTILINE):
-            raise ValueError("`test` defines `check(candidate)`, so the row needs `entry_point`, the function to check.")
+            raise ValueError("`test` defines `check(candidate)`, so the row needs `entry_point`, what to check.")
         return code, tests
     # A function that is only a signature and a docstring is complete; rewriting it after that replaces it.
     rewrites = re.search(rf"^(?:async\s+)?def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
@@ -105,7 +105,7 @@ def assemble(code: str, row: dict[str, Any]) -> tuple[str, str]:
 
 
 def run(request: dict[str, Any], time_limit: float) -> str:
-    """Run a program and its tests in a process of its own and return what its runner wrote, within `time_limit` seconds.
+    """Run a program and its tests in a process of its own, for `time_limit` s, and return what its runner wrote.
 
     Raises:
         RuntimeError: If the runner failed before it came to the program.

@@ -17,7 +17,6 @@ ANSWER = "<answer>"
 
 _MAX_CHARS = 512  # far above any honest answer, far below what slows the parser down
 _EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
-_PROMPT = re.compile(r"^\s*(\d+(?:\s+\d+)*)\s*=\s*(\d+)\s*:", re.MULTILINE)
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,22 +29,26 @@ def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Score a Countdown response: 1 if its final answer is a correct solution, else 0.
 
     Args:
-        prompt: The question; read only if `row` has no `numbers`, and then it must hold a line like `3 7 25 = 46 :`.
+        prompt: Not read; the row says what the question is.
         response: The search, then `<answer>` and an expression such as `( 3 + 7 ) * 5 - 4`; everything before the
             last marker is ignored.
-        row: The row of the data file, with `numbers` (what must be used, each exactly once) and `target` or `answer`.
+        row: The row of the data file, with `numbers` (each must be used exactly once) and `answer` (the target).
 
     Returns:
         1.0 or 0.0.
 
     Raises:
-        ValueError: Neither the row nor the prompt says what the question is.
+        ValueError: The row lacks `numbers` or an answer.
 
     Example:
-        >>> countdown("3 7 25 = 46 :", "3 * 7 = 21 + 25 = 46 <answer> 3 * 7 + 25", {})
+        >>> countdown("", "3 * 7 = 21 + 25 = 46 yes <answer> 3 * 7 + 25", {"numbers": [3, 7, 25], "answer": 46})
         1.0
     """
-    numbers, target = _question(prompt, row)
+    if row.get("numbers") is None or row.get("answer") is None:
+        raise ValueError(
+            f"`countdown` needs a column `numbers` and the target in the answer column, got the columns {sorted(row)}."
+        )
+    numbers, target = sorted(int(number) for number in row["numbers"]), Fraction(row["answer"])
     _, marker, answer = response.rpartition(ANSWER)
     answer = answer.partition("</answer>")[0].strip()
     if not marker or len(answer) > _MAX_CHARS or not _EXPRESSION.fullmatch(answer):
@@ -55,21 +58,7 @@ def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
         value = _evaluate(ast.parse(answer, mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == target and sorted(used) == sorted(numbers))
-
-
-def _question(prompt: str, row: dict[str, Any]) -> tuple[list[int], Fraction]:
-    if "numbers" in row:
-        if "target" not in row and "answer" not in row:
-            raise ValueError(f"`row` has `numbers` but neither `target` nor `answer`; its columns are {sorted(row)}.")
-        return [int(number) for number in row["numbers"]], Fraction(row["target"] if "target" in row else row["answer"])
-    found = _PROMPT.search(prompt)
-    if found is None:
-        raise ValueError(
-            f"`row` has no `numbers` and `prompt` has no line like '3 7 25 = 46 :', got {prompt[:80]!r}; add the columns "
-            "`numbers` and `answer` to the data file."
-        )
-    return [int(number) for number in found[1].split()], Fraction(found[2])
+    return float(value == target and sorted(used) == numbers)
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:

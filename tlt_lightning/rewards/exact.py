@@ -8,10 +8,10 @@ from tlt_lightning.rewards.answers import expected_answer
 
 
 def exact_match(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1 if the response is the answer, surrounding white space aside, else 0.
+    r"""Return 1 if the response is the answer, surrounding white space aside, else 0.
 
     Example:
-        >>> exact_match("2 + 2 =", " 4\\n", {"answer": 4})
+        >>> exact_match("2 + 2 =", " 4\n", {"answer": 4})
         1.0
     """
     return float(response.strip() == expected_answer(row))

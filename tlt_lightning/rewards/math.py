@@ -1,8 +1,8 @@
 r"""Reward for an answer that is mathematically equal to the expected one, judged by math-verify.
 
-math-verify runs in child processes. Computing a response such as `\boxed{9^{9^{9}}}` holds the interpreter's lock for as
-long as it takes, so in this process it would stop the rollout, and no time limit of a thread could end it. The children
-also keep symbolic algebra from competing with the engine for that lock.
+math-verify runs in child processes. Computing a response such as `\boxed{9^{9^{9}}}` holds the interpreter's lock for
+as long as it takes, so in this process it would stop the rollout, and no time limit of a thread could end it. The
+children also keep symbolic algebra from competing with the engine for that lock.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Verifier:
 
     def equal(self, gold: str, text: str) -> bool:
         """Say whether the last expression in `text` equals `gold`; the child is gone if this raises."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([gold, text, TIME_LIMIT]) + "\n")
             reply = self.process.stdout.readline()

@@ -43,11 +43,11 @@ class RewardFailure:
 class RewardPool:
     """Runs reward functions in the background and keeps their failures from ending or delaying a run.
 
-    A function that raises, returns something other than a finite number, or exceeds the time limit gets `on_error`; it is
-    counted in `stats`, kept in `failures`, and each reward's first failure is logged with its sample. Python
-    cannot end a thread, so a function that hangs is left behind on its thread and another takes its place. A
-    function that holds the interpreter's lock while it hangs (a huge power, a runaway regular expression) stops the
-    process all the same and belongs in a child process.
+    A function that raises, returns something other than a finite number, or exceeds the time limit gets `on_error`; it
+    is counted in `stats`, kept in `failures`, and each reward's first failure is logged with its sample. Python cannot
+    end a thread, so a function that hangs is left behind on its thread and another takes its place. A function that
+    holds the interpreter's lock while it hangs (a huge power, a runaway regular expression) stops the process all the
+    same and belongs in a child process.
 
     Args:
         terms: The rewards, each under its own name. A function object with a method `load()` has it called here,
@@ -84,8 +84,8 @@ class RewardPool:
         self.timeout = timeout
         self.on_error = on_error
         self.stats: dict[str, int] = {}
-        """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that the
-        last `collect` returned."""
+        """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that
+        the last `collect` returned."""
         self.failures: deque[RewardFailure] = deque(maxlen=MAX_FAILURES)
         """The latest failures, oldest first."""
         self._counts: Counter[str] = Counter()

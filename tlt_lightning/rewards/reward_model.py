@@ -13,8 +13,8 @@ LOADING = threading.Lock()
 class RewardModel:
     """Scores responses with a sequence-classification model that has one output; the score is its raw logit.
 
-    The first call loads the model; calls from several threads are safe. If the tokenizer has a chat template, prompt and
-    response become a user and an assistant message; otherwise they are concatenated. The prompt must therefore be
+    The first call loads the model; calls from several threads are safe. If the tokenizer has a chat template, prompt
+    and response become a user and an assistant message; otherwise they are concatenated. The prompt must therefore be
     the plain question, without the policy's chat template.
 
     Args:
@@ -55,8 +55,8 @@ class RewardModel:
         ids = tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
         if len(ids) > self.max_length:
             raise ValueError(
-                f"Prompt and response have {len(ids)} tokens, more than `max_length` {self.max_length}; raise it, as far "
-                "as the reward model's context allows, or shorten the policy's responses."
+                f"Prompt and response have {len(ids)} tokens, more than `max_length` {self.max_length}; raise it, as "
+                "far as the reward model's context allows, or shorten the policy's responses."
             )
         with torch.inference_mode():
             return model(input_ids=torch.tensor([ids], device=self.device)).logits.float().item()
@@ -83,7 +83,7 @@ def load_reward_model(name: str, device: str) -> tuple[Any, Any]:
     model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
     if info["missing_keys"]:
         raise ValueError(
-            f"`model` {name!r} is not a trained reward model: its files hold no {sorted(info['missing_keys'])}, which would "
-            "start at random values."
+            f"`model` {name!r} is not a trained reward model: its files hold no {sorted(info['missing_keys'])}, which "
+            "would start at random values."
         )
     return AutoTokenizer.from_pretrained(name), model.to(device).eval()

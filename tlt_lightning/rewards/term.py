@@ -45,8 +45,8 @@ class RewardTerm:
             object.__setattr__(self, "name", default_name(self.function))
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(
-                f"`name` becomes part of the metric `reward/<name>` and may hold letters, digits, '_', '-' and '.', got "
-                f"{self.name!r}; set `name`."
+                f"`name` becomes part of the metric `reward/<name>` and may hold letters, digits, '_', '-' and '.', "
+                f"got {self.name!r}; set `name`."
             )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")

@@ -1,0 +1,438 @@
+"""Real `Trainer.fit` runs of RLModule on a tiny policy; the engine is the policy itself unless marked `vllm`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tlt_lightning import (
+    CriticConfig,
+    LoRA,
+    PromptSource,
+    RewardTerm,
+    RLModule,
+    RolloutCallback,
+    RolloutDataModule,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+)
+from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.engine import RolloutEngine
+from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty
+from tlt_lightning.trainer_checks import check_trainer
+
+
+def evenness(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Even numbers among the first eight words: something that differs between responses and can be learned."""
+    return sum(word.isdigit() and int(word) % 2 == 0 for word in response.split()[:8]) / 8
+
+
+class Recorder(RolloutCallback):
+    """Remembers what the hooks were given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.batches: list[RolloutBatch] = []
+        self.rollouts: list[list[Rollout]] = []
+        self.versions: list[tuple[int, set[int]]] = []
+
+    def on_rollout_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+        self.calls.append("start")
+
+    def on_rollout_progress(self, trainer, pl_module, progress):  # type: ignore[no-untyped-def]
+        if self.calls[-1] != "progress":
+            self.calls.append("progress")
+
+    def on_rollout_idle(self, trainer, pl_module, window):  # type: ignore[no-untyped-def]
+        self.calls.append("idle")
+
+    def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
+        self.calls.append("end")
+        self.rollouts.append(list(rollouts))
+        if trainer.training:
+            written_by = {version for rollout in rollouts for version in rollout.response.policy_versions}
+            self.versions.append((trainer.global_step, written_by))
+
+    def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+        self.calls.append("scored")
+        self.batches.append(batch)
+
+    def on_weights_synced(self, trainer, pl_module, version):  # type: ignore[no-untyped-def]
+        self.calls.append(f"synced {version}")
+
+
+def make_engine(name: str = "transformers") -> RolloutEngine:
+    if name == "vllm":
+        return VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=32, enforce_eager=True)
+    return TransformersEngine()
+
+
+def make_data(prompts_path: str, engine: RolloutEngine | None = None, **overrides: Any) -> RolloutDataModule:
+    arguments: dict[str, Any] = {
+        "train": PromptSource(path=prompts_path),
+        "val": PromptSource(path=prompts_path),
+        "rewards": [RewardTerm(function=evenness)],
+        "group_size": 4,
+        "prompts_per_iteration": 4,
+        "micro_batch_size": 4,
+        "max_prompt_tokens": 16,
+        "sampling": Sampling(max_tokens=8),
+    }
+    return RolloutDataModule(engine or make_engine(), **{**arguments, **overrides})
+
+
+def make_module(policy_path: str, **overrides: Any) -> RLModule:
+    arguments: dict[str, Any] = {"objective": GRPO(), "optimizer": lambda p: torch.optim.AdamW(p, lr=3e-3)}
+    return RLModule(policy_path, **{**arguments, **overrides})
+
+
+def make_trainer(root: Path, *callbacks: L.Callback, **overrides: Any) -> L.Trainer:
+    arguments: dict[str, Any] = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "accumulate_grad_batches": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "default_root_dir": root,
+    }
+    return L.Trainer(callbacks=list(callbacks), **{**arguments, **overrides})
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    L.seed_everything(11)
+
+
+def fit(policy_path: str, prompts_path: str, root: Path, *, module: RLModule | None = None, **trainer: Any) -> RLModule:
+    module = module or make_module(policy_path)
+    make_trainer(root, **trainer).fit(module, make_data(prompts_path))
+    return module
+
+
+def weights(module: RLModule) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.policy_weights()}
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_every_response_is_written_by_the_current_weights(
+    engine: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, recorder, max_epochs=3)
+    trainer.fit(make_module(policy_path), make_data(prompts_path, make_engine(engine)))
+    assert recorder.versions == [(0, {0}), (2, {2}), (4, {4})]
+    for batch in recorder.batches:
+        mismatch = (batch.old_logps - batch.rollout_logps).abs().sum() / batch.response_mask.sum()
+        assert mismatch < 1e-3  # stale weights would be off by far more
+
+
+def test_stale_weights_would_be_seen(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    """The check above can fail: without the push, trainer and engine disagree."""
+
+    class Stale(RolloutCallback):
+        mismatches: list[float] = []
+
+        def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+            difference = (batch.old_logps - batch.rollout_logps).abs().sum() / batch.response_mask.sum()
+            self.mismatches.append(difference.item())
+            with torch.no_grad():  # what the next rollout is written with is not what it is scored with
+                for parameter in pl_module.policy.parameters():
+                    parameter.mul_(1.1)
+
+        def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
+            with torch.no_grad():
+                for parameter in pl_module.policy.parameters():
+                    parameter.mul_(1.05)
+
+    trainer = make_trainer(tmp_path, Stale(), max_epochs=1)
+    trainer.fit(make_module(policy_path), make_data(prompts_path))
+    assert Stale.mismatches[0] > 1e-3
+
+
+def test_hooks_come_in_order(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(tmp_path, recorder).fit(make_module(policy_path), make_data(prompts_path))
+    one = ["start", "progress", "end", "scored"]
+    assert recorder.calls == ["synced 0", *one, "synced 2", *one]
+    assert all(batch.advantages is not None for batch in recorder.batches)
+    assert all(rollout.rewards["evenness"] == rollout.reward for rollout in recorder.rollouts[0])
+
+
+def test_a_plain_callback_with_a_hook_works(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    class Plain(L.Callback):
+        seen = 0
+
+        def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
+            Plain.seen += len(rollouts)
+
+    make_trainer(tmp_path, Plain()).fit(make_module(policy_path), make_data(prompts_path))
+    assert Plain.seen == 32
+
+
+def test_reward_goes_up(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, recorder, max_epochs=12, accumulate_grad_batches=8)
+    data = make_data(prompts_path, prompts_per_iteration=8, group_size=8, micro_batch_size=8)
+    trainer.fit(make_module(policy_path, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)), data)
+    means = [sum(r.reward for r in rollouts) / len(rollouts) for rollouts in recorder.rollouts]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
+def test_killed_and_resumed_run_has_the_weights_of_the_uninterrupted_one(
+    lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    def checkpointing() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "checkpoints", filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+
+    class Kill(RolloutCallback):
+        def on_rollout_progress(self, trainer, pl_module, progress):  # type: ignore[no-untyped-def]
+            if trainer.current_epoch == 2:
+                raise ZeroDivisionError("killed in the middle of the third rollout")
+
+    def run(*callbacks: L.Callback, ckpt_path: Path | None = None) -> RLModule:
+        L.seed_everything(11)
+        module = make_module(policy_path, lora=lora)
+        trainer = make_trainer(tmp_path, *callbacks, max_epochs=4, enable_checkpointing=True)
+        trainer.fit(module, make_data(prompts_path, inner_epochs=2), ckpt_path=ckpt_path)
+        return module
+
+    uninterrupted = weights(run(checkpointing()))
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(ZeroDivisionError):
+        run(checkpointing(), Kill())
+    recorder = Recorder()
+    resumed = weights(run(checkpointing(), recorder, ckpt_path=tmp_path / "checkpoints" / "epoch=1.ckpt"))
+    assert recorder.versions == [(8, {8}), (12, {12})]
+    assert uninterrupted.keys() == resumed.keys()
+    for name, tensor in uninterrupted.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+def test_lora_checkpoint_holds_the_adapter_alone(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    checkpointing = ModelCheckpoint(tmp_path, filename="last")
+    trainer = make_trainer(tmp_path, checkpointing, max_epochs=1, enable_checkpointing=True)
+    trainer.fit(make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path))
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]
+    assert all("lora_" in name for name in checkpoint["state_dict"])
+
+
+def test_checkpoint_of_another_lora_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path, filename="last"), max_epochs=1, enable_checkpointing=True)
+    trainer.fit(make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path))
+    other = make_module(policy_path, lora=LoRA(rank=8))
+    with pytest.raises(ValueError, match="rank=4"):
+        make_trainer(tmp_path).fit(other, make_data(prompts_path), ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
+def test_reference_stays_where_the_policy_was(
+    lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    objective = GRPO(loss_kl=KLPenalty(coef=0.1, estimator=K3()))
+    module = make_module(policy_path, objective=objective, lora=lora)
+    make_trainer(tmp_path, recorder, max_epochs=3).fit(module, make_data(prompts_path))
+    first, last = recorder.batches[0], recorder.batches[-1]
+    torch.testing.assert_close(first.ref_logps, first.old_logps, atol=1e-5, rtol=1e-5)
+    assert (last.ref_logps - last.old_logps).abs().max() > 1e-3
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_ppo_trains_a_critic_at_its_own_rate(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    module = make_module(policy_path, objective=PPO(), critic=CriticConfig(lr=0.02))
+    recorder = Recorder()
+    make_trainer(tmp_path, recorder, max_epochs=3).fit(module, make_data(prompts_path))
+    assert module.trainer.optimizers[0].param_groups[1]["lr"] == 0.02
+    assert not recorder.batches[0].values.any()  # starts from zero
+    assert recorder.batches[-1].values.any()
+    assert all(batch.returns is not None for batch in recorder.batches)
+
+
+@pytest.mark.parametrize("critic", [CriticConfig(lr=0.02, warmup_iterations=2), None])
+def test_policy_stands_still_while_the_critic_warms_up(
+    critic: CriticConfig | None, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    critic = critic or CriticConfig(path=policy_path, lr=0.02, warmup_iterations=2)
+    module = make_module(policy_path, objective=PPO(), critic=critic)
+    seen = []
+
+    class Watch(RolloutCallback):
+        def on_rollout_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+            seen.append((weights(pl_module), pl_module.critic.head.weight.clone()))
+
+    make_trainer(tmp_path, Watch(), max_epochs=4).fit(module, make_data(prompts_path))
+    policies = [policy for policy, _ in seen]
+    assert all(torch.equal(policies[0][name], policies[2][name]) for name in policies[0])
+    assert not all(torch.equal(policies[2][name], policies[3][name]) for name in policies[0])
+    assert not torch.equal(seen[0][1], seen[2][1])
+
+
+def test_updates_stop_once_the_policy_has_moved_by_target_kl(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    results = []
+    for target in (None, 1e-6):
+        L.seed_everything(11)
+        module = make_module(policy_path, objective=PPO(target_kl=target), critic=CriticConfig(lr=1e-3))
+        trainer = make_trainer(tmp_path, max_epochs=1)
+        trainer.fit(module, make_data(prompts_path, inner_epochs=4))
+        results.append(weights(module))
+    initial = dict(make_and_load(policy_path))
+    moved = [sum((w[name] - initial[name]).abs().sum().item() for name in initial) for w in results]
+    assert 0 < moved[1] < 0.5 * moved[0]
+
+
+def make_and_load(policy_path: str) -> dict[str, torch.Tensor]:
+    module = make_module(policy_path)
+    module.configure_model()
+    return weights(module)
+
+
+def test_how_a_batch_is_split_does_not_change_the_update(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    results = []
+    for micro_batch_size, accumulate in ((16, 1), (4, 4), (1, 16)):
+        L.seed_everything(11)
+        module = make_module(policy_path, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        trainer = make_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
+        trainer.fit(module, make_data(prompts_path, micro_batch_size=micro_batch_size))
+        results.append(weights(module))
+    for name, tensor in results[0].items():
+        for other in results[1:]:
+            torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16-mixed"},
+        {"gradient_clip_val": 0.1},
+    ],
+)
+def test_trainer_settings_work(settings: dict, policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    before = make_and_load(policy_path)
+    after = weights(fit(policy_path, prompts_path, tmp_path, **settings))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+
+
+def test_gradient_checkpointing_gives_the_same_update(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    results = []
+    for checkpointing in (False, True):
+        L.seed_everything(11)
+        module = make_module(policy_path, gradient_checkpointing=checkpointing)
+        results.append(weights(fit(policy_path, prompts_path, tmp_path, module=module)))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(tensor, results[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_scheduler_moves_once_an_optimizer_step(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    scheduler: Callable[..., Any] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
+    module = make_module(policy_path, lr_scheduler=scheduler)
+    fit(policy_path, prompts_path, tmp_path, module=module)
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(3e-3 * 0.5**4)
+
+
+def test_weights_of_the_engine_follow_validation_and_prediction(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    module = make_module(policy_path)
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0)
+    data = make_data(prompts_path, val_group_size=4)
+    (metrics,) = trainer.validate(module, data, verbose=False)
+    assert set(metrics) >= {"val/accuracy", "val/pass@2", "val/pass@4"}
+    assert 0 <= metrics["val/accuracy"] <= metrics["val/pass@2"] <= metrics["val/pass@4"] <= 1
+    (rows,) = trainer.predict(module, data)
+    assert len(rows) == 9 * 4
+    assert set(rows[0]) >= {"prompt", "response", "answer", "reward", "correct", "tokens", "finish_reason"}
+    assert sum(row["correct"] for row in rows) / len(rows) == pytest.approx(metrics["val/accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"max_steps": 5, "max_epochs": None}, "max_epochs"),
+        ({"precision": "bf16-true"}, "bf16-mixed"),
+        ({"strategy": "fsdp", "accelerator": "cpu"}, "strategy|FSDP"),
+        ({"limit_train_batches": 1}, "prompts_per_iteration"),
+        ({"accumulate_grad_batches": 3}, "not divisible by 12 per optimizer step"),
+    ],
+)
+def test_unsupported_trainer_settings_are_refused_before_anything_loads(
+    trainer: dict, message: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    class NeverLoaded(TransformersEngine):
+        def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+            raise AssertionError("the engine was loaded")
+
+    with pytest.raises((MisconfigurationException, ValueError), match=message):
+        make_trainer(tmp_path, **trainer).fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
+
+
+def test_spawned_processes_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="spawned or forked"):
+        check_trainer(L.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 1}, "group_size"),
+        ({"train": None}, r"data\.train"),
+        ({"max_prompt_tokens": 2}, "No prompt"),
+        ({"max_prompt_tokens": 250}, "context of 256"),
+        ({"micro_batch_size": 3}, "not divisible"),
+    ],
+)
+def test_unfit_data_settings_are_refused(
+    arguments: dict, message: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises((MisconfigurationException, ValueError), match=message):
+        make_trainer(tmp_path).fit(make_module(policy_path), make_data(prompts_path, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 0}, "group_size"),
+        ({"rewards": []}, "rewards"),
+        ({"sampling": Sampling(temperature=0)}, "temperature"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: dict, message: str, prompts_path: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_data(prompts_path, **arguments)
+
+
+def test_ppo_without_a_critic_is_refused(policy_path: str) -> None:
+    with pytest.raises(ValueError, match="critic"):
+        make_module(policy_path, objective=PPO())
+
+
+def test_a_raising_callback_still_closes_the_engine(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    class Raises(RolloutCallback):
+        def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError
+
+    class Closable(TransformersEngine):
+        closed = 0
+
+        def close(self) -> None:
+            Closable.closed += 1
+            super().close()
+
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, Raises()).fit(make_module(policy_path), make_data(prompts_path, Closable()))
+    assert Closable.closed

@@ -1,0 +1,153 @@
+"""Bucketed epsilon-greedy bandit, Algorithm 1 of TLT (arXiv 2511.16665, section 5.2).
+
+What we do differently from the paper:
+
+- A chain of K drafts has one strategy per verification budget, so one budget a bucket would be a fixed table. The
+  budgets of each bucket are listed, several to a bucket, and off is an arm of every bucket.
+- The reward is emitted tokens per second *and request*. The paper's tokens per second grow with the batch, so within a
+  bucket an arm last tried on a larger batch would look better than it is.
+- A pull lasts until `pull_size` requests have been stepped. A single step of one request emits one of K + 1 values, and
+  the median of such values is not close to their mean.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from tlt_lightning.speculation.arms import check_at_least, check_share, make_arms
+from tlt_lightning.speculation.base import OFF, Drafter, SelectorState, Strategy, StrategySelector
+from tlt_lightning.speculation.windowed_median import WindowedMedian
+
+
+class BEGMABSelector(StrategySelector):
+    """Learns for each range of batch sizes which draft length emits most tokens per second; needs no model of costs.
+
+    Args:
+        groups: For each bucket of batch sizes, the draft lengths to choose among besides off. Verification budgets
+            shrink as batches grow, so the longest of each group must not exceed that of the group before.
+        thresholds: Smallest batch size of each bucket, ascending; the first is 1 and the last bucket is open.
+        drafters: Who may propose; every draft length is an arm with each of them.
+        epsilon: Share of pulls spent on an arm drawn at random.
+        window: Pulls remembered of each arm; the median over them is its value.
+        pull_size: Requests to step before a pull ends; at batch size 16 and a pull size of 16, one step.
+        seed: Of the draws.
+
+    Example:
+        >>> selector = BEGMABSelector(groups=((5, 3), (1,)), thresholds=(1, 33))
+        >>> [arm.num_draft_tokens for arm in selector.arms(100)]
+        [0, 1]
+    """
+
+    def __init__(
+        self,
+        groups: tuple[tuple[int, ...], ...] = ((7, 5, 3), (5, 3, 1), (3, 1)),
+        thresholds: tuple[int, ...] = (1, 17, 49),
+        drafters: tuple[Drafter, ...] = ("learned",),
+        epsilon: float = 0.05,
+        window: int = 16,
+        pull_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        check_groups(groups, thresholds)
+        check_share("epsilon", epsilon)
+        check_at_least("window", window, 1)
+        check_at_least("pull_size", pull_size, 1)
+        self.thresholds = tuple(thresholds)
+        self.epsilon = epsilon
+        self.pull_size = pull_size
+        self._arms = tuple(make_arms(group, drafters) for group in groups)
+        self._rewards = [{arm: WindowedMedian(window) for arm in arms} for arms in self._arms]
+        self._random = random.Random(seed)
+        self._bucket = -1
+        self._pulled = OFF
+        self._stepped = pull_size  # the first `select` starts a pull
+        self._tokens = 0
+        self._request_seconds = 0.0
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        return self._arms[self._bucket_of(batch_size)]
+
+    def values(self, batch_size: int) -> dict[Strategy, float]:
+        """Median tokens per second and request of each arm tried so far in the bucket of `batch_size`."""
+        rewards = self._rewards[self._bucket_of(batch_size)]
+        return {arm: reward.median for arm, reward in rewards.items() if len(reward)}
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        bucket = self._bucket_of(state.batch_size)
+        if bucket != self._bucket or self._stepped >= self.pull_size:
+            self._bucket = bucket
+            self._pulled = self._choose(bucket)
+            self._stepped, self._tokens, self._request_seconds = 0, 0, 0.0
+        return self._pulled
+
+    @override
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+        bucket = self._bucket_of(state.batch_size)
+        if bucket != self._bucket or strategy != self._pulled:
+            return  # a step that was under way when the choice changed
+        self._stepped += len(num_emitted)
+        self._tokens += sum(num_emitted)
+        self._request_seconds += seconds * len(num_emitted)
+        if self._stepped >= self.pull_size:
+            self._rewards[bucket][strategy].append(self._tokens / self._request_seconds)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self._random.getstate()
+        return {
+            "rewards": [[reward.values() for reward in rewards.values()] for rewards in self._rewards],
+            "random": [version, list(words), gauss],
+            "pull": [self._bucket, self._stepped, self._tokens, self._request_seconds],
+            "pulled": [self._pulled.num_draft_tokens, self._pulled.drafter],
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["rewards"]
+        if [len(rewards) for rewards in saved] != [len(arms) for arms in self._arms]:
+            raise ValueError(
+                f"The saved selector has {[len(rewards) for rewards in saved]} arms per bucket, this one "
+                f"{[len(arms) for arms in self._arms]}; construct it with the same `groups` and `drafters`."
+            )
+        for rewards, values in zip(self._rewards, saved, strict=True):
+            for reward, kept in zip(rewards.values(), values, strict=True):
+                reward.replace(kept)
+        version, words, gauss = state_dict["random"]
+        self._random.setstate((version, tuple(words), gauss))
+        self._bucket, self._stepped, self._tokens, self._request_seconds = state_dict["pull"]
+        self._pulled = Strategy(*state_dict["pulled"])
+
+    def _bucket_of(self, batch_size: int) -> int:
+        return max(0, bisect_right(self.thresholds, batch_size) - 1)
+
+    def _choose(self, bucket: int) -> Strategy:
+        rewards = self._rewards[bucket]
+        for arm, reward in rewards.items():
+            if not len(reward):
+                return arm
+        if self._random.random() < self.epsilon:
+            return self._random.choice(self._arms[bucket])
+        return max(rewards, key=lambda arm: rewards[arm].median)
+
+
+def check_groups(groups: Sequence[Sequence[int]], thresholds: Sequence[int]) -> None:
+    """Raise ValueError unless `thresholds` ascend from 1, one per group, and the groups' largest budgets descend."""
+    if len(groups) != len(thresholds):
+        raise ValueError(
+            f"`groups` has {len(groups)} entries and `thresholds` {len(thresholds)}; each bucket of batch sizes needs one "
+            "of each."
+        )
+    if not thresholds or thresholds[0] != 1 or any(a >= b for a, b in zip(thresholds, thresholds[1:], strict=False)):
+        raise ValueError(f"`thresholds` must ascend and begin with 1, got {list(thresholds)}.")
+    if any(not group for group in groups):
+        raise ValueError(f"`groups` has an empty entry: {list(groups)}; a bucket needs at least one draft length.")
+    budgets = [max(group) for group in groups]
+    if budgets != sorted(budgets, reverse=True):
+        raise ValueError(f"The longest drafts of `groups` must not grow with the batch, got {budgets}.")
