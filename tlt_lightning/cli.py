@@ -5,29 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
 
+from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningCLI
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line on `args`, those of the process by default."""
-    arguments = list(sys.argv[1:] if args is None else args)
+def main() -> None:
+    """Run the command line of the process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a reward forks a subprocess
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tlt_lightning").setLevel(logging.INFO)
-    if arguments[:1] == ["export"]:
+    if sys.argv[1:2] == ["export"]:
         from jsonargparse import auto_cli
 
         from tlt_lightning.export import export
 
-        auto_cli(export, args=arguments[1:], as_positional=False)
+        auto_cli(export, args=sys.argv[2:], as_positional=False)
         return
-    run_cli(arguments)
+    run_cli()
 
 
-def run_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
-    """Parse `args` and, with `run`, execute the subcommand they name; return the CLI with its trainer and module."""
+def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
+    """Parse `args`, those of the process by default, and, with `run`, execute the subcommand they name; return the CLI with its trainer and module."""
     # Short class names in YAML (`class_path: GRPO`) resolve for imported subclasses.
     import tlt_lightning.engine
     import tlt_lightning.objectives
@@ -35,10 +34,13 @@ def run_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Lightning
     from tlt_lightning.data.module import RolloutDataModule
     from tlt_lightning.module import RLModule
 
+    # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
+    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     return LightningCLI(
         RLModule,
         RolloutDataModule,
-        args=None if args is None else list(args),
+        args=args,
+        parser_kwargs={"parser_mode": "omegaconf+"},
         run=run,
         auto_configure_optimizers=False,
         seed_everything_default=0,

@@ -2,7 +2,7 @@
 
 The two run different kernels at different precision, so even with equal weights the sampling distribution is not the
 trainer's (arXiv 2506.13585; "Your efficient RL framework secretly brings you off-policy RL", Yao et al., 2025). The
-weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL or the value loss. Neither has a gradient.
+weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL or the value loss. It is a constant.
 """
 
 from abc import ABC, abstractmethod

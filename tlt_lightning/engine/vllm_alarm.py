@@ -1,0 +1,57 @@
+"""The alarm that keeps a dead drafter from looking like a healthy, slow run."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+log = logging.getLogger(__name__)
+
+
+class AcceptanceAlarm:
+    """Rings when next to nothing a learned drafter proposes is accepted.
+
+    Weights that never arrived, hidden states of the wrong layers or a broken cache all show as an acceptance of zero, and
+    as nothing else: the output stays right and only slow. Once it rings the drafter stays off until `reset`.
+
+    Args:
+        window: Verifications (of one request in one step) that are looked at together.
+        floor: Share of them that must have accepted their first draft.
+    """
+
+    def __init__(self, window: int = 512, floor: float = 0.01) -> None:
+        self.window, self.floor = window, floor
+        self.is_ringing = False
+        self.num_rung = 0
+        self._steps: deque[tuple[int, int]] = deque()
+        self._verified, self._accepted = 0, 0
+
+    def observe(self, verified: int, accepted: int) -> None:
+        """Count a step in which `verified` requests verified learned drafts and `accepted` of them kept the first."""
+        self._steps.append((verified, accepted))
+        self._verified += verified
+        self._accepted += accepted
+        while self._verified - self._steps[0][0] >= self.window:
+            verified, accepted = self._steps.popleft()
+            self._verified -= verified
+            self._accepted -= accepted
+        if self._verified >= self.window and self._accepted < self.floor * self._verified:
+            self._ring()
+
+    def _ring(self) -> None:
+        self.is_ringing = True
+        self.num_rung += 1
+        log.warning(
+            "The drafter is off: %d of its last %d proposals had their first token accepted (fewer than %.1f%%). It is "
+            "wrong for this policy, its weights did not arrive, or its hidden states come from other layers than it was "
+            "trained on. Outputs are not affected. It is tried again after the next `update_drafter` or `update_weights`.",
+            self._accepted,
+            self._verified,
+            100 * self.floor,
+        )
+
+    def reset(self) -> None:
+        """Give the drafter another chance: its weights or the policy's have changed."""
+        self.is_ringing = False
+        self._steps.clear()
+        self._verified = self._accepted = 0

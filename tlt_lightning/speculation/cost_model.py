@@ -1,0 +1,168 @@
+"""What one engine step costs, as a function of the batch, the draft length and the context.
+
+Our own; the paper has none. The shape of the default prior was fitted to the step times of a 7B model on an H200 (worst
+error 4%, `benchmarks/selector_regret.py` uses the same table); its scale is taken from the first step that is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from operator import mul
+from typing import Any
+
+from tlt_lightning.speculation.arms import check_distinct
+from tlt_lightning.speculation.base import Drafter, Strategy
+
+KNEES = (64, 128, 256)
+"""Verified tokens at which a step may start to cost more per token; a matrix unit fills up between them."""
+
+TARGET_PRIOR = (1.0, 0.0011, 0.0005, 0.0002, 0.0027, 0.0014, 2.8e-6)
+"""Coefficients of 1, batch, tokens, tokens beyond each knee, context tokens in the batch; a plain step costs 1."""
+
+TARGET_SPREAD = (0.3, 0.005, 0.005, 0.01, 0.01, 0.01, 3e-6)
+"""Prior standard deviations of the same, wide enough for a CPU, where tokens cost from the first one on."""
+
+DRAFTER_PRIOR: dict[Drafter, tuple[float, ...]] = {
+    "learned": (0.044, 0.0955, 0.0),
+    "ngram": (0.01, 0.0, 0.001),
+    "sibling": (0.01, 0.0, 0.001),
+}
+"""Coefficients of 1, draft length, batch for each drafter; a look-up costs the host some microseconds a request."""
+
+DRAFTER_SPREAD = (0.2, 0.2, 0.005)
+
+NOISE = 0.1
+"""Relative standard deviation of a single step's time around the model."""
+
+CALIBRATION_NOISE = 0.02
+"""The same for a calibration step, which is a mean over repetitions."""
+
+MAX_SURPRISE = 3.0
+"""Standard deviations beyond which a step counts no more than at this bound: pauses must not move the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step whose cost is known, to calibrate with.
+
+    Args:
+        batch_size: Requests in the step.
+        strategy: What was verified and drafted in it.
+        mean_context: Mean tokens of its requests.
+        seconds: What it took.
+    """
+
+    batch_size: int
+    strategy: Strategy
+    mean_context: float
+    seconds: float
+
+
+class StepTimeModel:
+    """Predicts seconds per step; linear in a few features, corrected by every step it is shown.
+
+    Recursive least squares on relative errors. Old steps are forgotten only in the direction of the new ones
+    (Kulhavy's directional forgetting): what is known of long drafts survives an hour without them.
+
+    Args:
+        drafters: Whose steps it will see; each has a cost of its own.
+        window: Steps after which a like step is forgotten.
+
+    Example:
+        >>> model = StepTimeModel(("learned",))
+        >>> model.update(1, Strategy(0), 500.0, 0.005)
+        >>> round(model.seconds(1, Strategy(0), 500.0), 4)
+        0.005
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], window: int = 300) -> None:
+        check_distinct("drafters", drafters)
+        self.drafters = tuple(drafters)
+        self.keep = 1 - 1 / window
+        self.scale = 0.0  # seconds of one unit of the prior; 0 until a step was seen
+        priors, spreads = list(TARGET_PRIOR), list(TARGET_SPREAD)
+        for drafter in drafters:
+            priors += DRAFTER_PRIOR[drafter]
+            spreads += DRAFTER_SPREAD
+        self._weights = priors
+        self._covariance = [
+            [spread * spread if row == column else 0.0 for column in range(len(spreads))]
+            for row, spread in enumerate(spreads)
+        ]
+
+    def features(self, batch_size: int, strategy: Strategy, mean_context: float) -> list[float]:
+        """What the cost is linear in."""
+        tokens = batch_size * (strategy.num_draft_tokens + 1)
+        values = [1.0, batch_size, tokens, *(max(0, tokens - knee) for knee in KNEES), batch_size * mean_context]
+        for drafter in self.drafters:
+            drafts = drafter == strategy.drafter and not strategy.is_off
+            values += (1.0, strategy.num_draft_tokens, batch_size) if drafts else (0.0, 0.0, 0.0)
+        return values
+
+    def seconds(self, batch_size: int, strategy: Strategy, mean_context: float) -> float:
+        """Expected seconds of a step; without a step seen so far, in units of a plain step at batch size 1."""
+        return self._units(self.features(batch_size, strategy, mean_context)) * (self.scale or 1.0)
+
+    def estimate(self, batch_size: int, strategy: Strategy, mean_context: float) -> tuple[float, float]:
+        """Expected seconds of a step and their relative standard deviation, the noise of a step left out."""
+        features = self.features(batch_size, strategy, mean_context)
+        units = self._units(features)
+        variance = sum(map(mul, features, self._times_covariance(features)))
+        return units * (self.scale or 1.0), sqrt(max(0.0, variance)) / units
+
+    def update(
+        self, batch_size: int, strategy: Strategy, mean_context: float, seconds: float, noise: float = NOISE
+    ) -> None:
+        """Learn from a step that took `seconds`, known up to the relative error `noise`."""
+        if not seconds > 0:
+            raise ValueError(f"`seconds` of a step must be positive, got {seconds}.")
+        features = self.features(batch_size, strategy, mean_context)
+        predicted = self._units(features)
+        if not self.scale:
+            self.scale = seconds / predicted
+        relative = [value / predicted for value in features]
+        spread = self._times_covariance(relative)
+        known = sum(map(mul, relative, spread)) / noise**2  # prior variance over noise variance
+        bound = MAX_SURPRISE * noise * sqrt(1 + known)
+        surprise = min(max(seconds / (self.scale * predicted) - 1, -bound), bound)
+        step = surprise / (noise**2 * (1 + known))
+        self._weights = [weight + step * value for weight, value in zip(self._weights, spread, strict=True)]
+        if known > 0:
+            gain = self.keep - (1 - self.keep) / known
+            factor = gain / (1 + gain * known) / noise**2
+            for row, left in zip(self._covariance, spread, strict=True):
+                scaled = factor * left
+                row[:] = [entry - scaled * right for entry, right in zip(row, spread, strict=True)]
+
+    def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
+        """Learn from steps measured on purpose, for instance by dummy runs when the engine starts."""
+        for step in steps:
+            self.update(step.batch_size, step.strategy, step.mean_context, step.seconds, CALIBRATION_NOISE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned."""
+        return {
+            "scale": self.scale,
+            "weights": list(self._weights),
+            "covariance": [list(row) for row in self._covariance],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` saved; raises ValueError if it was saved for other drafters."""
+        if len(state_dict["weights"]) != len(self._weights):
+            raise ValueError(
+                f"The saved step-time model has {len(state_dict['weights'])} coefficients, this one "
+                f"{len(self._weights)}; construct it with the same `drafters`, now {list(self.drafters)}."
+            )
+        self.scale = state_dict["scale"]
+        self._weights = list(state_dict["weights"])
+        self._covariance = [list(row) for row in state_dict["covariance"]]
+
+    def _units(self, features: Sequence[float]) -> float:
+        # Negative costs can come out far from anything seen.
+        return max(sum(map(mul, self._weights, features)), 0.05)
+
+    def _times_covariance(self, features: Sequence[float]) -> list[float]:
+        return [sum(map(mul, row, features)) for row in self._covariance]

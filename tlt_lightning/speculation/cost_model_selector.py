@@ -1,0 +1,193 @@
+"""The selector that knows what a step costs and what is accepted, and so need not try every arm at every batch size.
+
+Our own. Every step it predicts tokens per second of each arm as expected tokens over expected seconds, and takes the
+best. What it does not know it tries out in short probes, whose predicted loss is paid from a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from tlt_lightning.speculation.acceptance import AcceptanceEstimator
+from tlt_lightning.speculation.arms import check_at_least, check_share, make_arms
+from tlt_lightning.speculation.base import OFF, Drafter, SelectorState, Strategy, StrategySelector
+from tlt_lightning.speculation.cost_model import MeasuredStep, StepTimeModel
+
+PROBE_STEPS = 8
+"""Steps of one probe: enough to see a rejection rate, few enough to be cheap."""
+
+SETTLING_STEPS = 2
+"""Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
+
+CATCH_UP_GAIN = 0.3
+"""Weight of the newest catch-up in the running mean."""
+
+
+class CostModelSelector(StrategySelector):
+    """Chooses the draft length and drafter with the most expected tokens per second; the default selector.
+
+    Args:
+        num_draft_tokens: Draft lengths to choose among besides off.
+        drafters: Who may propose; every draft length is an arm with each of them.
+        max_batch_tokens: Draft lengths are arms only where batch size times (draft length + 1) is at most this: beyond
+            it verification is compute-bound, and graphs for it would be captured in vain.
+        window: Steps after which an acceptance is forgotten.
+        exploration: Share of the time that probes may cost.
+        margin: An arm must promise this much more than the one in force to replace it.
+        catch_up_seconds: First guess of what switching a learned drafter back on costs; measured from then on.
+        catch_up_steps: Steps over which that cost must pay off.
+
+    Example:
+        >>> selector = CostModelSelector(num_draft_tokens=(1, 3))
+        >>> state = SelectorState(batch_size=4, mean_context=500.0)
+        >>> arm = selector.select(state)
+        >>> selector.record(state, arm, num_emitted=(1, 2, 1, 1), seconds=0.005)
+    """
+
+    def __init__(
+        self,
+        num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7),
+        drafters: tuple[Drafter, ...] = ("learned",),
+        max_batch_tokens: int = 512,
+        window: int = 100,
+        exploration: float = 0.01,
+        margin: float = 0.02,
+        catch_up_seconds: float = 0.01,
+        catch_up_steps: int = 200,
+    ) -> None:
+        self._all_arms = make_arms(num_draft_tokens, drafters)
+        check_at_least("max_batch_tokens", max_batch_tokens, 1)
+        check_share("exploration", exploration)
+        check_share("margin", margin)
+        check_at_least("catch_up_seconds", catch_up_seconds, 0)
+        check_at_least("catch_up_steps", catch_up_steps, 1)
+        self.max_batch_tokens = max_batch_tokens
+        self.exploration = exploration
+        self.margin = margin
+        self.catch_up_seconds = catch_up_seconds
+        self.catch_up_steps = catch_up_steps
+        self.step_time = StepTimeModel(drafters)
+        self.acceptance = {drafter: AcceptanceEstimator(max(num_draft_tokens), window) for drafter in drafters}
+        self._current = OFF
+        self._drafter_version = -1
+        self._is_warm = True  # the learned drafter has seen all tokens
+        self._settling = 0
+        self._excess = 0.0
+        self._probe_steps = 0
+        self._credit = 0.0  # seconds that probes may still cost
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        longest = self.max_batch_tokens // max(batch_size, 1) - 1
+        return tuple(arm for arm in self._all_arms if arm.num_draft_tokens <= max(longest, 0))
+
+    def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
+        """Take in step times measured before the first rollout; without them the model starts from a 7B on an H200."""
+        self.step_time.calibrate(steps)
+
+    def expected_rates(self, state: SelectorState) -> dict[Strategy, float]:
+        """Expected tokens per second and request of each arm at this state, the cost of switching to it included."""
+        rates = {}
+        for arm in self.arms(state.batch_size):
+            seconds = self.step_time.seconds(state.batch_size, arm, state.mean_context)
+            rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / self.catch_up_steps)
+        return rates
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        if state.drafter_version != self._drafter_version:
+            self._drafter_version = state.drafter_version
+            if "learned" in self.acceptance:
+                self.acceptance["learned"].doubt()
+        rates = self.expected_rates(state)
+        if self._probe_steps and self._current in rates:
+            return self._current
+        held = rates.get(self._current, 0.0) * (1 + self.margin)
+        best = max(rates, key=lambda arm: held if arm == self._current else rates[arm])
+        self._probe_steps = 0
+        probe = self._worth_probing(state, rates, best)
+        if probe is not None:
+            best = probe
+            self._probe_steps = PROBE_STEPS
+        self._switch_to(best)
+        return best
+
+    @override
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+        self._credit += self.exploration * seconds
+        self._probe_steps = max(0, self._probe_steps - 1)
+        if self._settling:
+            self._settle(state, strategy, seconds)
+        else:
+            self.step_time.update(state.batch_size, strategy, state.mean_context, seconds)
+        for drafter, acceptance in self.acceptance.items():
+            if drafter == strategy.drafter and not strategy.is_off:
+                acceptance.update(strategy.num_draft_tokens, num_emitted)
+            else:
+                acceptance.fade()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step_time": self.step_time.state_dict(),
+            "acceptance": {drafter: acceptance.state_dict() for drafter, acceptance in self.acceptance.items()},
+            "catch_up_seconds": self.catch_up_seconds,
+            "current": [self._current.num_draft_tokens, self._current.drafter],
+            "drafter_version": self._drafter_version,
+            "is_warm": self._is_warm,
+            "settling": [self._settling, self._excess],
+            "probe": [self._probe_steps, self._credit],
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step_time.load_state_dict(state_dict["step_time"])
+        for drafter, acceptance in self.acceptance.items():
+            acceptance.load_state_dict(state_dict["acceptance"][drafter])
+        self.catch_up_seconds = state_dict["catch_up_seconds"]
+        self._current = Strategy(*state_dict["current"])
+        self._drafter_version = state_dict["drafter_version"]
+        self._is_warm = state_dict["is_warm"]
+        self._settling, self._excess = state_dict["settling"]
+        self._probe_steps, self._credit = state_dict["probe"]
+
+    def _emitted(self, arm: Strategy, spread: float = 0.0) -> float:
+        if arm.is_off:
+            return 1.0
+        return self.acceptance[arm.drafter].expected_emitted(arm.num_draft_tokens, spread)
+
+    def _is_learned(self, arm: Strategy) -> bool:
+        return arm.drafter == "learned" and not arm.is_off
+
+    def _switch_seconds(self, arm: Strategy) -> float:
+        return 0.0 if self._is_warm or not self._is_learned(arm) else self.catch_up_seconds
+
+    def _switch_to(self, arm: Strategy) -> None:
+        if self._is_learned(arm) and not self._is_warm:
+            self._settling, self._excess = SETTLING_STEPS, 0.0
+        self._is_warm = self._is_learned(arm)
+        self._current = arm
+
+    def _settle(self, state: SelectorState, strategy: Strategy, seconds: float) -> None:
+        """Book what the first steps after a switch took beyond their model as the catch-up."""
+        self._excess += seconds - self.step_time.seconds(state.batch_size, strategy, state.mean_context)
+        self._settling -= 1
+        if not self._settling:
+            self.catch_up_seconds += CATCH_UP_GAIN * (max(0.0, self._excess) - self.catch_up_seconds)
+
+    def _worth_probing(self, state: SelectorState, rates: dict[Strategy, float], best: Strategy) -> Strategy | None:
+        """The arm that may be better than `best` by most, among those whose trial the budget can pay; it pays."""
+        found, most, price = None, rates[best] * (1 + self.margin), 0.0
+        for arm, rate in rates.items():
+            seconds, spread = self.step_time.estimate(state.batch_size, arm, state.mean_context)
+            hoped = self._emitted(arm, 1.0) / (seconds * max(1 - spread, 0.5))
+            cost = PROBE_STEPS * seconds * max(0.0, 1 - rate / rates[best]) + self._switch_seconds(arm)
+            if self._is_warm and not self._is_learned(arm):
+                cost += self.catch_up_seconds  # to come back
+            if arm != best and hoped > most and cost <= self._credit:
+                found, most, price = arm, hoped, cost
+        self._credit -= price
+        return found
