@@ -150,7 +150,7 @@ def test_entropy_bonus_raises_the_entropy(vectors: SimpleNamespace) -> None:
 
 def test_an_objective_tells_the_trainer_what_its_pieces_need() -> None:
     assert (GRPO().min_group_size, ReinforcePlusPlus().min_group_size) == (2, 1)
-    assert not (GRPO().needs_entropy_grad or GRPO().needs_reference or GRPO().needs_critic)
+    assert (GRPO().needs_entropy_grad, GRPO().needs_reference, GRPO().needs_critic) == (False, False, False)
     assert GRPO(entropy_coef=0.1).needs_entropy_grad
     assert GRPO(loss_kl=KLPenalty()).needs_reference
     assert GRPO(reward_kl=KLPenalty()).needs_reference

@@ -93,13 +93,16 @@ def test_an_infinite_loop_ends_at_the_time_limit() -> None:
 
 @pytest.mark.parametrize("use_namespaces", [True, False])
 def test_a_memory_hog_fails_alone(use_namespaces: bool) -> None:
-    hog = DOUBLE + "hoard = []\nfor _ in range(1000): hoard.append(bytearray(b'x') * (16 << 20))"
-    assert score(hog, memory_mb=256, use_namespaces=use_namespaces) == 0.0
-    assert score(DOUBLE + "hoard = bytearray(b'x') * (64 << 20)", memory_mb=256) == 1.0
+    hog = "try:\n  hoard = bytearray(512 << 20)\nexcept MemoryError: pass\nelse: 1 / 0\n"
+    assert score(hog + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 1.0
+    assert score("hoard = bytearray(512 << 20)\n" + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 0.0
+    assert score("hoard = bytearray(64 << 20)\n" + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 1.0
 
 
-def test_an_endless_file_fails() -> None:
-    assert score(DOUBLE + "with open('big', 'wb') as f:\n  while True: f.write(bytes(1 << 20))") == 0.0
+def test_an_endless_file_meets_a_limit() -> None:
+    write = "for _ in range(100): file.write(bytes(1 << 20))"
+    code = f"try:\n  with open('big', 'wb') as file:\n    {write}\nexcept OSError: pass\nelse: 1 / 0\n"
+    assert score(code + DOUBLE) == 1.0
 
 
 def fork_and_survive(marker: Path, leave_group: bool) -> str:

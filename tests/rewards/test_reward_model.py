@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2Tokenizer
 
 from tlt_lightning.rewards import RewardModel
@@ -21,6 +22,7 @@ def save(
     folder: Path, model_class: Any = Qwen2ForSequenceClassification, template: str | None = None, **config: Any
 ) -> str:
     tokenizer = Qwen2Tokenizer(vocab=LETTERS, merges=[])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="= $A", special_tokens=[("=", LETTERS["="])])
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -39,8 +41,8 @@ def logit(folder: str, text: str) -> float:
 def test_the_score_is_the_logit_of_prompt_and_response(tmp_path: Path) -> None:
     folder = save(tmp_path, num_labels=1)
     reward = RewardModel(folder)
-    assert reward("two=", "four", {}) == pytest.approx(logit(folder, "two=four"))
-    assert reward("two=", "four", {}) != pytest.approx(logit(folder, "two=five"))
+    assert reward("two=", "four", {}) == pytest.approx(logit(folder, "=two=four"))
+    assert reward("two=", "four", {}) != pytest.approx(logit(folder, "=two=five"))
 
 
 def test_a_chat_template_is_used(tmp_path: Path) -> None:
@@ -75,9 +77,9 @@ def test_it_can_be_deep_copied_before_it_is_loaded(tmp_path: Path) -> None:
 
 def test_too_long_is_an_error_rather_than_cut(tmp_path: Path) -> None:
     reward = RewardModel(save(tmp_path, num_labels=1), max_length=4)
-    assert isinstance(reward("ab", "cd", {}), float)
+    assert isinstance(reward("ab", "c", {}), float)
     with pytest.raises(ValueError, match="have 5 tokens, more than `max_length` 4"):
-        reward("ab", "cde", {})
+        reward("ab", "cd", {})
 
 
 def test_several_outputs_are_refused(tmp_path: Path) -> None:

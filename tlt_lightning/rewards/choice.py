@@ -8,7 +8,7 @@ from typing import Any
 from tlt_lightning.rewards.answers import expected_answer, last_boxed
 
 # "A" before a lower-case word is taken for the article, which reasoning is full of.
-LETTER = r"(?:[B-E]|A)"
+LETTER = r"(?:[B-E]|A(?!\s+[a-z]))"
 NUMBER = r"(?:(?<!\.)[1-5](?!\.\d))"
 STATED = re.compile(rf"(?i:answer)(?:\s+(?i:is))?[\s:=*$]*(?:\(([a-eA-E1-5])\)|({LETTER}|{NUMBER})(?!\w))")
 STANDALONE_LETTER = re.compile(rf"(?<!\w){LETTER}(?!\w)")
