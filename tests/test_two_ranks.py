@@ -1,0 +1,46 @@
+"""Data-parallel runs on two processes (gloo)."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "two_ranks.py"
+
+
+def launch(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), policy_path, prompts_path, str(out), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "PL_GLOBAL_SEED": "3"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode"), [("transformers", "whitened"), pytest.param("vllm", "plain", marks=pytest.mark.vllm)]
+)
+def test_two_ranks_share_the_work_and_end_with_the_same_weights(
+    engine: str, mode: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    done = launch(policy_path, prompts_path, tmp_path, engine, mode)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["weights"] == second["weights"]
+    assert first["batches"] == second["batches"] == 4
+    assert set(first["versions"]) == set(second["versions"]) == {0, 1}
+    assert not set(first["prompts"][-4:]) & set(second["prompts"][-4:])
+    assert first["metrics"] == second["metrics"] | {"train/grad_norm": first["metrics"]["train/grad_norm"]}
+    # Rank 0 is done early, waits for one worker, and its window closes when rank 1 has finished its slow steps.
+    assert [window["waiting_for"] for window in first["windows"]] == [1, 1]
+    assert sum(window["seconds"] for window in first["windows"]) > 0.2
+    assert sum(window["seconds"] for window in second["windows"]) < 0.1
+    assert first["metrics"]["time/idle"] > 0.05
+
+
+def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    started = time.perf_counter()
+    done = launch(policy_path, prompts_path, tmp_path, "transformers", "die")
+    assert done.returncode != 0
+    assert time.perf_counter() - started < 90

@@ -1,0 +1,94 @@
+"""Run by test_two_ranks.py, once per rank: two iterations on two CPU processes, rank 1 writing longer responses."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tlt_lightning.engine import TransformersEngine, VLLMEngine
+from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
+
+
+def evenness(prompt: str, response: str, row: dict) -> float:
+    return sum(word.isdigit() and int(word) % 2 == 0 for word in response.split()) / 8
+
+
+class Observer(RolloutCallback):
+    def __init__(self, out: Path, die: bool) -> None:
+        self.out, self.die = out, die
+        self.windows: list[dict] = []
+        self.prompts: list[int] = []
+        self.versions: list[int] = []
+        self.batches = 0
+
+    def on_rollout_progress(self, trainer, pl_module, progress):
+        if trainer.global_rank == 1 and trainer.training:
+            time.sleep(0.3)  # the straggler
+            if self.die and trainer.current_epoch == 1:
+                os._exit(3)
+
+    def on_rollout_idle(self, trainer, pl_module, window):
+        started, polls = time.perf_counter(), 0
+        while window.is_open():
+            polls += 1
+            time.sleep(0.001)
+        self.windows.append({"seconds": time.perf_counter() - started, "waiting_for": window.num_waiting_for})
+
+    def on_rollout_end(self, trainer, pl_module, rollouts):
+        self.prompts += [rollout.prompt.index for rollout in rollouts[::4]]
+        self.versions += [version for rollout in rollouts for version in rollout.response.policy_versions]
+
+    def on_train_batch_end(self, trainer, *_):
+        self.batches += 1
+
+    def on_train_end(self, trainer, pl_module):
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        weights = [float(tensor.double().abs().sum()) for _, tensor in pl_module.policy_weights()]
+        state = {"windows": self.windows, "prompts": self.prompts, "versions": self.versions, "batches": self.batches}
+        path = self.out / f"rank{trainer.global_rank}.json"
+        path.write_text(json.dumps({**state, "weights": weights, "metrics": metrics}))
+
+
+def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
+    L.seed_everything(3)
+    vllm = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True)
+    data = RolloutDataModule(
+        vllm if engine == "vllm" else TransformersEngine(batch_size=4),
+        train=PromptSource(path=prompts),
+        val=PromptSource(path=prompts),
+        rewards=[RewardTerm(function=evenness)],
+        group_size=4,
+        prompts_per_iteration=4,
+        micro_batch_size=4,
+        max_prompt_tokens=16,
+        sampling=Sampling(max_tokens=8),
+    )
+    objective = ReinforcePlusPlus() if mode == "whitened" else GRPO()
+    module = RLModule(policy, objective, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        callbacks=[Observer(Path(out), die=mode == "die")],
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    trainer.fit(module, data)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
