@@ -1,6 +1,8 @@
 """Real `Trainer.fit` runs of RLModule on a tiny policy; the engine is the policy itself unless marked `vllm`."""
 
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from tlt_lightning import (
     VLLMEngine,
 )
 from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import RolloutEngine
-from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty
+from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, groups_with_spread
 from tlt_lightning.trainer_checks import check_trainer
 
 
@@ -436,3 +439,70 @@ def test_a_raising_callback_still_closes_the_engine(policy_path: str, prompts_pa
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path, Raises()).fit(make_module(policy_path), make_data(prompts_path, Closable()))
     assert Closable.closed
+
+
+def test_dynamic_sampling_replaces_groups_without_a_signal(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    def only_some(prompt: str, response: str, row: dict[str, Any]) -> float:
+        return evenness(prompt, response, row) if int(prompt.split()[0]) % 2 else 0.0
+
+    def run(dynamic_sampling: DynamicSampling | None) -> tuple[list[RolloutBatch], dict[str, Any]]:
+        L.seed_everything(11)
+        recorder = Recorder()
+        trainer = make_trainer(tmp_path, recorder, max_epochs=3)
+        rewards = [RewardTerm(function=only_some)]
+        data = make_data(prompts_path, rewards=rewards, dynamic_sampling=dynamic_sampling)
+        trainer.fit(make_module(policy_path), data)
+        return recorder.batches, trainer.callback_metrics
+
+    plain, _ = run(None)
+    filtered, metrics = run(DynamicSampling(max_rounds=6))
+    assert all(len(batch) == 16 for batch in (*plain, *filtered))
+    assert not all(groups_with_spread(batch.rewards, batch.groups).all() for batch in plain)
+    assert all(groups_with_spread(batch.rewards, batch.groups).all() for batch in filtered)
+    assert all(len(batch.groups.unique()) == 4 for batch in filtered)
+    assert metrics["rollout/groups_drawn"] > 4
+    assert metrics["rollout/groups_without_signal_kept"] == 0
+
+
+def test_iteration_is_filled_up_when_no_group_has_a_signal(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    data = make_data(
+        prompts_path,
+        rewards=[RewardTerm(function=lambda prompt, response, row: 1.0, name="one")],
+        dynamic_sampling=DynamicSampling(max_rounds=2),
+    )
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(make_module(policy_path), data)
+    assert trainer.callback_metrics["rollout/groups_without_signal_kept"] == 4
+    assert trainer.callback_metrics["rollout/groups_drawn"] == 8
+
+
+def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    class WallClock(RolloutCallback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+            self.accounts: list[dict[str, float]] = []
+
+        def on_train_epoch_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+            if trainer.current_epoch:
+                metrics = trainer.callback_metrics
+                self.accounts.append({n: float(v) for n, v in metrics.items() if n.startswith("time/")})
+
+        def on_train_epoch_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+            self.ends.append(time.perf_counter())
+
+        def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+            time.sleep(0.05)
+
+    clock = WallClock()
+    trainer = make_trainer(tmp_path, clock, max_epochs=4, limit_val_batches=1.0, check_val_every_n_epoch=1)
+    trainer.fit(make_module(policy_path), make_data(prompts_path))
+    for account, wall in zip(clock.accounts[1:], (b - a for a, b in pairwise(clock.ends)), strict=False):
+        total = account.pop("time/iteration")
+        assert total == pytest.approx(wall, rel=0.02, abs=0.002)
+        assert sum(account.values()) == pytest.approx(total, rel=1e-3)
+        assert account["time/other"] > 0.05
+        assert {"time/sync", "time/rollout", "time/reward", "time/logprobs", "time/update", "time/validate"} <= set(account)

@@ -85,6 +85,7 @@ class RLModule(L.LightningModule):
         self.critic: Critic | None = None
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
+        self._step_kl: list[Tensor] = []
         self.val_accuracy = PassAtK()
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
@@ -194,15 +195,17 @@ class RLModule(L.LightningModule):
         output = self.objective.loss(batch, logps, entropy, values)
         metrics = {"train/loss": output.loss.detach(), **output.metrics}
         self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-        self._check_kl(output.metrics.get("train/approx_kl"))
+        if self.objective.stop_at_kl is not None:
+            self._step_kl.append(output.metrics["train/approx_kl"])
         return output.loss
 
-    def _check_kl(self, approx_kl: Tensor | None) -> None:
-        """Stop updating for the rest of the iteration once the policy has moved by `objective.target_kl`."""
-        target = getattr(self.objective, "target_kl", None)
-        if target is None or approx_kl is None:
+    def _check_kl(self) -> None:
+        """Stop updating for the rest of the iteration once the policy has moved by `objective.stop_at_kl`."""
+        if self.objective.stop_at_kl is None:
             return
-        if self.trainer.strategy.reduce(approx_kl.detach().clone(), reduce_op="mean") > target:
+        kl = torch.stack(self._step_kl).mean()  # each is its micro-batch's share of the step's
+        self._step_kl.clear()
+        if self.trainer.strategy.reduce(kl, reduce_op="mean") > self.objective.stop_at_kl:
             self._skip_updates = True
 
     @property
@@ -213,6 +216,7 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
+        self._check_kl()
         if self._skip_updates:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum

@@ -24,6 +24,7 @@ class Prompt:
     Args:
         text: The prompt after the chat template.
         ids: Its token ids.
+        question: The prompt before the chat template; rewards receive it.
         answer: What the answer column says, or None.
         row: The whole row of the data file; rewards receive it.
         index: Row number in the data file.
@@ -31,6 +32,7 @@ class Prompt:
 
     text: str
     ids: list[int]
+    question: str = ""
     answer: Any = None
     row: dict[str, Any] = field(default_factory=dict)
     index: int = 0

@@ -51,6 +51,8 @@ class RolloutCollector:
         self.clock = clock
         self.idle = idle
         self.metrics: dict[str, float] = {}
+        """Speed, tail and failed rewards since this collector was made, under the project's metric names."""
+        self._seconds, self._num_tokens = 0.0, 0
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int, seed: int, first_group: int = 0
@@ -65,7 +67,7 @@ class RolloutCollector:
             group, prompt = groups[response.request_id]
             text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
             rollouts[response.request_id] = Rollout(prompt=prompt, response=response, text=text, group=group)
-            self.rewards.submit(response.request_id, prompt.text, text, prompt.row)
+            self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
         if missing := len(requests) - len(rollouts):
             raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
         self.clock.lap("rollout")
@@ -75,7 +77,8 @@ class RolloutCollector:
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
             rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
-        self.metrics.update(self.rewards.stats)
+        for name, count in self.rewards.stats.items():
+            self.metrics[name] = self.metrics.get(name, 0) + count
         self.clock.lap("reward")
         ordered = [rollouts[number] for number in range(len(requests))]
         call_rollout_hook(self.trainer, "on_rollout_end", ordered)
@@ -97,14 +100,13 @@ class RolloutCollector:
             trace.append((progress.elapsed, progress.waiting + progress.running))
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 
-        num_tokens = 0
         for response in self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress):
-            num_tokens += len(response.token_ids)
+            self._num_tokens += len(response.token_ids)
             yield response
-        seconds = max(trace[-1][0], 1e-9) if trace else 0.0
-        self.metrics = {
-            "rollout/seconds": seconds,
-            "rollout/tokens_per_s": num_tokens / seconds if trace else 0.0,
+        self._seconds += trace[-1][0] if trace else 0.0
+        self.metrics |= {
+            "rollout/seconds": self._seconds,
+            "rollout/tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
             "rollout/tail_share": tail_share(trace, len(requests)),
             **self.engine.stats(),
         }

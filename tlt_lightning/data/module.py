@@ -18,11 +18,13 @@ from typing_extensions import override
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate, plan_minibatches
 from tlt_lightning.data.collector import RolloutCollector
+from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
 from tlt_lightning.data.idle import IdleCoordinator
 from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.metrics import reduce_over_ranks, rollout_metrics
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
@@ -46,6 +48,8 @@ class RolloutDataModule(L.LightningDataModule):
         micro_batch_size: Sequences in one forward and backward pass on one rank. An optimizer step takes
             `Trainer(accumulate_grad_batches)` of them.
         inner_epochs: Passes over an iteration's rollouts.
+        dynamic_sampling: Draw further prompts in place of those whose responses all earned the same (DAPO); None keeps
+            them, and they teach nothing.
         sampling: How responses are sampled in training.
         val_sampling: How they are in validation and prediction; None is as in training.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
@@ -66,6 +70,7 @@ class RolloutDataModule(L.LightningDataModule):
         prompts_per_iteration: int = 32,
         micro_batch_size: int = 8,
         inner_epochs: int = 1,
+        dynamic_sampling: DynamicSampling | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         val_sampling: Sampling | None = None,
         val_group_size: int = 1,
@@ -98,6 +103,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.prompts_per_iteration = prompts_per_iteration
         self.micro_batch_size = micro_batch_size
         self.inner_epochs = inner_epochs
+        self.dynamic_sampling = dynamic_sampling
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_group_size = val_group_size
@@ -224,26 +230,50 @@ class RolloutDataModule(L.LightningDataModule):
     # One iteration
 
     def _train_batches(self) -> Iterator[RolloutBatch]:
-        assert self.cursor is not None
         self.clock.lap("other")
         module = self.trainer.lightning_module
-        prompts = [
-            self.train_prompts[i]
-            for i in self.cursor.take(self.prompts_per_iteration, rank=self._rank, world_size=self._world_size)
-        ]
-        collector = self._collector(self.clock)
-        rollouts = collector.collect(
-            prompts, self.sampling, group_size=self.group_size, seed=self._stage_seed("train", self._rank)
-        )
-        self._metrics = {**rollout_metrics(rollouts), **collector.metrics}
+        rollouts = self._train_rollouts()
         batch = collate(rollouts, pad_id=self._pad_id, temperature=self.sampling.temperature)
         self.clock.lap("other")
         batch = module.score(batch, self.micro_batch_size)
         batch.advantages, batch.returns = module.objective.advantages(batch, self._sum_over_ranks)
+        if batch.values is not None and batch.returns is not None:
+            explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum_over_ranks)
+            self._metrics["train/explained_variance"] = explained.item()
         self.clock.lap("logprobs")
         call_rollout_hook(self.trainer, "on_rollout_scored", batch)
         self.clock.lap("other")
         yield from self._minibatches(batch)
+
+    def _train_rollouts(self) -> list[Rollout]:
+        """Roll out until this rank has its share of groups; with dynamic sampling, of groups with a learning signal."""
+        assert self.cursor is not None
+        collector, wanted = self._collector(self.clock), self.prompts_per_iteration // self._world_size
+        rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
+        informative: list[list[Rollout]] = []
+        others: list[list[Rollout]] = []
+        for number in range(rounds):
+            missing = wanted - len(informative)
+            # All ranks draw as many as the neediest lacks, so that their cursors stay the same.
+            num_drawn = self._max_over_ranks(missing) * self._world_size
+            if not num_drawn:
+                break
+            drawn = self.cursor.take(num_drawn, rank=self._rank, world_size=self._world_size)[:missing]
+            rollouts = collector.collect(
+                [self.train_prompts[i] for i in drawn],
+                self.sampling,
+                group_size=self.group_size,
+                seed=self._stage_seed(f"train {number}", self._rank),
+                first_group=len(informative) + len(others),
+            )
+            for group in split_groups(rollouts):
+                (informative if self.dynamic_sampling is None or has_spread(group) else others).append(group)
+        everything = [rollout for group in (*informative, *others) for rollout in group]
+        self._metrics = {**rollout_metrics(everything), **collector.metrics}
+        if self.dynamic_sampling is not None:
+            self._metrics["rollout/groups_drawn"] = len(informative) + len(others)
+            self._metrics["rollout/groups_without_signal_kept"] = wanted - len(informative)
+        return [rollout for group in (*informative, *others)[:wanted] for rollout in group]
 
     def _minibatches(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
         generator = torch.Generator().manual_seed(self._stage_seed("shuffle", self._rank))
@@ -295,6 +325,12 @@ class RolloutDataModule(L.LightningDataModule):
         iteration = self.trainer.current_epoch if stage != "val" else 0  # the same noise in every validation
         return zlib.crc32(repr((self._seed, stage, iteration, rank)).encode())
 
+    def _max_over_ranks(self, value: int) -> int:
+        if self._world_size == 1:
+            return value
+        tensor = torch.tensor(value, device=self.trainer.strategy.root_device)
+        return int(self.trainer.strategy.reduce(tensor, reduce_op="max"))
+
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self._world_size == 1:
             return value
@@ -303,8 +339,8 @@ class RolloutDataModule(L.LightningDataModule):
 
 
 def _counts(batch: RolloutBatch, step: Sequence[Sequence[int]]) -> tuple[float, float]:
-    rows = [row for part in step for row in part]
-    return float(batch.response_mask[rows].sum()), float(len(rows))
+    mask = batch.response_mask[[row for part in step for row in part]]
+    return float(mask.sum()), float(mask.bool().any(-1).sum())
 
 
 def _check_context(policy: str, max_model_len: int) -> None:

@@ -103,9 +103,9 @@ def load_prompts(
         raise ValueError("`system_prompt` needs a chat template; set `chat: true`, or write it into `template`.")
     prompts, num_dropped, longest = [], 0, 0
     for index, row in enumerate(source.rows()):
-        text = source.question(row)
+        text = question = source.question(row)
         if use_chat:
-            messages = [{"role": "user", "content": text}]
+            messages = [{"role": "user", "content": question}]
             if source.system_prompt is not None:
                 messages.insert(0, {"role": "system", "content": source.system_prompt})
             text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -116,7 +116,8 @@ def load_prompts(
             num_dropped, longest = num_dropped + 1, max(longest, len(ids))
             continue
         answer = None if source.answer_column is None else row[source.answer_column]
-        prompts.append(Prompt(text=text, ids=ids, answer=answer, row={**row, "answer": answer}, index=index))
+        row = {**row, "answer": answer}
+        prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
     if num_dropped:
         report = (
             f"{num_dropped} of {num_dropped + len(prompts)} prompts of {source.path!r} are longer than "

@@ -50,6 +50,11 @@ class PolicyObjective(ABC):
         return 1
 
     @property
+    def stop_at_kl(self) -> float | None:
+        """Value of `train/approx_kl` at which an iteration's updates stop; None never stops."""
+        return None
+
+    @property
     def needs_entropy_grad(self) -> bool:
         """True if the entropy is part of the loss and so needs a gradient."""
         return False

@@ -91,6 +91,11 @@ class PPO(ComposedObjective):
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}` must be positive, got {value}.")
 
+    @property
+    def stop_at_kl(self) -> float | None:
+        """`target_kl`."""
+        return self.target_kl
+
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
         """Return the policy's loss plus the critic's."""
         if values is None:

@@ -1,0 +1,40 @@
+"""Dynamic sampling: replace the prompts that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt_lightning.data.batch import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling:
+    """Keep drawing prompts until enough groups have rewards that differ.
+
+    Args:
+        max_rounds: Most rollouts of one iteration. If groups with a signal are still lacking then, the iteration is
+            filled up with groups without one, and `rollout/groups_without_signal_kept` says how many.
+    """
+
+    max_rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 2:
+            raise ValueError(
+                f"`dynamic_sampling.max_rounds` must be at least 2, got {self.max_rounds}; drop `dynamic_sampling` to roll "
+                "out once."
+            )
+
+
+def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The rollouts by group, groups and rollouts in their order."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return list(groups.values())
+
+
+def has_spread(group: Sequence[Rollout]) -> bool:
+    """True if the rewards of a group differ, so that group-relative advantages are not all zero."""
+    return len({rollout.reward for rollout in group}) > 1
