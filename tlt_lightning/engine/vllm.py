@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
-from tlt_lightning.engine import vllm_internals
+from tlt_lightning.engine import vllm_cpu, vllm_internals
 from tlt_lightning.engine.base import (
     NamedTensors,
     OnProgress,
@@ -22,7 +22,10 @@ from tlt_lightning.engine.base import (
     Sampling,
 )
 from tlt_lightning.engine.rng import seeded
+from tlt_lightning.engine.vllm_session import SpeculationSession
+from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.policy import end_token_ids
+from tlt_lightning.speculation.base import OFF
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -48,6 +51,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
         sleep: Free the engine's memory while the policy is trained; has no effect on a CPU.
         quiet: Show only vLLM's warnings.
+        speculation: How to speculate; None decodes plainly.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         sleep: bool = True,
         quiet: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"`max_num_seqs` must be at least 1, got {max_num_seqs}.")
@@ -71,6 +76,8 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.sleep_enabled = sleep
         self.quiet = quiet
+        self.speculation = speculation
+        self._session: SpeculationSession | None = None
         self._engine: LLMEngine | None = None
         self._policy_version = _ASLEEP
         self._asleep = False
@@ -82,6 +89,8 @@ class VLLMEngine(RolloutEngine):
         vllm_internals.check_version()
         if self._engine is not None:
             return
+        if self.speculation is not None:
+            self.speculation.check(policy, self.max_num_seqs)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
         if self.quiet:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -89,13 +98,17 @@ class VLLMEngine(RolloutEngine):
 
         self._is_cpu = vllm_internals.is_cpu_build()
         if self._is_cpu:
-            vllm_internals.apply_cpu_fixes()
+            vllm_cpu.spare_logprob_compilation()
         self._end_token_ids = end_token_ids(policy)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
         with seeded(seed):
             self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
         self._scheduler = vllm_internals.scheduler_of(self._engine)
+        if self.speculation is not None:
+            if self._is_cpu:
+                vllm_cpu.repair_cpu_sampling()
+            self._session = SpeculationSession(self.speculation, self._engine)
         log.info("vLLM %s is ready after %.1f s", vllm_internals.installed_version(), time.perf_counter() - started)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
@@ -115,12 +128,16 @@ class VLLMEngine(RolloutEngine):
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            **({} if self.speculation is None else self.speculation.engine_args()),
         )
 
     @override
     def close(self) -> None:
         engine, self._engine = self._engine, None
         self._policy_version, self._asleep = _ASLEEP, False
+        if self._session is not None:
+            self._session.close()
+            self._session = None
         if engine is not None:
             del self._scheduler
             vllm_internals.shut_down(engine, keep_process_group=not self._owns_process_group)
@@ -158,6 +175,21 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("Weights were replaced while requests are running; finish `generate` first.")
         self._policy_version = version
 
+    # What speculation did and learned
+
+    @override
+    def stats(self) -> dict[str, float]:
+        return {} if self._session is None else self._session.stats()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.speculation is None else {"selector": self.speculation.selector.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.speculation is not None and "selector" in state_dict:
+            self.speculation.selector.load_state_dict(state_dict["selector"])
+
     # Writing
 
     @override
@@ -172,15 +204,23 @@ class VLLMEngine(RolloutEngine):
     def _generate(
         self, requests: Sequence[Request], sampling: Sampling, on_progress: OnProgress | None
     ) -> Iterator[Response]:
-        engine, scheduler = self._live, self._scheduler
+        engine, scheduler, session = self._live, self._scheduler, self._session
+        if session is not None:
+            session.begin_rollout()
         params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
         for request in requests:
             prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
-            engine.add_request(str(request.id), prompt, params[request.max_tokens])
+            internal_id = engine.add_request(str(request.id), prompt, params[request.max_tokens])
+            if session is not None:
+                session.add(internal_id, request)
         started, num_finished, finished_tokens, longest = time.perf_counter(), 0, 0, 0
         try:
             while engine.has_unfinished_requests():
-                finished = [self._response(output) for output in engine.step() if output.finished]
+                step_started = time.perf_counter()
+                outputs = engine.step()
+                if session is not None:
+                    session.account(time.perf_counter() - step_started)
+                finished = [self._response(output) for output in outputs if output.finished]
                 if on_progress is not None:
                     num_finished += len(finished)
                     finished_tokens += sum(len(response.token_ids) for response in finished)
@@ -194,12 +234,16 @@ class VLLMEngine(RolloutEngine):
                             tokens=finished_tokens + sum(lengths),
                             longest=longest,
                             elapsed=time.perf_counter() - started,
+                            strategy=OFF if session is None else session.strategy,
+                            acceptance_length=1.0 if session is None else session.acceptance_length,
                         )
                     )
                 yield from finished
         finally:
             if engine.has_unfinished_requests():  # the consumer gave up, or an exception passed through
                 engine.abort_request([str(request.id) for request in requests])
+            if session is not None:
+                session.end_rollout()
 
     def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
         from vllm import SamplingParams

@@ -87,19 +87,6 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         reach(parallel_state, "cleanup_dist_env_and_memory")()
 
 
-def apply_cpu_fixes() -> None:
-    """Spare the CPU build a 17 s compilation at the first log-prob, of a sum that takes microseconds as it is written."""
-    from vllm.v1.sample import sampler
-    from vllm.v1.sample.ops import logprobs
-
-    compiled = logprobs.batched_count_greater_than
-    plain = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if plain is not None:
-        logprobs.batched_count_greater_than = plain
-        if getattr(sampler, "batched_count_greater_than", None) is compiled:
-            sampler.batched_count_greater_than = plain
-
-
 def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:
     """Replace the target model's weights in place, CUDA graphs and all that points at them staying valid."""
     noisy = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")

@@ -45,6 +45,7 @@ class V1Drafter:
         self.backlog = DrafterBacklog(self.model, max_steps=16) if defers else None
         self.num_skipped = 0
         self.has_holes = False
+        reach(self.drafter, "_last_draft_probs")
         self._propose = reach(self.drafter, "propose")
         self.drafter.propose = self.propose
         self._draft_probs = reach(runner, "_get_spec_decode_draft_probs")
@@ -62,6 +63,7 @@ class V1Drafter:
         metadata = inputs["common_attn_metadata"]
         if inputs["num_speculative_tokens"] == 0 and (self.backlog is None or metadata.max_query_len == 1):
             self.num_skipped += 1
+            self.drafter._last_draft_probs = None  # the runner takes what is there for this step's
             self._miss(inputs)
             batch_size = inputs["next_token_ids"].shape[0]
             return torch.empty(batch_size, 0, dtype=torch.int64, device=inputs["next_token_ids"].device)

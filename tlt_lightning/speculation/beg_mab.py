@@ -23,6 +23,9 @@ from tlt_lightning.speculation.arms import check_at_least, check_share, make_arm
 from tlt_lightning.speculation.base import OFF, Drafter, SelectorState, Strategy, StrategySelector
 from tlt_lightning.speculation.windowed_median import WindowedMedian
 
+MIN_PULLS = 2
+"""Pulls of every arm before the best is trusted: after a single unlucky one, an arm would wait for a random draw."""
+
 
 class BEGMABSelector(StrategySelector):
     """Learns for each range of batch sizes which draft length emits most tokens per second; needs no model of costs.
@@ -34,7 +37,7 @@ class BEGMABSelector(StrategySelector):
         drafters: Who may propose; every draft length is an arm with each of them.
         epsilon: Share of pulls spent on an arm drawn at random.
         window: Pulls remembered of each arm; the median over them is its value.
-        pull_size: Requests to step before a pull ends; at batch size 16 and a pull size of 16, one step.
+        pull_size: Requests to step before a pull ends; with batches of at least that many, one step.
         seed: Of the draws.
 
     Example:
@@ -45,12 +48,12 @@ class BEGMABSelector(StrategySelector):
 
     def __init__(
         self,
-        groups: tuple[tuple[int, ...], ...] = ((7, 5, 3), (5, 3, 1), (3, 1)),
+        groups: tuple[tuple[int, ...], ...] = ((7, 3, 1), (5, 3, 1), (3, 1)),
         thresholds: tuple[int, ...] = (1, 17, 49),
         drafters: tuple[Drafter, ...] = ("learned",),
         epsilon: float = 0.05,
-        window: int = 16,
-        pull_size: int = 16,
+        window: int = 12,
+        pull_size: int = 12,
         seed: int = 0,
     ) -> None:
         check_groups(groups, thresholds)
@@ -59,6 +62,7 @@ class BEGMABSelector(StrategySelector):
         check_at_least("pull_size", pull_size, 1)
         self.thresholds = tuple(thresholds)
         self.epsilon = epsilon
+        self.window = window
         self.pull_size = pull_size
         self._arms = tuple(make_arms(group, drafters) for group in groups)
         self._rewards = [{arm: WindowedMedian(window) for arm in arms} for arms in self._arms]
@@ -129,9 +133,9 @@ class BEGMABSelector(StrategySelector):
 
     def _choose(self, bucket: int) -> Strategy:
         rewards = self._rewards[bucket]
-        for arm, reward in rewards.items():
-            if not len(reward):
-                return arm
+        least = min(rewards, key=lambda arm: len(rewards[arm]))
+        if len(rewards[least]) < min(MIN_PULLS, self.window):
+            return least
         if self._random.random() < self.epsilon:
             return self._random.choice(self._arms[bucket])
         return max(rewards, key=lambda arm: rewards[arm].median)

@@ -17,7 +17,10 @@ from tlt_lightning.speculation.base import OFF, Drafter, SelectorState, Strategy
 from tlt_lightning.speculation.cost_model import MeasuredStep, StepTimeModel
 
 PROBE_STEPS = 8
-"""Steps of one probe: enough to see a rejection rate, few enough to be cheap."""
+"""Steps of one probe, and steps between two decisions whether to probe: enough to see a rejection rate, cheap enough."""
+
+DOUBT_STEPS = 4
+"""Plain steps of unspent budget that widen the uncertainty by one standard deviation."""
 
 SETTLING_STEPS = 2
 """Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
@@ -76,7 +79,8 @@ class CostModelSelector(StrategySelector):
         self._is_warm = True  # the learned drafter has seen all tokens
         self._settling = 0
         self._excess = 0.0
-        self._probe_steps = 0
+        self._is_probing = False
+        self._until_decision = 0
         self._credit = 0.0  # seconds that probes may still cost
 
     @override
@@ -103,22 +107,23 @@ class CostModelSelector(StrategySelector):
             if "learned" in self.acceptance:
                 self.acceptance["learned"].doubt()
         rates = self.expected_rates(state)
-        if self._probe_steps and self._current in rates:
+        self._until_decision -= 1
+        if self._is_probing and self._until_decision >= 0 and self._current in rates:
             return self._current
         held = rates.get(self._current, 0.0) * (1 + self.margin)
         best = max(rates, key=lambda arm: held if arm == self._current else rates[arm])
-        self._probe_steps = 0
-        probe = self._worth_probing(state, rates, best)
-        if probe is not None:
-            best = probe
-            self._probe_steps = PROBE_STEPS
+        self._is_probing = False
+        if self._until_decision < 0:
+            self._until_decision = PROBE_STEPS - 1
+            probe = self._worth_probing(state, rates, best)
+            if probe is not None:
+                best, self._is_probing = probe, True
         self._switch_to(best)
         return best
 
     @override
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
         self._credit += self.exploration * seconds
-        self._probe_steps = max(0, self._probe_steps - 1)
         if self._settling:
             self._settle(state, strategy, seconds)
         else:
@@ -139,7 +144,7 @@ class CostModelSelector(StrategySelector):
             "drafter_version": self._drafter_version,
             "is_warm": self._is_warm,
             "settling": [self._settling, self._excess],
-            "probe": [self._probe_steps, self._credit],
+            "probe": [self._is_probing, self._until_decision, self._credit],
         }
 
     @override
@@ -152,7 +157,7 @@ class CostModelSelector(StrategySelector):
         self._drafter_version = state_dict["drafter_version"]
         self._is_warm = state_dict["is_warm"]
         self._settling, self._excess = state_dict["settling"]
-        self._probe_steps, self._credit = state_dict["probe"]
+        self._is_probing, self._until_decision, self._credit = state_dict["probe"]
 
     def _emitted(self, arm: Strategy, spread: float = 0.0) -> float:
         if arm.is_off:
@@ -180,10 +185,12 @@ class CostModelSelector(StrategySelector):
 
     def _worth_probing(self, state: SelectorState, rates: dict[Strategy, float], best: Strategy) -> Strategy | None:
         """The arm that may be better than `best` by most, among those whose trial the budget can pay; it pays."""
+        # The longer nothing was worth its price, the more we doubt: a model that is sure of a wrong cost is found out too.
+        doubt = 1 + self._credit * rates[best] / DOUBT_STEPS
         found, most, price = None, rates[best] * (1 + self.margin), 0.0
         for arm, rate in rates.items():
             seconds, spread = self.step_time.estimate(state.batch_size, arm, state.mean_context)
-            hoped = self._emitted(arm, 1.0) / (seconds * max(1 - spread, 0.5))
+            hoped = self._emitted(arm, doubt) / seconds * (1 + doubt * spread)
             cost = PROBE_STEPS * seconds * max(0.0, 1 - rate / rates[best]) + self._switch_seconds(arm)
             if self._is_warm and not self._is_learned(arm):
                 cost += self.catch_up_seconds  # to come back
