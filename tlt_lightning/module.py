@@ -248,6 +248,7 @@ class RLModule(L.LightningModule):
     @override
     def on_train_start(self) -> None:
         self._lap("setup")
+        self.trainer.datamodule.clock.read()  # type: ignore[attr-defined]  # loading belongs to no iteration
 
     @override
     def on_validation_start(self) -> None:
@@ -258,17 +259,21 @@ class RLModule(L.LightningModule):
         self._lap("validate")
 
     def _lap(self, stage: str) -> None:
-        if self.trainer.training:
+        if self._is_fitting:
             self.trainer.datamodule.clock.lap(stage)  # type: ignore[attr-defined]
+
+    @property
+    def _is_fitting(self) -> bool:
+        """True in an iteration of `fit`, its validation included."""
+        return self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
 
     @override
     def on_validation_epoch_end(self) -> None:
         accuracy = {f"val/{name}": value for name, value in self.val_accuracy.compute().items()}
         self.log_dict(accuracy, sync_dist=True)
         self.val_accuracy.reset()
-        if not self.trainer.training:
-            return
-        self.log("step", float(self.current_epoch), sync_dist=True)
+        if self._is_fitting:
+            self.log("step", float(self.current_epoch), sync_dist=True)
 
     @override
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:

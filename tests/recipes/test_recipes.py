@@ -1,0 +1,123 @@
+"""Every recipe parses, instantiates up to the weights, and its data path runs on rows of its format."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.recipes.rows import ARC, ARC_BAD, ARC_GOOD, GSM8K, GSM8K_BAD, GSM8K_GOOD, HUMANEVAL, HUMANEVAL_BAD, HUMANEVAL_GOOD
+
+from tlt_lightning.cli import run_cli
+from tlt_lightning.data.prompts import load_prompts
+from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rewards import RewardPool
+from tlt_lightning.trainer_checks import check_trainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BASE = [RECIPES / "base.yaml"]
+STACKS = {
+    "quickstart": [RECIPES / "quickstart.yaml"],
+    "ppo_quickstart": [RECIPES / "quickstart.yaml", RECIPES / "ppo_quickstart.yaml"],
+    "grpo_qwen2.5-0.5b_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml"],
+    "grpo_qwen2.5-0.5b_lora_1gpu": [
+        RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml",
+        RECIPES / "grpo_qwen2.5-0.5b_lora_1gpu.yaml",
+    ],
+    "grpo_arc_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml", RECIPES / "grpo_arc_1gpu.yaml"],
+    "grpo_humaneval_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml", RECIPES / "grpo_humaneval_1gpu.yaml"],
+}
+FORMATS = {
+    "grpo_qwen2.5-0.5b_1gpu": (GSM8K, GSM8K_GOOD, GSM8K_BAD),
+    "grpo_qwen2.5-0.5b_lora_1gpu": (GSM8K, GSM8K_GOOD, GSM8K_BAD),
+    "grpo_arc_1gpu": (ARC, ARC_GOOD, ARC_BAD),
+    "grpo_humaneval_1gpu": (HUMANEVAL, HUMANEVAL_GOOD, HUMANEVAL_BAD),
+}
+CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}<assistant>"
+
+
+def instantiate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str):  # type: ignore[no-untyped-def]
+    """Instantiate recipe `name` with files of its format where it expects them."""
+    if name in FORMATS:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "data").mkdir()
+        task = {"grpo_arc_1gpu": "arc", "grpo_humaneval_1gpu": "humaneval"}.get(name, "gsm8k")
+        for stem in (task, "gsm8k"):  # an overlay is parsed after the recipe below it, whose files must exist too
+            for split in ("train", "test"):
+                rows = FORMATS[name][0] if stem == task else GSM8K
+                (tmp_path / f"data/{stem}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        monkeypatch.chdir(RECIPES.parent)
+    arguments = [argument for path in (*BASE, *STACKS[name]) for argument in ("--config", str(path))]
+    overrides = (*overrides, "--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path / "outputs"))
+    return run_cli([*arguments, *overrides], run=False)
+
+
+def test_every_recipe_is_tested() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"base", *STACKS}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_recipe_instantiates_and_its_numbers_fit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = instantiate(name, tmp_path, monkeypatch)
+    data, trainer = cli.datamodule, cli.trainer
+    check_trainer(trainer)
+    num_sequences = data.prompts_per_iteration * data.group_size
+    assert num_sequences % (data.micro_batch_size * trainer.accumulate_grad_batches) == 0
+    assert data.group_size >= cli.model.objective.min_group_size
+    assert trainer.default_root_dir == str(tmp_path / "outputs")
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
+    assert all(Path(folder).is_relative_to(tmp_path / "outputs") for folder in folders if folder is not None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_data_path_of_the_recipe_tells_good_responses_from_bad_ones(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_path: str
+) -> None:
+    cli = instantiate(name, tmp_path, monkeypatch)
+    _, good, bad = FORMATS[name]
+    tokenizer = load_tokenizer(policy_path)
+    tokenizer.chat_template = CHAT
+    prompts = load_prompts(cli.datamodule.train_source, tokenizer, max_prompt_tokens=cli.datamodule.max_prompt_tokens)
+    assert prompts[0].text.endswith("<assistant>")
+    pool = RewardPool(cli.datamodule.rewards, timeout=cli.datamodule.reward_timeout)
+    for number, (prompt, response) in enumerate(zip(prompts * 2, [*good, *bad], strict=True)):
+        pool.submit(number, prompt.question, response, prompt.row)
+    scores = [sum(score.values()) for score in pool.collect().values()]
+    pool.close()
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_arc_template_lists_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = instantiate("grpo_arc_1gpu", tmp_path, monkeypatch).datamodule.train_source
+    question = source.question(ARC[0])
+    assert question.startswith("Which of these conducts electricity best?\nA. wood\nB. copper\nC. glass\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.polcy", "x"], "polcy"),
+        (["--data.engine.init_args.kv_cash_gib", "1"], "kv_cash_gib"),
+        (["--data.group_size", "eight"], "group_size"),
+        (["--data.train.path", "missing.jsonl"], "missing.jsonl"),
+        (["--data.sampling.top_p", "1.5"], "top_p"),
+        (["--model.objective", "GRPPO"], "GRPPO"),
+    ],
+)
+def test_wrong_arguments_name_themselves(
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises((SystemExit, ValueError)) as raised:  # from the parser, or from the object's own checks
+        instantiate("quickstart", tmp_path, monkeypatch, *overrides)
+    assert message in "\n".join([*capsys.readouterr().err.splitlines()[-3:], str(raised.value)])
+
+
+def test_a_hundred_iterations_are_not_given_as_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli = instantiate("quickstart", tmp_path, monkeypatch, "--trainer.max_steps", "100")
+    with pytest.raises(Exception, match="max_epochs"):
+        check_trainer(cli.trainer)
