@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tlt_lightning.engine import Sampling as Sampling
     from tlt_lightning.engine import TransformersEngine as TransformersEngine
     from tlt_lightning.engine import VLLMEngine as VLLMEngine
-    from tlt_lightning.export import export as export
+    from tlt_lightning.export import export_policy as export_policy
     from tlt_lightning.hooks import RolloutCallback as RolloutCallback
     from tlt_lightning.module import RLModule as RLModule
     from tlt_lightning.policy import LoRA as LoRA
@@ -32,7 +32,7 @@ _HOMES = {
     "Sampling": "engine",
     "TransformersEngine": "engine",
     "VLLMEngine": "engine",
-    "export": "export",
+    "export_policy": "export",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -18,9 +18,9 @@ def main() -> None:
     if sys.argv[1:2] == ["export"]:
         from jsonargparse import auto_cli
 
-        from tlt_lightning.export import export
+        from tlt_lightning.export import export_policy
 
-        auto_cli(export, args=sys.argv[2:], as_positional=False)
+        auto_cli(export_policy, args=sys.argv[2:], as_positional=False)
         return
     run_cli()
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 _PREFIX = "policy."
 
 
-def export(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False) -> Path:
+def export_policy(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False) -> Path:
     """Write the policy of a checkpoint as a Hugging Face directory, tokenizer included.
 
     Args:

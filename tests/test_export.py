@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.test_module import make_data, make_module, make_trainer
+from tlt_lightning import LoRA, export_policy
+from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.policy import load_tokenizer
+
+IDS = torch.arange(3, 11)[None]
+
+
+def train(policy_path: str, prompts_path: str, root: Path, lora: LoRA | None) -> tuple[Path, torch.Tensor]:
+    """Return a checkpoint and the logits of the policy in it."""
+    module = make_module(policy_path, lora=lora, optimizer=lambda p: torch.optim.AdamW(p, lr=2e-2))
+    trainer = make_trainer(root, ModelCheckpoint(root, filename="last"), enable_checkpointing=True)
+    trainer.fit(module, make_data(prompts_path))
+    with torch.no_grad():
+        return root / "last.ckpt", module.policy(input_ids=IDS).logits
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
+def test_transformers_loads_the_trained_policy(
+    lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, expected = train(policy_path, prompts_path, tmp_path, lora)
+    path = export_policy(str(checkpoint), str(tmp_path / "exported"), dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+    before = AutoModelForCausalLM.from_pretrained(policy_path)
+    assert (logits(before) - expected).abs().max() > 1e-2
+    assert load_tokenizer(str(path)).decode([13, 5]) == "1 +"
+
+
+def test_peft_loads_the_adapter_alone(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    checkpoint, expected = train(policy_path, prompts_path, tmp_path, LoRA(rank=4))
+    path = export_policy(str(checkpoint), str(tmp_path / "adapter"), adapter=True)
+    assert (path / "adapter_config.json").is_file()
+    assert not (path / "model.safetensors").exists()
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(path)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.vllm
+def test_vllm_loads_the_trained_policy(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    checkpoint, expected = train(policy_path, prompts_path, tmp_path, LoRA(rank=4))
+    path = export_policy(str(checkpoint), str(tmp_path / "exported"), dtype="float32")
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=4, enforce_eager=True)
+    engine.setup(str(path), max_model_len=32, seed=0)
+    try:
+        engine._policy_version = 0  # here the weights to be looked at are those it loaded, not those of a sync
+        request = Request(id=0, prompt_ids=IDS[0].tolist())
+        (response,) = engine.generate([request], Sampling(max_tokens=1, temperature=0), seed=0)
+    finally:
+        engine.close()
+    assert list(response.token_ids) == [expected[0, -1].argmax().item()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"adapter": True}, "LoRA"),
+        ({"output_dir": "."}, "not empty"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict, message: str, policy_path: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "full.ckpt"
+    torch.save({"policy": {"path": policy_path, "lora": None}, "state_dict": {}}, checkpoint)
+    defaults = {"ckpt_path": str(checkpoint), "output_dir": str(tmp_path / "out")}
+    with pytest.raises((ValueError, OSError), match=message):
+        export_policy(**{**defaults, **arguments})

@@ -1,0 +1,48 @@
+"""What `predict` leaves behind: completions as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import BasePredictionWriter
+from typing_extensions import override
+
+log = logging.getLogger(__name__)
+
+
+class CompletionsWriter(BasePredictionWriter):
+    """Writes every completion of `predict`, with its rewards, to `completions.jsonl`; one file per rank on several.
+
+    Args:
+        dirpath: Folder of the file.
+    """
+
+    def __init__(self, dirpath: str) -> None:
+        super().__init__(write_interval="batch")
+        self.dirpath = Path(dirpath)
+
+    @override
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        name = "completions.jsonl" if trainer.world_size == 1 else f"completions.rank{trainer.global_rank}.jsonl"
+        self.dirpath.mkdir(parents=True, exist_ok=True)
+        self.path = self.dirpath / name
+        self.path.write_text("")
+
+    @override
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in prediction)
+        log.info("Wrote %d completions to %s", len(prediction), self.path)
