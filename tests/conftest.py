@@ -24,9 +24,7 @@ def save_tokenizer(path: Path) -> None:
 
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     fast.save_pretrained(path)
 
 
@@ -74,4 +72,3 @@ def prompts_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [{"prompt": f"{i} {i + 1} = {2 * i + 1} :", "answer": f"{i} + {i + 1}"} for i in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-

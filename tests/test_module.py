@@ -1,7 +1,6 @@
 """Real `Trainer.fit` runs of RLModule on a tiny policy; the engine is the policy itself unless marked `vllm`."""
 
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -142,12 +141,12 @@ def test_every_response_is_written_by_the_current_weights(
 def test_stale_weights_would_be_seen(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     """The check above can fail: without the push, trainer and engine disagree."""
 
-    class Stale(RolloutCallback):
-        mismatches: list[float] = []
+    mismatches: list[float] = []
 
+    class Stale(RolloutCallback):
         def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
             difference = (batch.old_logps - batch.rollout_logps).abs().sum() / batch.response_mask.sum()
-            self.mismatches.append(difference.item())
+            mismatches.append(difference.item())
             with torch.no_grad():  # what the next rollout is written with is not what it is scored with
                 for parameter in pl_module.policy.parameters():
                     parameter.mul_(1.1)
@@ -159,7 +158,7 @@ def test_stale_weights_would_be_seen(policy_path: str, prompts_path: str, tmp_pa
 
     trainer = make_trainer(tmp_path, Stale(), max_epochs=1)
     trainer.fit(make_module(policy_path), make_data(prompts_path))
-    assert Stale.mismatches[0] > 1e-3
+    assert mismatches[0] > 1e-3
 
 
 def test_hooks_come_in_order(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
@@ -233,7 +232,9 @@ def test_lora_checkpoint_holds_the_adapter_alone(policy_path: str, prompts_path:
 
 
 def test_checkpoint_of_another_lora_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path, filename="last"), max_epochs=1, enable_checkpointing=True)
+    trainer = make_trainer(
+        tmp_path, ModelCheckpoint(tmp_path, filename="last"), max_epochs=1, enable_checkpointing=True
+    )
     trainer.fit(make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path))
     other = make_module(policy_path, lora=LoRA(rank=8))
     with pytest.raises(ValueError, match="rank=4"):
@@ -342,8 +343,7 @@ def test_gradient_checkpointing_gives_the_same_update(policy_path: str, prompts_
 
 
 def test_scheduler_moves_once_an_optimizer_step(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    scheduler: Callable[..., Any] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
-    module = make_module(policy_path, lr_scheduler=scheduler)
+    module = make_module(policy_path, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5))
     fit(policy_path, prompts_path, tmp_path, module=module)
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(3e-3 * 0.5**4)
 
@@ -441,9 +441,7 @@ def test_a_raising_callback_still_closes_the_engine(policy_path: str, prompts_pa
     assert Closable.closed
 
 
-def test_dynamic_sampling_replaces_groups_without_a_signal(
-    policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
+def test_dynamic_sampling_replaces_groups_without_a_signal(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     def only_some(prompt: str, response: str, row: dict[str, Any]) -> float:
         return evenness(prompt, response, row) if int(prompt.split()[0]) % 2 else 0.0
 
@@ -466,9 +464,7 @@ def test_dynamic_sampling_replaces_groups_without_a_signal(
     assert metrics["rollout/groups_without_signal_kept"] == 0
 
 
-def test_iteration_is_filled_up_when_no_group_has_a_signal(
-    policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
+def test_iteration_is_filled_up_when_no_group_has_a_signal(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     data = make_data(
         prompts_path,
         rewards=[RewardTerm(function=lambda prompt, response, row: 1.0, name="one")],
@@ -505,4 +501,6 @@ def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts
         assert total == pytest.approx(wall, rel=0.02, abs=0.002)
         assert sum(account.values()) == pytest.approx(total, rel=1e-3)
         assert account["time/other"] > 0.05
-        assert {"time/sync", "time/rollout", "time/reward", "time/logprobs", "time/update", "time/validate"} <= set(account)
+        assert {"time/sync", "time/rollout", "time/reward", "time/logprobs", "time/update", "time/validate"} <= set(
+            account
+        )

@@ -33,11 +33,9 @@ def test_public_names_exist(name: str) -> None:
 
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="RLModul"):
-        tlt_lightning.RLModul  # noqa: B018
+        tlt_lightning.RLModul
 
 
-@pytest.mark.parametrize(
-    "module", ["module", "data.batch", "engine", "objectives"]
-)
+@pytest.mark.parametrize("module", ["module", "data.batch", "engine", "objectives"])
 def test_every_module_can_be_imported_first(module: str) -> None:
     run(f"import tlt_lightning.{module}")

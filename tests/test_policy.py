@@ -1,7 +1,9 @@
+from pathlib import Path
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pytest
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,
@@ -125,11 +127,16 @@ def test_policy_is_in_train_mode_without_dropout(policy_path: str) -> None:
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
-def test_heads_that_are_more_than_linear_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_heads_that_are_more_than_linear_are_refused(tmp_path: Path) -> None:
     from transformers import CohereConfig, CohereForCausalLM
 
     config = CohereConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.25
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        logit_scale=0.25,
     )
     CohereForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"logit_scale=0\.25"):
@@ -140,7 +147,7 @@ def test_a_generic_tokenizer_beside_a_qwen2_config_keeps_its_decoder(policy_path
     assert load_tokenizer(policy_path).decode([13, 14, 5, 15]) == "1 2 + 3"
 
 
-def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path: Path) -> None:
     import shutil
 
     assert end_token_ids(policy_path) == [1]

@@ -26,7 +26,10 @@ def main() -> None:
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
-    """Parse `args`, those of the process by default, and, with `run`, execute the subcommand they name; return the CLI with its trainer and module."""
+    """Parse `args`, those of the process by default, and return the CLI with its trainer, module and data module.
+
+    With `run`, `args` begin with a subcommand of the Trainer, which is executed.
+    """
     # Short class names in YAML (`class_path: GRPO`) resolve for imported subclasses.
     import tlt_lightning.engine
     import tlt_lightning.objectives

@@ -51,7 +51,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: RolloutBatch, policy_states: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the values. (B, T), float32
+        """Return the values, (B, T) in float32.
 
         Args:
             batch: The micro-batch.

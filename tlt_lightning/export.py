@@ -47,7 +47,9 @@ def export_policy(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adap
     }
     result = model.load_state_dict(weights, strict=lora is None)
     if result.unexpected_keys:
-        raise ValueError(f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}.")
+        raise ValueError(
+            f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}."
+        )
     if lora is not None and not adapter:
         model = model.merge_and_unload()  # type: ignore[operator]
     if not adapter:

@@ -66,7 +66,7 @@ ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith(
 
 def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
     """Call hook `name` of every callback of `trainer` that has it, in their order, with the trainer and its module."""
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         hook = getattr(callback, name, None)
         if hook is not None:
             hook(trainer, trainer.lightning_module, *args)

@@ -151,7 +151,7 @@ class RLModule(L.LightningModule):
                 results = self._score_micro_batch(part)
             for name, result in results.items():
                 scores[name][rows, : result.shape[1]] = result.float().cpu()
-        return replace(batch, **scores)
+        return replace(batch, **scores)  # type: ignore[arg-type]
 
     def _score_micro_batch(self, part: RolloutBatch) -> dict[str, Tensor]:
         logps, _, values = self._forward(part)
@@ -163,7 +163,8 @@ class RLModule(L.LightningModule):
         return results
 
     def _reference_logps(self, part: RolloutBatch) -> Tensor:
-        model: nn.Module = self._reference[0].to(self.device) if self._reference else self.policy  # type: ignore[assignment]
+        assert self.policy is not None
+        model = self._reference[0].to(self.device) if self._reference else self.policy
         with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
             states, targets, index = response_states(model, part)
             head = causal_lm(model).get_output_embeddings()
@@ -173,7 +174,7 @@ class RLModule(L.LightningModule):
         return scatter(logps, index, part.rollout_logps)
 
     def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and values of the response tokens. (B, T) each"""
+        """Log-probs, entropies and values of the response tokens, (B, T) each."""
         assert self.policy is not None
         states, targets, index = response_states(self.policy, batch)
         head = causal_lm(self.policy).get_output_embeddings()
@@ -237,7 +238,9 @@ class RLModule(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         metrics = self.trainer.datamodule.finish_iteration()  # type: ignore[attr-defined]
         self.log_dict(metrics, sync_dist=True)
-        self.log("step", float(self.current_epoch), sync_dist=True)  # Lightning takes it as the x-axis: iterations, not micro-batches
+        self.log(
+            "step", float(self.current_epoch), sync_dist=True
+        )  # Lightning takes it as the x-axis: iterations, not micro-batches
 
     # Evaluation
 
@@ -294,7 +297,9 @@ class RLModule(L.LightningModule):
         saved = checkpoint["policy"]["lora"]
         saved = None if saved is None else LoRA(**{f.name: saved[f.name] for f in fields(LoRA)})
         if saved != self.lora:
-            raise ValueError(f"The checkpoint was written with `lora` {saved}, this run has {self.lora}; make them equal.")
+            raise ValueError(
+                f"The checkpoint was written with `lora` {saved}, this run has {self.lora}; make them equal."
+            )
         if self.lora is not None:
             trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
             if missing := trained - checkpoint["state_dict"].keys():

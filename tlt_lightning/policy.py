@@ -58,7 +58,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     is_generic = saved_as in ("TokenizersBackend", "PreTrainedTokenizerFast")
     tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(path)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it.")
+        raise ValueError(
+            f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it."
+        )
     return tokenizer
 
 
@@ -95,7 +97,7 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
         config = LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
         )
-        model = get_peft_model(model, config)
+        model = get_peft_model(model, config)  # type: ignore[assignment]
     return model.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
 
 
@@ -104,8 +106,8 @@ def _check_head(model: PreTrainedModel, path: str) -> None:
         value = getattr(model.config, name, neutral)
         if value not in (None, neutral):
             raise ValueError(
-                f"`policy` {path!r} has `{name}={value}` in its config: its logits are not the output of a linear head, "
-                "which log-probs in chunks need. Llama-, Qwen2- and Qwen3-like models are supported."
+                f"`policy` {path!r} has `{name}={value}` in its config: its logits are not the output of a linear "
+                "head, which log-probs in chunks need. Llama-, Qwen2- and Qwen3-like models are supported."
             )
 
 

@@ -1,10 +1,16 @@
-"""Trainer settings that on-policy learning cannot honour, refused before anything is loaded."""
+"""Settings that on-policy learning cannot honour or that do not fit together, refused before anything is loaded."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+if TYPE_CHECKING:
+    from tlt_lightning.data.module import RolloutDataModule
+    from tlt_lightning.objectives.base import PolicyObjective
 
 PRECISIONS = ("32-true", "bf16-mixed")
 
@@ -30,12 +36,46 @@ def check_trainer(trainer: L.Trainer) -> None:
             "Use `auto` on one device and `ddp` on several."
         )
     all_batches = isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1.0
-    if not all_batches or trainer.overfit_batches:  # an int of 1 is one batch, a float all of them
+    if not all_batches or trainer.overfit_batches:  # type: ignore[attr-defined]  # an int of 1 is one batch, a float all of them
         raise MisconfigurationException(
             "`Trainer(limit_train_batches, overfit_batches)` would drop part of every iteration's rollouts; lower "
             "`data.prompts_per_iteration` instead."
         )
-    if trainer.reload_dataloaders_every_n_epochs:
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
+        )
+
+
+def check_sizes(trainer: L.Trainer, data: RolloutDataModule, objective: PolicyObjective) -> None:
+    """Raise MisconfigurationException unless an iteration splits evenly into ranks, steps and micro-batches."""
+    if data.prompts_per_iteration % trainer.world_size:
+        raise MisconfigurationException(
+            f"`data.prompts_per_iteration` {data.prompts_per_iteration} is not divisible by {trainer.world_size} ranks."
+        )
+    num_sequences = data.prompts_per_iteration // trainer.world_size * data.group_size
+    per_step = data.micro_batch_size * trainer.accumulate_grad_batches
+    if num_sequences % per_step:
+        raise MisconfigurationException(
+            f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` "
+            f"{data.prompts_per_iteration} / {trainer.world_size} ranks * `data.group_size` {data.group_size}) are not "
+            f"divisible by {per_step} per optimizer step (`data.micro_batch_size` {data.micro_batch_size} * "
+            f"`trainer.accumulate_grad_batches` {trainer.accumulate_grad_batches})."
+        )
+    if data.group_size < objective.min_group_size:
+        raise MisconfigurationException(
+            f"`data.group_size` {data.group_size} is too small for {type(objective).__name__}, whose advantages "
+            f"compare the responses to one prompt: use at least {objective.min_group_size}."
+        )
+
+
+def check_context(policy: str, max_model_len: int) -> None:
+    """Raise ValueError if prompt and response together may outgrow the policy's context."""
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(policy), "max_position_embeddings", None)
+    if limit is not None and max_model_len > limit:
+        raise ValueError(
+            f"`data.max_prompt_tokens` plus `data.sampling.max_tokens` is {max_model_len}, but `policy` {policy!r} has "
+            f"a context of {limit} tokens; lower one of them."
         )

@@ -57,9 +57,7 @@ def test_plan_differs_between_passes_and_repeats_with_its_seed() -> None:
 
     def plans(seed: int) -> list[list[list[list[int]]]]:
         generator = torch.Generator().manual_seed(seed)
-        return [
-            plan_minibatches(lengths, micro_batch_size=4, num_steps=2, generator=generator) for _ in range(2)
-        ]
+        return [plan_minibatches(lengths, micro_batch_size=4, num_steps=2, generator=generator) for _ in range(2)]
 
     first, second = plans(0)
     assert first != second

@@ -81,7 +81,7 @@ def test_long_prompts_are_dropped_and_reported(
 
 
 def test_missing_file_is_an_error_at_once() -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         PromptSource(path="nowhere.jsonl")
 
 

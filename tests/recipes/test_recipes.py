@@ -4,8 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.recipes.rows import ARC, ARC_BAD, ARC_GOOD, GSM8K, GSM8K_BAD, GSM8K_GOOD, HUMANEVAL, HUMANEVAL_BAD, HUMANEVAL_GOOD
 
+from tests.recipes.rows import (
+    ARC,
+    ARC_BAD,
+    ARC_GOOD,
+    GSM8K,
+    GSM8K_BAD,
+    GSM8K_GOOD,
+    HUMANEVAL,
+    HUMANEVAL_BAD,
+    HUMANEVAL_GOOD,
+)
 from tlt_lightning.cli import run_cli
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.policy import load_tokenizer
@@ -56,9 +66,7 @@ def test_every_recipe_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_recipe_instantiates_and_its_numbers_fit(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli = instantiate(name, tmp_path, monkeypatch)
     data, trainer = cli.datamodule, cli.trainer
     check_trainer(trainer)

@@ -137,7 +137,7 @@ class RolloutBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Response tokens of each sequence. (B,), int64"""
+        """Response tokens of each sequence, (B,) in int64."""
         return self.response_mask.sum(-1).long()
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:

@@ -65,7 +65,7 @@ class RolloutCollector:
         rollouts: dict[int, Rollout] = {}
         for response in self._write(requests, sampling, seed):
             group, prompt = groups[response.request_id]
-            text = self.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
             rollouts[response.request_id] = Rollout(prompt=prompt, response=response, text=text, group=group)
             self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
         if missing := len(requests) - len(rollouts):

@@ -22,8 +22,8 @@ class DynamicSampling:
     def __post_init__(self) -> None:
         if self.max_rounds < 2:
             raise ValueError(
-                f"`dynamic_sampling.max_rounds` must be at least 2, got {self.max_rounds}; drop `dynamic_sampling` to roll "
-                "out once."
+                f"`dynamic_sampling.max_rounds` must be at least 2, got {self.max_rounds}; drop `dynamic_sampling` to "
+                "roll out once."
             )
 
 

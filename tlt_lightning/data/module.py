@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning as L
 import torch
@@ -24,12 +24,17 @@ from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.metrics import reduce_over_ranks, rollout_metrics
+from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.timing import LapClock
-from tlt_lightning.trainer_checks import check_trainer
+from tlt_lightning.trainer_checks import check_context, check_sizes, check_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tlt_lightning.module import RLModule
 
 log = logging.getLogger(__name__)
 
@@ -120,13 +125,14 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: while the accelerator is empty, and after all checks have passed."""
-        check_trainer(self.trainer)
-        self._check_sizes(stage)
-        self._rank, self._world_size = self.trainer.global_rank, self.trainer.world_size
+        check_trainer(self._trainer)
+        if stage == "fit":
+            check_sizes(self._trainer, self, self._module.objective)
+        self._rank, self._world_size = self._trainer.global_rank, self._trainer.world_size
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        policy = self.trainer.lightning_module.policy_path
+        policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
-        _check_context(policy, max_model_len)
+        check_context(policy, max_model_len)
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
@@ -135,36 +141,12 @@ class RolloutDataModule(L.LightningDataModule):
         self.pool = RewardPool(
             self.rewards, num_workers=self.reward_workers, timeout=self.reward_timeout, on_error=self.reward_on_error
         )
-        self.idle = IdleCoordinator(self.trainer) if self._world_size > 1 else None
+        self.idle = IdleCoordinator(self._trainer) if self._world_size > 1 else None
         self.engine.setup(policy, max_model_len=max_model_len, seed=self._seed + self._rank)
         if self._world_size == 1:
             # An in-process vLLM opens a process group of one, at which Lightning advises to synchronise with nobody.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self.clock = LapClock()
-
-    def _check_sizes(self, stage: str) -> None:
-        world_size, accumulate = self.trainer.world_size, self.trainer.accumulate_grad_batches
-        if stage != "fit":
-            return
-        if self.prompts_per_iteration % world_size:
-            raise MisconfigurationException(
-                f"`data.prompts_per_iteration` {self.prompts_per_iteration} is not divisible by {world_size} ranks."
-            )
-        num_sequences = self.prompts_per_iteration // world_size * self.group_size
-        per_step = self.micro_batch_size * accumulate
-        if num_sequences % per_step:
-            raise MisconfigurationException(
-                f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` "
-                f"{self.prompts_per_iteration} / {world_size} ranks * `data.group_size` {self.group_size}) are not "
-                f"divisible by {per_step} per optimizer step (`data.micro_batch_size` {self.micro_batch_size} * "
-                f"`trainer.accumulate_grad_batches` {accumulate})."
-            )
-        objective = self.trainer.lightning_module.objective
-        if self.group_size < objective.min_group_size:
-            raise MisconfigurationException(
-                f"`data.group_size` {self.group_size} is too small for {type(objective).__name__}, whose advantages "
-                f"compare the responses to one prompt: use at least {objective.min_group_size}."
-            )
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -231,7 +213,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _train_batches(self) -> Iterator[RolloutBatch]:
         self.clock.lap("other")
-        module = self.trainer.lightning_module
+        module = self._module
         rollouts = self._train_rollouts()
         batch = collate(rollouts, pad_id=self._pad_id, temperature=self.sampling.temperature)
         self.clock.lap("other")
@@ -241,12 +223,12 @@ class RolloutDataModule(L.LightningDataModule):
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum_over_ranks)
             self._metrics["train/explained_variance"] = explained.item()
         self.clock.lap("logprobs")
-        call_rollout_hook(self.trainer, "on_rollout_scored", batch)
+        call_rollout_hook(self._trainer, "on_rollout_scored", batch)
         self.clock.lap("other")
         yield from self._minibatches(batch)
 
     def _train_rollouts(self) -> list[Rollout]:
-        """Roll out until this rank has its share of groups; with dynamic sampling, of groups with a learning signal."""
+        """Roll out this rank's share of groups; with dynamic sampling, of groups with a learning signal."""
         assert self.cursor is not None
         collector, wanted = self._collector(self.clock), self.prompts_per_iteration // self._world_size
         rounds = 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
@@ -277,7 +259,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _minibatches(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
         generator = torch.Generator().manual_seed(self._stage_seed("shuffle", self._rank))
-        accumulate = self.trainer.accumulate_grad_batches
+        accumulate = self._trainer.accumulate_grad_batches
         lengths = batch.prompt_lengths + batch.response_lengths
         num_steps = len(batch) // (self.micro_batch_size * accumulate)
         for _ in range(self.inner_epochs):
@@ -303,17 +285,26 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _collector(self, clock: LapClock) -> RolloutCollector:
-        self.engine.attach(self.trainer.lightning_module.policy)
-        return RolloutCollector(self.trainer, self.engine, self.tokenizer, self.pool, clock, self.idle)
+        self.engine.attach(cast("PreTrainedModel", self._module.policy))
+        return RolloutCollector(self._trainer, self.engine, self.tokenizer, self.pool, clock, self.idle)
 
     def finish_iteration(self) -> dict[str, float]:
         """Close the iteration's books: its rollout metrics and where its time went, over all ranks."""
-        if self.trainer.strategy.root_device.type == "cuda":
+        if self._trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         self.clock.lap("update")
         seconds = {f"time/{stage}": value for stage, value in self.clock.read().items()}
         seconds["time/iteration"] = sum(seconds.values())
-        return reduce_over_ranks({**self._metrics, **seconds}, self.trainer.strategy)
+        return reduce_over_ranks({**self._metrics, **seconds}, self._trainer.strategy)
+
+    @property
+    def _trainer(self) -> L.Trainer:
+        assert self.trainer is not None, "the data module is not attached to a Trainer"
+        return self.trainer
+
+    @property
+    def _module(self) -> RLModule:
+        return cast("RLModule", self._trainer.lightning_module)
 
     @property
     def _pad_id(self) -> int:
@@ -321,34 +312,23 @@ class RolloutDataModule(L.LightningDataModule):
         return self.tokenizer.eos_token_id if pad_id is None else pad_id  # never seen by the loss
 
     def _stage_seed(self, stage: str, rank: int) -> int:
-        """A seed that a resumed run finds again: a function of the run's seed, the stage, the iteration and the rank."""
-        iteration = self.trainer.current_epoch if stage != "val" else 0  # the same noise in every validation
+        """A seed that a resumed run finds again: a function of the run's seed, stage, iteration and rank."""
+        iteration = self._trainer.current_epoch if stage != "val" else 0  # the same noise in every validation
         return zlib.crc32(repr((self._seed, stage, iteration, rank)).encode())
 
     def _max_over_ranks(self, value: int) -> int:
         if self._world_size == 1:
             return value
-        tensor = torch.tensor(value, device=self.trainer.strategy.root_device)
-        return int(self.trainer.strategy.reduce(tensor, reduce_op="max"))
+        tensor = torch.tensor(value, device=self._trainer.strategy.root_device)
+        return int(self._trainer.strategy.reduce(tensor, reduce_op="max"))
 
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self._world_size == 1:
             return value
-        reduced = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
+        reduced = self._trainer.strategy.reduce(value.to(self._trainer.strategy.root_device), reduce_op="sum")
         return reduced.to(value)
 
 
 def _counts(batch: RolloutBatch, step: Sequence[Sequence[int]]) -> tuple[float, float]:
     mask = batch.response_mask[[row for part in step for row in part]]
     return float(mask.sum()), float(mask.bool().any(-1).sum())
-
-
-def _check_context(policy: str, max_model_len: int) -> None:
-    from transformers import AutoConfig
-
-    limit = getattr(AutoConfig.from_pretrained(policy), "max_position_embeddings", None)
-    if limit is not None and max_model_len > limit:
-        raise ValueError(
-            f"`data.max_prompt_tokens` plus `data.sampling.max_tokens` is {max_model_len}, but `policy` {policy!r} has a "
-            f"context of {limit} tokens; lower one of them."
-        )

@@ -20,6 +20,6 @@ def seeded(seed: int) -> Iterator[None]:
     """
     with isolate_rng():
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - vLLM draws from this one
+        np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         yield

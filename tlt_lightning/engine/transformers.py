@@ -82,7 +82,12 @@ class TransformersEngine(RolloutEngine):
                     waiting, elapsed = len(requests) - finished, time.perf_counter() - started
                     on_progress(
                         RolloutProgress(
-                            waiting=waiting, running=0, finished=finished, tokens=tokens, longest=longest, elapsed=elapsed
+                            waiting=waiting,
+                            running=0,
+                            finished=finished,
+                            tokens=tokens,
+                            longest=longest,
+                            elapsed=elapsed,
                         )
                     )
                 yield from responses
@@ -106,7 +111,7 @@ class TransformersEngine(RolloutEngine):
         is_training = model.training
         model.eval()
         try:
-            output = model.generate(
+            output = model.generate(  # type: ignore[operator]
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=batch[0].max_tokens or sampling.max_tokens,
