@@ -1,6 +1,6 @@
 """Make the quickstart's policy and data: a tiny Qwen2 trained from scratch on generated Countdown searches.
 
-    python recipes/assets/make_countdown.py --output recipes/assets/countdown --seed 0
+    python recipes/assets/make_countdown.py --device cuda      # 2 minutes on one H200; README.md has its output
 
 A question reads `make 33 from 3 7 12 :`. A search tries random left-to-right chains, `7 * 3 = 21 - 12 = 9 no`, until
 one reaches the target, `3 * 7 = 21 + 12 = 33 yes`, and then writes `<answer>` and that chain as an expression. The
@@ -24,19 +24,37 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from tlt_lightning.rewards.countdown import ANSWER, countdown
 
 MAX_NUMBER = 12  # largest given number
 MAX_VALUE = 99  # largest partial result; each of 0..99 is one token
-DIFFICULTY = {2: 0.25, 3: 0.45, 4: 0.30}  # share of questions by how many numbers they give
+DIFFICULTY = {2: 0.4, 3: 0.4, 4: 0.2}  # share of questions by how many numbers they give
 MIN_ODDS = {2: 0.0, 3: 0.05, 4: 0.03}  # a random chain reaches the target at least this often
 HASTY_SHARE = 0.7  # searches without patience
-GIVE_UP = {True: 0.5, False: 0.025}  # chance to give up after a chain that missed: hasty, patient
-MAX_RESPONSE = 480  # tokens; longer searches are cut
+GIVE_UP = {True: 0.5, False: 0.02}  # chance to give up after a chain that missed: hasty, patient
+MAX_RESPONSE = 720  # tokens; longer searches are cut
 PAD, EOS, START, HIT, MISS = "<pad>", "<eos>", "make", "yes", "no"
-WORDS = [PAD, EOS, START, "from", ":", "+", "-", "*", "/", "=", HIT, MISS, ANSWER, "(", ")", *map(str, range(MAX_VALUE + 1))]
+WORDS = [
+    PAD,
+    EOS,
+    START,
+    "from",
+    ":",
+    "+",
+    "-",
+    "*",
+    "/",
+    "=",
+    HIT,
+    MISS,
+    ANSWER,
+    "(",
+    ")",
+    *map(str, range(MAX_VALUE + 1)),
+]
 
 
 @dataclass(frozen=True)
@@ -182,25 +200,39 @@ def batches(pool: Sequence[Question], rng: random.Random, batch_tokens: int) -> 
             yield inputs, labels
 
 
+class Searches(IterableDataset[tuple[Tensor, Tensor]]):
+    """`batches` for worker processes: each draws with a seed of its own, and they take turns."""
+
+    def __init__(self, pool: Sequence[Question], args: argparse.Namespace) -> None:
+        self.pool, self.args = pool, args
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = get_worker_info()
+        seed = self.args.seed * 1000 + (worker.id if worker else 0)
+        return batches(self.pool, random.Random(seed), self.args.batch_tokens)
+
+
 def train(model: Qwen2ForCausalLM, pool: Sequence[Question], args: argparse.Namespace) -> None:
-    """Train `model` on fresh searches for questions of `pool`: AdamW, warm-up, cosine."""
+    """Train `model` on fresh searches for questions of `pool`: AdamW, warm-up, cosine; bfloat16 on CUDA."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, args.steps, pct_start=0.05, cycle_momentum=False, final_div_factor=1000
+        optimizer, args.lr, args.steps, pct_start=0.03, cycle_momentum=False, final_div_factor=1000
     )
     model.train()
     started, tokens = time.perf_counter(), 0
-    stream = batches(pool, random.Random(args.seed), args.batch_tokens)
+    stream = DataLoader(Searches(pool, args), batch_size=None, num_workers=args.workers)
     for step, (inputs, labels) in enumerate(itertools.islice(stream, args.steps), start=1):
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        inputs, labels = inputs.to(args.device), labels.to(args.device)
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
+            logits = model(input_ids=inputs, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         tokens += inputs.numel()
-        if step % 100 == 0:
+        if step % 1000 == 0:
             seconds = time.perf_counter() - started
             print(f"step {step}  loss {loss.item():.3f}  tokens/s {tokens / seconds:.0f}  {seconds:.0f} s", flush=True)
 
@@ -214,9 +246,9 @@ def measure(
     results: dict[int, list[tuple[float, int]]] = {}
     for count in DIFFICULTY:
         asked = [question for question in questions if len(question.numbers) == count]
-        inputs = tokenizer([question.prompt for question in asked], return_tensors="pt")
+        inputs = tokenizer([question.prompt for question in asked], return_tensors="pt").to(args.device)
         outputs = model.generate(
-            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=args.max_tokens
+            **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_RESPONSE
         )[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
         lengths = (outputs != tokenizer.pad_token_id).sum(-1).tolist()
@@ -229,7 +261,7 @@ def measure(
         lengths = sorted(length for _, length in rows)
         quantiles = "  ".join(str(lengths[int(q * (len(lengths) - 1))]) for q in (0.5, 0.9, 0.99, 1.0))
         accuracy = sum(reward for reward, _ in rows) / len(rows)
-        limit = sum(length >= args.max_tokens for length in lengths)
+        limit = sum(length >= MAX_RESPONSE for length in lengths)
         print(f"{name}  {len(rows)}  {accuracy:.3f}  {quantiles}  {limit}")
 
 
@@ -255,18 +287,18 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("recipes/assets/countdown"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads; another number changes the rounding")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--workers", type=int, default=4, help="processes that write searches")
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--intermediate_size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--init_range", type=float, default=0.02, help="standard deviation of the initial weights")
-    parser.add_argument("--steps", type=int, default=2400, help="optimizer steps")
-    parser.add_argument("--batch_tokens", type=int, default=3072, help="tokens of a batch, padding included")
+    parser.add_argument("--init_range", type=float, default=0.05, help="standard deviation of the initial weights")
+    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps")
+    parser.add_argument("--batch_tokens", type=int, default=16384, help="tokens of a batch, padding included")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--pool", type=int, default=40000, help="questions to draw, before duplicates go")
+    parser.add_argument("--pool", type=int, default=60000, help="questions to draw, before duplicates go")
     parser.add_argument("--train", type=int, default=2048, help="rows of train.jsonl")
     parser.add_argument("--val", type=int, default=256, help="rows of val.jsonl")
-    parser.add_argument("--max_tokens", type=int, default=400, help="response limit of the measurement")
     return parser.parse_args()
 
 
@@ -274,9 +306,8 @@ def main() -> None:
     """Make the data, train the policy, save both, measure."""
     args = parse_args()
     torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
     pool, train_questions, val_questions = make_questions(args)
-    model, tokenizer = make_model(args), make_tokenizer()
+    model, tokenizer = make_model(args).to(args.device), make_tokenizer()
     print(f"{len(pool)} questions to pretrain on, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
     train(model, pool, args)
     args.output.mkdir(parents=True, exist_ok=True)
