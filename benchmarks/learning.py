@@ -1,8 +1,7 @@
 """How well objectives learn the quickstart's task: held-out accuracy before and after, by objective and seed.
 
     python benchmarks/learning.py --objectives GRPO --seeds 0 1 2                       # the quickstart on three seeds
-    python benchmarks/learning.py --accelerator gpu --jobs 4 \\
-        --objectives GRPO DrGRPO RLOO CISPO PPO --seeds 0 1 2
+    python benchmarks/learning.py --accelerator gpu --jobs 5 --objectives GRPO DrGRPO RLOO CISPO PPO --seeds 0 1 2
 
 Each run is `python -m tlt_lightning fit` on the quickstart's recipes in a process of its own. Writes a table and the
 numbers to `benchmarks/results/<name>.{md,json}`.

@@ -41,7 +41,7 @@ from tlt_lightning.objectives import (
     __all__,
 )
 
-EXAMPLE = Path(__file__).parent / "custom_objective_example.txt"
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def build(config: dict[str, Any]) -> PolicyObjective:
@@ -128,7 +128,7 @@ def test_exchanging_a_piece_never_inherits_the_defaults_of_the_other(kind: type)
 def test_the_example_of_a_custom_objective_works(
     habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vectors: SimpleNamespace
 ) -> None:
-    text = EXAMPLE.read_text()
+    text = CONTRIBUTING.read_text().split("```python\n")[1].split("```")[0]
     assert len(text.splitlines()) < 25
     (tmp_path / "my_objective.py").write_text(habit + text)
     monkeypatch.syspath_prepend(tmp_path)
