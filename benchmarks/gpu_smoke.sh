@@ -7,9 +7,9 @@ mkdir -p "$out"
 common=(-c recipes/base.yaml -c recipes/quickstart.yaml --trainer.accelerator gpu --trainer.enable_progress_bar false)
 python3 -m tlt_lightning fit "${common[@]}" --trainer.max_epochs 8 --data.engine.init_args.kv_cache_gib null \
   --data.engine.init_args.enforce_eager false 2>&1 | tee "$out/full.log" | tail -n 25
-cp outputs/quickstart/metrics/metrics.csv "$out/full.csv"
+cp outputs/quickstart/csv/version_0/metrics.csv "$out/full.csv"
 python3 -m tlt_lightning fit "${common[@]}" --trainer.max_epochs 4 --trainer.precision bf16-mixed \
   --data.engine.init_args.kv_cache_gib null --data.engine.init_args.dtype bfloat16 \
   --data.engine.init_args.enforce_eager false --model.lora.rank 16 --model.lora.base_dtype bfloat16 \
   2>&1 | tee "$out/lora.log" | tail -n 15
-cp outputs/quickstart/metrics/metrics.csv "$out/lora.csv"
+cp outputs/quickstart/csv/version_0/metrics.csv "$out/lora.csv"

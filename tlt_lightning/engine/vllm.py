@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -89,8 +90,7 @@ class VLLMEngine(RolloutEngine):
         vllm_internals.check_version()
         if self._engine is not None:
             return
-        if self.speculation is not None:
-            self.speculation.check(policy, self.max_num_seqs)
+        head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
         if self.quiet:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -102,13 +102,16 @@ class VLLMEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(policy)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
-        with seeded(seed):
+        graphs = None
+        if self.speculation is not None and vllm_internals.runs_v2() and not self.enforce_eager:
+            graphs = self.speculation.planned_graphs(self.max_num_seqs)
+        with seeded(seed), nullcontext() if graphs is None else graphs.installed():
             self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
         self._scheduler = vllm_internals.scheduler_of(self._engine)
         if self.speculation is not None:
             if self._is_cpu:
                 vllm_cpu.repair_cpu_sampling()
-            self._session = SpeculationSession(self.speculation, self._engine)
+            self._session = SpeculationSession(self.speculation, self._engine, head, graphs)
         log.info("vLLM %s is ready after %.1f s", vllm_internals.installed_version(), time.perf_counter() - started)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
@@ -128,7 +131,7 @@ class VLLMEngine(RolloutEngine):
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
-            **({} if self.speculation is None else self.speculation.engine_args()),
+            **({} if self.speculation is None else self.speculation.engine_args(is_v2=vllm_internals.runs_v2())),
         )
 
     @override
@@ -173,7 +176,17 @@ class VLLMEngine(RolloutEngine):
         vllm_internals.reload_weights(self._live, named_tensors)
         if not self._live.reset_prefix_cache():
             raise RuntimeError("Weights were replaced while requests are running; finish `generate` first.")
+        if self._session is not None:
+            self._session.policy_changed()
         self._policy_version = version
+
+    @override
+    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
+        if self._session is None:
+            raise RuntimeError("`update_drafter` has nothing to update: the engine runs without `speculation`.")
+        if self._asleep:
+            raise RuntimeError("`update_drafter` found the engine asleep; call `wake` first.")
+        self._session.update_head(named_tensors, version)
 
     # What speculation did and learned
 
@@ -217,7 +230,7 @@ class VLLMEngine(RolloutEngine):
         try:
             while engine.has_unfinished_requests():
                 step_started = time.perf_counter()
-                outputs = engine.step()
+                outputs: Any = engine.step()
                 if session is not None:
                     session.account(time.perf_counter() - step_started)
                 finished = [self._response(output) for output in outputs if output.finished]

@@ -28,6 +28,8 @@ class AcceptanceAlarm:
 
     def observe(self, verified: int, accepted: int) -> None:
         """Count a step in which `verified` requests verified learned drafts and `accepted` of them kept the first."""
+        if self.is_ringing:
+            return  # drafts that were under way when it rang
         self._steps.append((verified, accepted))
         self._verified += verified
         self._accepted += accepted

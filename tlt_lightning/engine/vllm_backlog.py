@@ -60,11 +60,13 @@ class DrafterBacklog:
 
         Args:
             request_ids: The requests, in the order of the tensors' rows.
-            hidden: The target's hidden states at the step's tokens, (B, layers * H); kept, so not a view of a buffer.
+            hidden: The target's hidden states at the step's tokens, (B, layers * H).
             next_ids: The tokens that followed, (B,).
             positions: Positions of the step's tokens, (B,).
+
+        The tensors are kept, so they must not be views of buffers that the next step overwrites.
         """
-        self._missed.append(_Missed(tuple(request_ids), hidden, next_ids.clone(), positions.clone()))
+        self._missed.append(_Missed(tuple(request_ids), hidden, next_ids, positions))
 
     def clear(self) -> None:
         """Forget everything: the requests are gone or are read again from the start."""
@@ -124,6 +126,12 @@ def check_catches_up(model: Any) -> None:
             f"`speculation.catch_up` is 'deferred', which needs an EAGLE-3 head of one Llama layer; this one is a "
             f"{type(model).__name__} of {len(layers)} layers. Use 'reprefill'."
         )
-    for path in ("self_attn.qkv_proj", "self_attn.rotary_emb", "self_attn.q_size", "self_attn.kv_size", "_residual_norm"):
+    for path in (
+        "self_attn.qkv_proj",
+        "self_attn.rotary_emb",
+        "self_attn.q_size",
+        "self_attn.kv_size",
+        "_residual_norm",
+    ):
         reach(layers[0], path)
     reach(layers[0], "self_attn.attn.impl.do_kv_cache_update")

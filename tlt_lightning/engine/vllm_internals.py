@@ -38,7 +38,9 @@ def check_version(version: Version | None = None) -> None:
     """Raise ImportError unless the installed vLLM is one this package was written against and tested with."""
     version = version or installed_version()
     if not OLDEST <= Version(version.base_version) < NEWEST:
-        raise ImportError(f"vLLM {version} is installed, but tlt_lightning supports vLLM {SUPPORTED}; install one of those.")
+        raise ImportError(
+            f"vLLM {version} is installed, but tlt_lightning supports vLLM {SUPPORTED}; install one of those."
+        )
 
 
 def reach(root: Any, path: str) -> Any:
@@ -68,6 +70,22 @@ def worker_of(engine: LLMEngine) -> Any:
 def model_runner_of(engine: LLMEngine) -> Any:
     """The model runner, V1 or V2, of an engine that runs in this process."""
     return reach(worker_of(engine), "model_runner")
+
+
+def runs_v2() -> bool:
+    """True if an engine started now would run vLLM's V2 model runner: on a GPU, unless the environment says otherwise."""
+    from vllm import envs
+
+    return not is_cpu_build() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
+
+
+def check_runner(engine: LLMEngine, *, is_v2: bool) -> None:
+    """Raise RuntimeError unless the engine runs the model runner it was configured for."""
+    if bool(reach(engine, "vllm_config.use_v2_model_runner")) != is_v2:
+        raise RuntimeError(
+            f"vLLM started its V{1 if is_v2 else 2} model runner where V{2 if is_v2 else 1} was expected; set "
+            f"`VLLM_USE_V2_MODEL_RUNNER={int(not is_v2)}` in the environment."
+        )
 
 
 def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:

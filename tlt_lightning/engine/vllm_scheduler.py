@@ -56,9 +56,9 @@ class _Steered:
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
 
-class SteeredScheduler(_Steered, Scheduler):
+class SteeredScheduler(_Steered, Scheduler):  # type: ignore[misc]
     """Schedules a step once the one before it is done."""
 
 
-class SteeredAsyncScheduler(_Steered, AsyncScheduler):
+class SteeredAsyncScheduler(_Steered, AsyncScheduler):  # type: ignore[misc]
     """Schedules a step while the one before it still runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class V1Drafter:
         self.drafter.propose = self.propose
         self._draft_probs = reach(runner, "_get_spec_decode_draft_probs")
         runner._get_spec_decode_draft_probs = self.draft_probs
-        self._foreign: Mapping[str, Sequence[int]] = {}
+        self._foreign: Container[str] = ()
 
     @property
     def model(self) -> Any:
@@ -81,8 +81,8 @@ class V1Drafter:
         self.backlog.add(
             self.runner.input_batch.req_ids[:rows],
             inputs["target_hidden_states"][:rows],
-            next_ids,
-            inputs["target_positions"][:rows],
+            next_ids.clone(),
+            inputs["target_positions"][:rows].clone(),
         )
 
     def _catch_up(self, metadata: Any) -> None:
@@ -95,9 +95,9 @@ class V1Drafter:
 
         self.backlog.flush(self.runner.input_batch.req_id_to_index, slots_of)
 
-    def replace(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Tell the verification that these requests verify drafts that were not sampled by the learned drafter."""
-        self._foreign = drafts
+    def replace(self, request_ids: Container[str]) -> None:
+        """Tell the verification which requests verify drafts that the learned drafter did not sample."""
+        self._foreign = request_ids
 
     def draft_probs(self, metadata: Any) -> Tensor | None:
         """Probabilities of the drafts, (N, V): one-hot rows where the drafts are not the learned drafter's."""

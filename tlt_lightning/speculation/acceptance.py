@@ -15,7 +15,8 @@ from tlt_lightning.speculation.arms import check_at_least
 class AcceptanceEstimator:
     """Chance that a draft token is accepted given that those before it were, for each position.
 
-    A position never tried is taken to be like the one before it. Forgetting widens the uncertainty of what is not
+    A position never tried is taken to be like the one before it, and one not tried any more to change like the last one
+    that is. Forgetting widens the uncertainty of what is not
     tried any more and leaves its estimate alone: a drafter that was switched off is not thought better of with time,
     only known less well.
 
@@ -49,17 +50,16 @@ class AcceptanceEstimator:
 
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
         """Learn from a step in which each request was asked to verify `num_draft_tokens` and emitted `num_emitted`."""
-        reached = len(num_emitted)
+        reached, shift = len(num_emitted), 0.0
         for index in range(len(self._means)):
             self._counts[index] *= self.keep
-            if index >= num_draft_tokens or not reached:
-                continue
-            accepted = reached - num_emitted.count(index + 1)
-            self._counts[index] += reached
-            weight = self._counts[index] + self.prior_strength
-            self._means[index] += (accepted - reached * self._means[index]) / weight
-            self._seen[index] = min(self._seen[index] + reached, 1e6)
-            reached = accepted
+            if index < num_draft_tokens and reached:
+                accepted = reached - num_emitted.count(index + 1)
+                self._counts[index] += reached
+                self._seen[index] = min(self._seen[index] + reached, 1e6)
+                shift = (accepted - reached * self._means[index]) / (self._counts[index] + self.prior_strength)
+                reached = accepted
+            self._means[index] = min(max(self._means[index] + shift, 0.0), 1.0)
         self._cache.clear()
 
     def fade(self) -> None:

@@ -8,6 +8,8 @@ What we do differently from the paper:
   bucket an arm last tried on a larger batch would look better than it is.
 - A pull lasts until `pull_size` requests have been stepped. A single step of one request emits one of K + 1 values, and
   the median of such values is not close to their mean.
+- Rewards expire. An arm that lost when the drafter was bad would otherwise keep its old median until random draws have
+  filled half of its window, which takes longer than a rollout.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from typing_extensions import override
@@ -37,6 +40,7 @@ class BEGMABSelector(StrategySelector):
         drafters: Who may propose; every draft length is an arm with each of them.
         epsilon: Share of pulls spent on an arm drawn at random.
         window: Pulls remembered of each arm; the median over them is its value.
+        max_age: Pulls of a bucket after which a reward is forgotten; an arm without rewards is tried again.
         pull_size: Requests to step before a pull ends; with batches of at least that many, one step.
         seed: Of the draws.
 
@@ -51,21 +55,25 @@ class BEGMABSelector(StrategySelector):
         groups: tuple[tuple[int, ...], ...] = ((7, 3, 1), (5, 3, 1), (3, 1)),
         thresholds: tuple[int, ...] = (1, 17, 49),
         drafters: tuple[Drafter, ...] = ("learned",),
-        epsilon: float = 0.05,
+        epsilon: float = 0.02,
         window: int = 12,
+        max_age: int = 200,
         pull_size: int = 12,
         seed: int = 0,
     ) -> None:
         check_groups(groups, thresholds)
         check_share("epsilon", epsilon)
         check_at_least("window", window, 1)
+        check_at_least("max_age", max_age, MIN_PULLS * (1 + max(map(len, groups)) * len(drafters)))
         check_at_least("pull_size", pull_size, 1)
         self.thresholds = tuple(thresholds)
         self.epsilon = epsilon
         self.window = window
+        self.max_age = max_age
         self.pull_size = pull_size
         self._arms = tuple(make_arms(group, drafters) for group in groups)
         self._rewards = [{arm: WindowedMedian(window) for arm in arms} for arms in self._arms]
+        self._num_pulls = [0] * len(groups)
         self._random = random.Random(seed)
         self._bucket = -1
         self._pulled = OFF
@@ -100,13 +108,15 @@ class BEGMABSelector(StrategySelector):
         self._tokens += sum(num_emitted)
         self._request_seconds += seconds * len(num_emitted)
         if self._stepped >= self.pull_size:
-            self._rewards[bucket][strategy].append(self._tokens / self._request_seconds)
+            self._num_pulls[bucket] += 1
+            self._rewards[bucket][strategy].append(self._num_pulls[bucket], self._tokens / self._request_seconds)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = self._random.getstate()
         return {
-            "rewards": [[reward.values() for reward in rewards.values()] for rewards in self._rewards],
+            "rewards": [[reward.items() for reward in rewards.values()] for rewards in self._rewards],
+            "num_pulls": list(self._num_pulls),
             "random": [version, list(words), gauss],
             "pull": [self._bucket, self._stepped, self._tokens, self._request_seconds],
             "pulled": [self._pulled.num_draft_tokens, self._pulled.drafter],
@@ -120,9 +130,10 @@ class BEGMABSelector(StrategySelector):
                 f"The saved selector has {[len(rewards) for rewards in saved]} arms per bucket, this one "
                 f"{[len(arms) for arms in self._arms]}; construct it with the same `groups` and `drafters`."
             )
-        for rewards, values in zip(self._rewards, saved, strict=True):
-            for reward, kept in zip(rewards.values(), values, strict=True):
+        for rewards, items in zip(self._rewards, saved, strict=True):
+            for reward, kept in zip(rewards.values(), items, strict=True):
                 reward.replace(kept)
+        self._num_pulls = list(state_dict["num_pulls"])
         version, words, gauss = state_dict["random"]
         self._random.setstate((version, tuple(words), gauss))
         self._bucket, self._stepped, self._tokens, self._request_seconds = state_dict["pull"]
@@ -133,6 +144,8 @@ class BEGMABSelector(StrategySelector):
 
     def _choose(self, bucket: int) -> Strategy:
         rewards = self._rewards[bucket]
+        for reward in rewards.values():
+            reward.expire(self._num_pulls[bucket] - self.max_age)
         least = min(rewards, key=lambda arm: len(rewards[arm]))
         if len(rewards[least]) < min(MIN_PULLS, self.window):
             return least
@@ -145,10 +158,9 @@ def check_groups(groups: Sequence[Sequence[int]], thresholds: Sequence[int]) -> 
     """Raise ValueError unless `thresholds` ascend from 1, one per group, and the groups' largest budgets descend."""
     if len(groups) != len(thresholds):
         raise ValueError(
-            f"`groups` has {len(groups)} entries and `thresholds` {len(thresholds)}; each bucket of batch sizes needs one "
-            "of each."
+            f"`groups` has {len(groups)} entries and `thresholds` {len(thresholds)}; each bucket needs one of each."
         )
-    if not thresholds or thresholds[0] != 1 or any(a >= b for a, b in zip(thresholds, thresholds[1:], strict=False)):
+    if not thresholds or thresholds[0] != 1 or any(a >= b for a, b in pairwise(thresholds)):
         raise ValueError(f"`thresholds` must ascend and begin with 1, got {list(thresholds)}.")
     if any(not group for group in groups):
         raise ValueError(f"`groups` has an empty entry: {list(groups)}; a bucket needs at least one draft length.")

@@ -18,11 +18,14 @@ from tlt_lightning.speculation.base import Drafter, Strategy
 KNEES = (64, 128, 256)
 """Verified tokens at which a step may start to cost more per token; a matrix unit fills up between them."""
 
-TARGET_PRIOR = (1.0, 0.0011, 0.0005, 0.0002, 0.0027, 0.0014, 2.8e-6)
-"""Coefficients of 1, batch, tokens, tokens beyond each knee, context tokens in the batch; a plain step costs 1."""
+TARGET_PRIOR = (1.0, 0.0002, 0.0005, 0.0002, 0.0027, 0.0014)
+"""Coefficients of 1, batch, tokens, tokens beyond each knee; the cheapest plain step costs 1."""
 
-TARGET_SPREAD = (0.3, 0.005, 0.005, 0.01, 0.01, 0.01, 3e-6)
+TARGET_SPREAD = (0.6, 0.01, 0.01, 0.01, 0.01, 0.01)
 """Prior standard deviations of the same, wide enough for a CPU, where tokens cost from the first one on."""
+
+CONTEXT_PRIOR, CONTEXT_SPREAD = 2.8e-6, 3e-6
+"""Coefficient of the context tokens in the batch, whose keys and values are read, and its standard deviation."""
 
 DRAFTER_PRIOR: dict[Drafter, tuple[float, ...]] = {
     "learned": (0.044, 0.0955, 0.0),
@@ -86,20 +89,25 @@ class StepTimeModel:
         for drafter in drafters:
             priors += DRAFTER_PRIOR[drafter]
             spreads += DRAFTER_SPREAD
-        self._weights = priors
+        spreads.append(CONTEXT_SPREAD)
+        self._weights = [*priors, CONTEXT_PRIOR]
         self._covariance = [
             [spread * spread if row == column else 0.0 for column in range(len(spreads))]
             for row, spread in enumerate(spreads)
         ]
+        self._features: dict[tuple[int, int, Drafter], tuple[float, ...]] = {}
 
     def features(self, batch_size: int, strategy: Strategy, mean_context: float) -> list[float]:
         """What the cost is linear in."""
-        tokens = batch_size * (strategy.num_draft_tokens + 1)
-        values = [1.0, batch_size, tokens, *(max(0, tokens - knee) for knee in KNEES), batch_size * mean_context]
-        for drafter in self.drafters:
-            drafts = drafter == strategy.drafter and not strategy.is_off
-            values += (1.0, strategy.num_draft_tokens, batch_size) if drafts else (0.0, 0.0, 0.0)
-        return values
+        key = batch_size, strategy.num_draft_tokens, strategy.drafter
+        if key not in self._features:
+            tokens = batch_size * (strategy.num_draft_tokens + 1)
+            values = [1.0, batch_size, tokens, *(max(0, tokens - knee) for knee in KNEES)]
+            for drafter in self.drafters:
+                drafts = drafter == strategy.drafter and not strategy.is_off
+                values += (1.0, strategy.num_draft_tokens, batch_size) if drafts else (0.0, 0.0, 0.0)
+            self._features[key] = tuple(values)
+        return [*self._features[key], batch_size * mean_context]
 
     def seconds(self, batch_size: int, strategy: Strategy, mean_context: float) -> float:
         """Expected seconds of a step; without a step seen so far, in units of a plain step at batch size 1."""

@@ -17,13 +17,16 @@ from tlt_lightning.speculation.base import OFF, Drafter, SelectorState, Strategy
 from tlt_lightning.speculation.cost_model import MeasuredStep, StepTimeModel
 
 PROBE_STEPS = 8
-"""Steps of one probe, and steps between two decisions whether to probe: enough to see a rejection rate, cheap enough."""
+"""Steps of one probe, and between two decisions whether to probe: enough to see a rejection rate, and cheap."""
 
 DOUBT_STEPS = 4
 """Plain steps of unspent budget that widen the uncertainty by one standard deviation."""
 
 SETTLING_STEPS = 2
 """Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
+
+CATCH_UP_STEPS = 200
+"""Steps over which a catch-up must pay off."""
 
 CATCH_UP_GAIN = 0.3
 """Weight of the newest catch-up in the running mean."""
@@ -41,7 +44,6 @@ class CostModelSelector(StrategySelector):
         exploration: Share of the time that probes may cost.
         margin: An arm must promise this much more than the one in force to replace it.
         catch_up_seconds: First guess of what switching a learned drafter back on costs; measured from then on.
-        catch_up_steps: Steps over which that cost must pay off.
 
     Example:
         >>> selector = CostModelSelector(num_draft_tokens=(1, 3))
@@ -55,27 +57,24 @@ class CostModelSelector(StrategySelector):
         num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7),
         drafters: tuple[Drafter, ...] = ("learned",),
         max_batch_tokens: int = 512,
-        window: int = 100,
+        window: int = 50,
         exploration: float = 0.01,
         margin: float = 0.02,
         catch_up_seconds: float = 0.01,
-        catch_up_steps: int = 200,
     ) -> None:
         self._all_arms = make_arms(num_draft_tokens, drafters)
         check_at_least("max_batch_tokens", max_batch_tokens, 1)
         check_share("exploration", exploration)
         check_share("margin", margin)
         check_at_least("catch_up_seconds", catch_up_seconds, 0)
-        check_at_least("catch_up_steps", catch_up_steps, 1)
         self.max_batch_tokens = max_batch_tokens
         self.exploration = exploration
         self.margin = margin
         self.catch_up_seconds = catch_up_seconds
-        self.catch_up_steps = catch_up_steps
         self.step_time = StepTimeModel(drafters)
         self.acceptance = {drafter: AcceptanceEstimator(max(num_draft_tokens), window) for drafter in drafters}
         self._current = OFF
-        self._drafter_version = -1
+        self._drafter_version: int | None = None
         self._is_warm = True  # the learned drafter has seen all tokens
         self._settling = 0
         self._excess = 0.0
@@ -97,16 +96,16 @@ class CostModelSelector(StrategySelector):
         rates = {}
         for arm in self.arms(state.batch_size):
             seconds = self.step_time.seconds(state.batch_size, arm, state.mean_context)
-            rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / self.catch_up_steps)
+            rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / CATCH_UP_STEPS)
         return rates
 
     @override
     def select(self, state: SelectorState) -> Strategy:
-        if state.drafter_version != self._drafter_version:
-            self._drafter_version = state.drafter_version
-            if "learned" in self.acceptance:
-                self.acceptance["learned"].doubt()
         rates = self.expected_rates(state)
+        if state.drafter_version != self._drafter_version:
+            if self._drafter_version is not None:
+                self._doubt_drafter(rates)
+            self._drafter_version = state.drafter_version
         self._until_decision -= 1
         if self._is_probing and self._until_decision >= 0 and self._current in rates:
             return self._current
@@ -164,6 +163,13 @@ class CostModelSelector(StrategySelector):
             return 1.0
         return self.acceptance[arm.drafter].expected_emitted(arm.num_draft_tokens, spread)
 
+    def _doubt_drafter(self, rates: dict[Strategy, float]) -> None:
+        """Take a new drafter for as good or bad as the old one, but unknown, and see that a short probe can be paid."""
+        if "learned" in self.acceptance:
+            self.acceptance["learned"].doubt()
+            if self.step_time.scale:
+                self._credit = max(self._credit, PROBE_STEPS / rates[OFF])
+
     def _is_learned(self, arm: Strategy) -> bool:
         return arm.drafter == "learned" and not arm.is_off
 
@@ -185,7 +191,7 @@ class CostModelSelector(StrategySelector):
 
     def _worth_probing(self, state: SelectorState, rates: dict[Strategy, float], best: Strategy) -> Strategy | None:
         """The arm that may be better than `best` by most, among those whose trial the budget can pay; it pays."""
-        # The longer nothing was worth its price, the more we doubt: a model that is sure of a wrong cost is found out too.
+        # The longer nothing was worth its price, the more we doubt, so a model that is sure and wrong is found out.
         doubt = 1 + self._credit * rates[best] / DOUBT_STEPS
         found, most, price = None, rates[best] * (1 + self.margin), 0.0
         for arm, rate in rates.items():

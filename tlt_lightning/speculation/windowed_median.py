@@ -1,4 +1,4 @@
-"""The median of the last values, kept up to date as they arrive."""
+"""The median of the last values, kept up to date as they arrive and expire."""
 
 from __future__ import annotations
 
@@ -8,33 +8,38 @@ from collections.abc import Iterable
 
 
 class WindowedMedian:
-    """Median of the last `window` values; appending costs one insertion into a short sorted list.
+    """Median of the last `window` values that have not expired; one insertion into a short sorted list for each.
 
     Args:
         window: Values remembered.
 
     Example:
         >>> median = WindowedMedian(3)
-        >>> for value in (9.0, 1.0, 2.0, 3.0):
-        ...     median.append(value)
+        >>> for time, value in enumerate((9.0, 1.0, 2.0, 3.0)):
+        ...     median.append(time, value)
         >>> median.median
         2.0
     """
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self._recent: deque[float] = deque()
+        self._recent: deque[tuple[int, float]] = deque()
         self._sorted: list[float] = []
 
     def __len__(self) -> int:
         return len(self._recent)
 
-    def append(self, value: float) -> None:
-        """Take in `value` and forget the oldest one if the window is full."""
+    def append(self, time: int, value: float) -> None:
+        """Take in `value`, measured at `time`, and forget the oldest one if the window is full."""
         if len(self._recent) == self.window:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        self._recent.append(value)
+            self._forget_oldest()
+        self._recent.append((time, value))
         insort(self._sorted, value)
+
+    def expire(self, before: int) -> None:
+        """Forget the values measured before that time."""
+        while self._recent and self._recent[0][0] < before:
+            self._forget_oldest()
 
     @property
     def median(self) -> float:
@@ -44,13 +49,17 @@ class WindowedMedian:
             return self._sorted[middle]
         return (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
-    def values(self) -> list[float]:
-        """The remembered values, oldest first."""
-        return list(self._recent)
+    def items(self) -> list[list[float]]:
+        """The remembered [time, value], oldest first."""
+        return [list(item) for item in self._recent]
 
-    def replace(self, values: Iterable[float]) -> None:
-        """Remember `values` instead, oldest first."""
+    def replace(self, items: Iterable[Iterable[float]]) -> None:
+        """Remember these [time, value] instead, oldest first."""
         self._recent.clear()
         self._sorted.clear()
-        for value in values:
-            self.append(value)
+        for time, value in items:
+            self.append(int(time), value)
+
+    def _forget_oldest(self) -> None:
+        _, value = self._recent.popleft()
+        del self._sorted[bisect_left(self._sorted, value)]
