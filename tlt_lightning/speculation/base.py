@@ -66,9 +66,7 @@ class StrategySelector(ABC):
         """Choose the strategy for the step that `state` describes; constant time, no device synchronisation."""
 
     @abstractmethod
-    def record(
-        self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float
-    ) -> None:
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
         """Learn from a finished step.
 
         Args:
