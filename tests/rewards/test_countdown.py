@@ -1,7 +1,11 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from tlt_lightning.rewards.countdown import countdown
 
+ASSETS = Path(__file__).parents[2] / "recipes" / "assets" / "countdown"
 ROW = {"numbers": [3, 7, 25], "answer": 46}
 
 
@@ -57,3 +61,33 @@ def test_only_the_text_after_the_last_marker_counts() -> None:
 def test_missing_question_is_an_error(row: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="a column `numbers` and the target"):
         countdown("make 46 from 3 7 25 :", "<answer> 3 * 7 + 25", row)
+
+
+def questions(name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (ASSETS / name).read_text().splitlines()]
+
+
+def test_quickstart_holds_its_validation_questions_out() -> None:
+    def keys(name: str) -> set[tuple[object, ...]]:
+        return {(row["answer"], *sorted(row["numbers"])) for row in questions(name)}
+
+    assert len(questions("train.jsonl")) >= 2000
+    assert len(questions("val.jsonl")) >= 128
+    assert not keys("train.jsonl") & keys("val.jsonl")
+
+
+def test_quickstart_tokenizer_keeps_numbers_whole_and_is_readable() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "policy")
+    text = "make 33 from 3 7 12 : 7 * 3 = 21 - 12 = 9 no 3 * 7 = 21 + 12 = 33 yes <answer> ( 3 * 7 ) + 12<eos>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.replace("<eos>", " <eos>").split())
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids) == text
+    response = tokenizer.decode(ids[7:], skip_special_tokens=True)
+    assert countdown("", response, {"numbers": [3, 7, 12], "answer": 33}) == 1.0
+
+
+def test_quickstart_assets_stay_small() -> None:
+    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) <= 4 * 2**20

@@ -44,8 +44,8 @@ class VLLMEngine(RolloutEngine):
     On CUDA the engine sleeps while the policy is trained, so that both use the whole device in turn.
 
     Args:
-        dtype: Type of the engine's weights; `auto` takes that of the checkpoint. Choose the type the trainer computes in
-            (`bfloat16` for `bf16-mixed`, `float32` for `32`): the closer both are, the smaller `mismatch/kl`.
+        dtype: Type of the engine's weights; `auto` takes that of the checkpoint. Choose the type the trainer computes
+            in (`bfloat16` for `bf16-mixed`, `float32` for `32`): the closer both are, the smaller `mismatch/kl`.
         max_num_seqs: Most requests decoded at once.
         gpu_memory_utilization: Share of the device that weights and KV cache may take while the engine is awake.
         kv_cache_gib: Size of the KV cache in GiB; None derives it from `gpu_memory_utilization`. Give it on a CPU.
@@ -276,7 +276,8 @@ class VLLMEngine(RolloutEngine):
 
     def _response(self, output: RequestOutput) -> Response:
         completion = output.outputs[0]
-        assert completion.logprobs is not None and completion.finish_reason is not None
+        assert completion.logprobs is not None
+        assert completion.finish_reason is not None
         return Response(
             request_id=int(output.request_id),
             token_ids=completion.token_ids,

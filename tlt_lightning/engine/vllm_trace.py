@@ -11,9 +11,9 @@ class StepTrace:
     """Appends one JSON object per engine step to a file.
 
     Keys: `rollout`, `step`, `time` (seconds since the rollout began), `seconds` (of the step), `batch`, `context`
-    (mean tokens), `running`, `waiting`, `verifies` and `drafts` (strategies, such as `learned_5` or `off`), `k` (verified),
-    `verifications` (requests that verified drafts), `drafted`, `accepted`, `emitted` (tokens), `decode` (no prompt was
-    read).
+    (mean tokens), `running`, `waiting`, `verifies` and `drafts` (strategies, such as `learned_5` or `off`), `k`
+    (verified), `verifications` (requests that verified drafts), `drafted`, `accepted`, `emitted` (tokens), `decode`
+    (no prompt was read).
 
     Args:
         path: File that is appended to; its directory is made.

@@ -1,4 +1,4 @@
-"""The drafter of vLLM's V1 model runner, which the CPU build uses, made to skip its passes and to take foreign drafts."""
+"""The drafter of vLLM's V1 model runner, which the CPU build uses: skips passes, takes foreign drafts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ class NoDrafter:
     ) -> list[list[int]]:
         """Propose nothing."""
         return [[] for _ in sampled_token_ids]
+
+
+def sample_plainly_without_drafts(runner: Any) -> None:
+    """Let a V1 model runner sample as the plain engine does in steps that verify nothing.
+
+    It runs its verification over no drafts at all, which costs time and fails under top-k.
+    """
+    sample = reach(runner, "_sample")
+
+    def sampled(logits: Tensor, metadata: Any) -> Any:
+        return sample(logits, None if metadata is not None and metadata.max_spec_len == 0 else metadata)
+
+    runner._sample = sampled
 
 
 class V1Drafter:
