@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tlt_lightning.data.module import RolloutDataModule as RolloutDataModule
     from tlt_lightning.data.prompts import PromptSource as PromptSource
     from tlt_lightning.engine import Sampling as Sampling
+    from tlt_lightning.engine import Speculation as Speculation
     from tlt_lightning.engine import TransformersEngine as TransformersEngine
     from tlt_lightning.engine import VLLMEngine as VLLMEngine
     from tlt_lightning.export import export_policy as export_policy
@@ -30,6 +31,7 @@ _HOMES = {
     "RolloutCallback": "hooks",
     "RolloutDataModule": "data.module",
     "Sampling": "engine",
+    "Speculation": "engine",
     "TransformersEngine": "engine",
     "VLLMEngine": "engine",
     "export_policy": "export",

@@ -27,6 +27,7 @@ BASE = [RECIPES / "base.yaml"]
 STACKS = {
     "quickstart": [RECIPES / "quickstart.yaml"],
     "ppo_quickstart": [RECIPES / "quickstart.yaml", RECIPES / "ppo_quickstart.yaml"],
+    "speculation": [RECIPES / "quickstart.yaml", RECIPES / "speculation.yaml"],
     "grpo_qwen2.5-0.5b_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml"],
     "grpo_qwen2.5-0.5b_lora_1gpu": [
         RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml",

@@ -37,7 +37,7 @@ def test_correct_expression_scores_one(answer: str) -> None:
         pytest.param("__import__('os').getcwd()", {}, id="code"),
         pytest.param("( 3 * 7 + 25", {}, id="unclosed"),
         pytest.param("(" * 250 + "3" + ")" * 250, {"numbers": [3], "answer": 3}, id="nested_too_deep"),
-        pytest.param("3" + " " * 600 + "* 7 + 25 +" + "0" * 600, {}, id="too_long"),
+        pytest.param("3 *" + " " * 600 + "7 + 25", {}, id="too_long"),
         pytest.param("", {}, id="empty"),
     ],
 )
@@ -54,7 +54,7 @@ def test_only_the_text_after_the_last_marker_counts() -> None:
     right, wrong = "3 * 7 + 25", "3 + 7 + 25"
     assert countdown("", f"3 * 7 = 99 no <answer> {wrong} <answer> {right}", ROW) == 1.0
     assert countdown("", f"<answer> {right} <answer> {wrong}", ROW) == 0.0
-    assert countdown("", f"3 * 7 = 21 + 25 = 46 {right}", ROW) == 0.0
+    assert countdown("", right, ROW) == 0.0
 
 
 @pytest.mark.parametrize("row", [{"answer": 46}, {"numbers": [3, 7, 25]}, {"numbers": None, "answer": 46}])

@@ -3,5 +3,15 @@
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.engine.vllm import VLLMEngine
+from tlt_lightning.engine.vllm_speculation import Speculation
 
-__all__ = ["Request", "Response", "RolloutEngine", "RolloutProgress", "Sampling", "TransformersEngine", "VLLMEngine"]
+__all__ = [
+    "Request",
+    "Response",
+    "RolloutEngine",
+    "RolloutProgress",
+    "Sampling",
+    "Speculation",
+    "TransformersEngine",
+    "VLLMEngine",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -136,6 +137,8 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def close(self) -> None:
+        if self._asleep and self._engine is not None:
+            self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
         engine, self._engine = self._engine, None
         self._policy_version, self._asleep = _ASLEEP, False
         if self._session is not None:
@@ -144,6 +147,10 @@ class VLLMEngine(RolloutEngine):
         if engine is not None:
             del self._scheduler
             vllm_internals.shut_down(engine, keep_process_group=not self._owns_process_group)
+            del engine
+            gc.collect()  # its cycles hold device memory, and vLLM's sleep allows no second engine until that is free
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
     @override
     def sleep(self) -> None:

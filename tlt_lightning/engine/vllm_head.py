@@ -1,0 +1,102 @@
+"""EAGLE-3 heads on disk: read what they say about themselves, check that they fit the policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What an EAGLE-3 head expects of its policy.
+
+    Args:
+        path: Directory of the head.
+        vocab_size: Size of the vocabulary it reads.
+        draft_vocab_size: Size of the vocabulary it writes; the same, or smaller with a map back.
+        target_hidden_size: Width of the hidden states it reads.
+        layer_ids: Layers of the policy whose outputs it reads; empty if left to vLLM.
+        tensors: Names and shapes of the tensors it was saved with.
+    """
+
+    path: str
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    layer_ids: tuple[int, ...]
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+def read_head(path: str) -> HeadShape:
+    """Read the head saved at `path`, in vLLM's format or that of `speculators`; raises ValueError if it is none."""
+    config_path = Path(path) / "config.json"
+    if not config_path.is_file():
+        raise ValueError(f"`speculation.head` {path!r} has no config.json; give the directory of an EAGLE-3 head.")
+    config = json.loads(config_path.read_text())
+    architectures = config.get("architectures") or []
+    if not any("eagle3" in name.lower() for name in architectures):
+        raise ValueError(
+            f"`speculation.head` {path!r} holds {architectures}, not an EAGLE-3 head (LlamaForCausalLMEagle3, or "
+            "Eagle3DraftModel as `speculators` saves it)."
+        )
+    layer = config.get("transformer_layer_config", config)  # `speculators` nests the Llama part
+    vocab_size = int(layer["vocab_size"])
+    nested = config.get("eagle_config") or {}
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+    return HeadShape(
+        path=path,
+        vocab_size=vocab_size,
+        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+        target_hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
+        layer_ids=tuple(int(index) for index in layer_ids),
+        tensors=_tensor_shapes(Path(path)),
+    )
+
+
+def check_head(head: HeadShape, policy: str) -> None:
+    """Raise ValueError that names head and policy if the one cannot draft for the other."""
+    config = policy_shape(policy)
+    faults = []
+    if head.vocab_size != config["vocab_size"]:
+        faults.append(f"vocabulary of {head.vocab_size} tokens against {config['vocab_size']}")
+    if head.target_hidden_size != config["hidden_size"]:
+        faults.append(f"hidden states of width {head.target_hidden_size} against {config['hidden_size']}")
+    if head.draft_vocab_size > head.vocab_size:
+        faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens, more than the {head.vocab_size} there are")
+    if head.draft_vocab_size < head.vocab_size and "d2t" not in head.tensors:
+        faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens without `d2t`, the map back to tokens")
+    layers = config["num_hidden_layers"]
+    wanted = head.layer_ids or default_layer_ids(layers)
+    if any(not 0 <= index <= layers for index in wanted) or len(set(wanted)) != len(wanted):
+        faults.append(f"reads layers {list(wanted)}, of which the policy has {layers} (ids must be distinct)")
+    if faults:
+        raise ValueError(
+            f"`speculation.head` {head.path!r} does not fit policy {policy!r}: {'; '.join(faults)}. Use the head "
+            "trained for this policy, or train one."
+        )
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """The layers that vLLM takes for an EAGLE-3 head that names none."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def policy_shape(policy: str) -> dict[str, int]:
+    """`vocab_size`, `hidden_size` and `num_hidden_layers` of the policy at path or hub name `policy`."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
+    return {name: int(getattr(config, name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+
+
+def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+    return shapes

@@ -1,0 +1,146 @@
+"""Speculation in one live engine: what is put into it, and what the engine's own code talks to."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from tlt_lightning.engine import vllm_internals
+from tlt_lightning.engine.base import NamedTensors, Request
+from tlt_lightning.engine.vllm_control import SpeculationControl
+from tlt_lightning.engine.vllm_graphs import PlannedGraphs
+from tlt_lightning.engine.vllm_head import HeadShape
+from tlt_lightning.engine.vllm_head_update import update_head
+from tlt_lightning.engine.vllm_speculation import Speculation
+from tlt_lightning.engine.vllm_steering import DeviceSteering, HostSteering
+from tlt_lightning.engine.vllm_texts import RunningTexts
+from tlt_lightning.engine.vllm_trace import StepTrace
+from tlt_lightning.engine.vllm_v1 import V1Drafter, sample_plainly_without_drafts
+from tlt_lightning.engine.vllm_v2 import V2Drafter
+from tlt_lightning.speculation.base import Strategy
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+log = logging.getLogger(__name__)
+
+
+class SpeculationSession:
+    """Steers a live engine by a `Speculation`; outlives no engine.
+
+    Args:
+        speculation: The user's choices, checked.
+        engine: An engine started with `speculation`'s arguments.
+        head: Shape of the learned drafter's head, if there is one.
+        graphs: The graphs it captured by plan; None if it has none.
+    """
+
+    def __init__(
+        self, speculation: Speculation, engine: LLMEngine, head: HeadShape | None, graphs: PlannedGraphs | None
+    ) -> None:
+        is_v2 = vllm_internals.runs_v2()
+        vllm_internals.check_runner(engine, is_v2=is_v2)
+        self.engine = engine
+        self.head = head
+        self.graphs = graphs
+        self.trace = None if speculation.trace is None else StepTrace(speculation.trace)
+        self.control = SpeculationControl(
+            speculation.selector, steps_per_choice=speculation.steps_per_choice, trace=self.trace
+        )
+        self.texts = None
+        if speculation.siblings or speculation.ngram:
+            self.texts = RunningTexts(
+                siblings=speculation.siblings, ngram=speculation.ngram, keeps=speculation.keep_siblings == "run"
+            )
+        runner = vllm_internals.model_runner_of(engine)
+        defers = speculation.catch_up == "deferred"
+        self.steering: HostSteering | DeviceSteering
+        if is_v2:
+            self.steering = DeviceSteering(self.control, self.texts)
+            self.steering.drafter = V2Drafter(
+                runner,
+                has_head=speculation.head is not None,
+                defers=defers,
+                strategy=lambda: self.steering.strategy,
+                look_up=None if self.texts is None else self.steering.look_up,
+            )
+        else:
+            sample_plainly_without_drafts(runner)
+            self.steering = HostSteering(self.control, self.texts)
+            self.steering.drafter = None if speculation.head is None else V1Drafter(runner, defers=defers)
+        if graphs is not None and graphs.plan is not None:
+            graphs.attach(runner)
+            log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
+        scheduler: Any = vllm_internals.scheduler_of(engine)
+        scheduler.steering = self.steering
+
+    def begin_rollout(self) -> None:
+        """Start the counts of a new rollout."""
+        self.control.begin_rollout()
+        self.steering.num_reprefills = 0
+        if self.steering.drafter is not None:
+            self.steering.drafter.num_skipped = 0
+            if self.steering.drafter.backlog is not None:
+                self.steering.drafter.backlog.num_flushes = 0
+        if self.graphs is not None:
+            self.graphs.hits.clear()
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Learn of a request under vLLM's own id for it."""
+        if self.texts is not None:
+            self.texts.add(request_id, request.prompt_ids)
+
+    def end_rollout(self) -> None:
+        """Forget what belongs to the rollout that is over."""
+        if self.texts is not None:
+            self.texts.end_rollout()
+        if self.steering.drafter is not None and self.steering.drafter.backlog is not None:
+            self.steering.drafter.backlog.clear()
+        if self.trace is not None:
+            self.trace.flush()
+
+    def account(self, seconds: float) -> None:
+        """Add the time of a call of the engine."""
+        self.control.account(seconds)
+
+    def update_head(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace the learned drafter's trainable weights."""
+        if self.head is None or self.steering.drafter is None:
+            raise RuntimeError("`update_drafter` has nothing to update: the engine speculates without a `head`.")
+        update_head(self.engine, self.steering.drafter.model, self.head.tensors, named_tensors)
+        if not self.engine.has_unfinished_requests():
+            self.engine.reset_prefix_cache()  # of keys and values that the old head computed for prompts
+        self.control.weights_changed(version)
+
+    def policy_changed(self) -> None:
+        """The policy's weights have changed: old answers are worth less, and a drafter that failed is retried."""
+        self.control.weights_changed()
+        if self.texts is not None and not self.texts.keeps:
+            self.texts.clear()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.control.strategy
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per request and speculative step of this rollout."""
+        return self.control.counters.acceptance_length
+
+    def stats(self) -> dict[str, float]:
+        """Metrics of the rollout."""
+        stats = self.control.stats()
+        if self.head is not None and self.steering.drafter is not None:
+            stats["speculation/skipped_passes"] = float(self.steering.drafter.num_skipped)
+            backlog = self.steering.drafter.backlog
+            catch_ups = self.steering.num_reprefills if backlog is None else backlog.num_flushes
+            stats["speculation/catch_ups"] = float(catch_ups)
+        if self.graphs is not None:
+            stats["speculation/graph_hits"] = self.graphs.hit_share()
+        return stats
+
+    def close(self) -> None:
+        """Close the trace."""
+        if self.trace is not None:
+            self.trace.close()
