@@ -81,7 +81,11 @@ def save_trained_head(policy: str, path: Path, num_tokens: int = 64) -> str:
 
 @contextmanager
 def engine_of(
-    policy: str, speculation: Speculation | None, max_num_seqs: int = 8, enforce_eager: bool = True
+    policy: str,
+    speculation: Speculation | None,
+    max_num_seqs: int = 8,
+    enforce_eager: bool = True,
+    sleep: bool = False,  # vLLM allows one engine that can sleep per process
 ) -> Iterator[VLLMEngine]:
     """A live engine that holds the policy's weights; only one may live at a time."""
     engine = VLLMEngine(
@@ -89,6 +93,7 @@ def engine_of(
         kv_cache_gib=0.0625,
         max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,
+        sleep=sleep,
         speculation=speculation,
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)

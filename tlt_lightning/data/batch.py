@@ -104,8 +104,6 @@ class RolloutBatch:
         values: The critic's predictions before the update, if there is a critic. (B, T), float32
         advantages: Filled in by `PolicyObjective.advantages`. (B, T), float32
         returns: Targets of the critic, likewise. (B, T), float32
-        hidden_states: Hidden states by layer of the log-prob forward, while `on_rollout_scored` runs and only if a
-            callback asked for them. (B, S, H) each
         num_loss_tokens: Response tokens of the whole optimizer step, over all its micro-batches and all ranks.
         num_loss_sequences: Sequences of the whole optimizer step, likewise.
         num_shares: How many micro-batch losses the optimizer step averages: accumulation times ranks. A loss that
@@ -127,7 +125,6 @@ class RolloutBatch:
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
-    hidden_states: dict[int, Tensor] | None = None
     num_loss_tokens: float = 0.0
     num_loss_sequences: float = 0.0
     num_shares: int = 1
@@ -153,4 +150,4 @@ class RolloutBatch:
                 if value.dim() == 2:
                     value = value[:, : num_columns["S" if item.name == "input_ids" else "T"]]
                 chosen[item.name] = value
-        return replace(self, **chosen, hidden_states=None)
+        return replace(self, **chosen)

@@ -51,7 +51,8 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: Share of the device that weights and KV cache may take while the engine is awake.
         kv_cache_gib: Size of the KV cache in GiB; None derives it from `gpu_memory_utilization`. Give it on a CPU.
         enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
-        sleep: Free the engine's memory while the policy is trained; has no effect on a CPU.
+        sleep: Free the engine's memory while the policy is trained; has no effect on a CPU. vLLM allows one such engine
+            per process: to `fit` and then `validate` in one process, set it to false.
         quiet: Show only vLLM's warnings.
         speculation: How to speculate; None decodes plainly.
     """
@@ -100,6 +101,8 @@ class VLLMEngine(RolloutEngine):
         self._is_cpu = vllm_internals.is_cpu_build()
         if self._is_cpu:
             vllm_cpu.spare_logprob_compilation()
+        if self._can_sleep:
+            vllm_internals.claim_sleep_mode()
         self._end_token_ids = end_token_ids(policy)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
@@ -127,7 +130,7 @@ class VLLMEngine(RolloutEngine):
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,
-            enable_sleep_mode=self.sleep_enabled and not self._is_cpu,
+            enable_sleep_mode=self._can_sleep,
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
@@ -148,13 +151,13 @@ class VLLMEngine(RolloutEngine):
             del self._scheduler
             vllm_internals.shut_down(engine, keep_process_group=not self._owns_process_group)
             del engine
-            gc.collect()  # its cycles hold device memory, and vLLM's sleep allows no second engine until that is free
+            gc.collect()  # its cycles hold device memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
     @override
     def sleep(self) -> None:
-        if self.sleep_enabled and not self._is_cpu and not self._asleep:
+        if self._can_sleep and not self._asleep:
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self._policy_version, self._asleep = _ASLEEP, True
 
@@ -163,6 +166,10 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._live.wake_up()
             self._asleep = False
+
+    @property
+    def _can_sleep(self) -> bool:
+        return self.sleep_enabled and not self._is_cpu
 
     @property
     def _live(self) -> LLMEngine:

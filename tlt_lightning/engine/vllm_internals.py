@@ -88,6 +88,20 @@ def check_runner(engine: LLMEngine, *, is_v2: bool) -> None:
         )
 
 
+_sleep_mode_claimed = False
+
+
+def claim_sleep_mode() -> None:
+    """Raise RuntimeError if this process has had an engine that can sleep: vLLM's allocator serves one per process."""
+    global _sleep_mode_claimed
+    if _sleep_mode_claimed:
+        raise RuntimeError(
+            "vLLM's sleep mode serves one engine per process, and this process has had one. Run `validate` or `predict` "
+            "in a process of their own, or set `sleep: false` on the engine."
+        )
+    _sleep_mode_claimed = True
+
+
 def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
     """Stop the engine and free what it holds, vLLM's parallel groups included.
 
