@@ -262,14 +262,17 @@ def test_ppo_trains_a_critic_at_its_own_rate(policy_path: str, prompts_path: str
     assert module.trainer.optimizers[0].param_groups[1]["lr"] == 0.02
     assert not recorder.batches[0].values.any()  # starts from zero
     assert recorder.batches[-1].values.any()
+    assert {"train/value_loss", "train/explained_variance"} <= set(module.trainer.callback_metrics)
     assert all(batch.returns is not None for batch in recorder.batches)
 
 
-@pytest.mark.parametrize("critic", [CriticConfig(lr=0.02, warmup_iterations=2), None])
+@pytest.mark.parametrize("kind", ["on the policy's trunk", "own trunk", "own trunk with LoRA"])
 def test_policy_stands_still_while_the_critic_warms_up(
-    critic: CriticConfig | None, policy_path: str, prompts_path: str, tmp_path: Path
+    kind: str, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    critic = critic or CriticConfig(path=policy_path, lr=0.02, warmup_iterations=2)
+    path = None if kind == "on the policy's trunk" else policy_path
+    lora = LoRA(rank=2) if "LoRA" in kind else None
+    critic = CriticConfig(path=path, lora=lora, lr=0.02, warmup_iterations=2)
     module = make_module(policy_path, objective=PPO(), critic=critic)
     seen = []
 

@@ -96,8 +96,8 @@ def claim_sleep_mode() -> None:
     global _sleep_mode_claimed
     if _sleep_mode_claimed:
         raise RuntimeError(
-            "vLLM's sleep mode serves one engine per process, and this process has had one. Run `validate` or `predict` "
-            "in a process of their own, or set `sleep: false` on the engine."
+            "vLLM's sleep mode serves one engine per process, and this process has had one. Run `validate` or "
+            "`predict` in a process of their own, or set `sleep: false` on the engine."
         )
     _sleep_mode_claimed = True
 
