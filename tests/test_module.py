@@ -438,6 +438,7 @@ def test_a_raising_callback_still_closes_the_engine(policy_path: str, prompts_pa
         def close(self) -> None:
             Closable.closed += 1
             super().close()
+            raise RuntimeError("and closing fails, too")
 
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path, Raises()).fit(make_module(policy_path), make_data(prompts_path, Closable()))

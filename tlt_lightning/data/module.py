@@ -168,7 +168,10 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.close()  # Lightning runs no teardown after an exception
+        try:
+            self.close()  # Lightning runs no teardown after an exception
+        except Exception:  # a broken device must not hide the error that broke it
+            log.exception("The engine could not be closed after the error that ended the run.")
 
     def close(self) -> None:
         """Free the engine and stop the reward workers; safe to call twice."""
