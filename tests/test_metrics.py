@@ -5,7 +5,7 @@ import torch
 
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine import Response
-from tlt_lightning.metrics import PassAtK, pass_at_k, rollout_metrics, tail_share
+from tlt_lightning.metrics import PassAtK, combine_ranks, pass_at_k, rollout_metrics, tail_share
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
@@ -43,3 +43,19 @@ def test_tail_share_is_the_time_with_few_unfinished() -> None:
     trace = [(1.0, 20), (2.0, 10), (4.0, 2), (10.0, 0)]
     assert tail_share(trace, 20) == pytest.approx(0.6)
     assert tail_share([], 20) == 0.0
+
+
+def test_ranks_are_combined_as_the_names_say_even_where_one_lacks_a_metric() -> None:
+    first = {
+        "reward/mean": 1.0,
+        "rollout/length_max": 9.0,
+        "reward/a_errors": 1.0,
+        "speculation/acceptance_rate_pos_3": 0.5,
+    }
+    second = {"reward/mean": 2.0, "rollout/length_max": 7.0, "reward/a_errors": 2.0}
+    assert combine_ranks([first, second]) == {
+        "reward/mean": 1.5,
+        "rollout/length_max": 9.0,
+        "reward/a_errors": 3.0,
+        "speculation/acceptance_rate_pos_3": 0.5,
+    }

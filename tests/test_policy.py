@@ -7,12 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,
-    causal_lm,
     end_token_ids,
     load_policy,
     load_tokenizer,
-    response_states,
-    scatter,
+    response_logps,
     stream_weights,
     token_logps,
 )
@@ -45,10 +43,7 @@ def naive_logps(model: torch.nn.Module, batch: RolloutBatch, row: int) -> tuple[
 
 
 def chunked(model: torch.nn.Module, batch: RolloutBatch, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    states, targets, index = response_states(model, batch)
-    head = causal_lm(model).get_output_embeddings()
-    logps, entropy = token_logps(head, states, targets, temperature=batch.temperature, chunk_size=chunk_size)
-    return scatter(logps, index, batch.rollout_logps), scatter(entropy, index, batch.rollout_logps)
+    return response_logps(model, batch, chunk_size=chunk_size)[:2]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])

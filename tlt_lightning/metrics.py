@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from tlt_lightning.data.batch import Rollout
+from tlt_lightning.data.dynamic_sampling import has_spread, split_groups
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -86,10 +87,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def zero_std_share(rollouts: Sequence[Rollout]) -> float:
     """Share of groups whose responses all earned the same, so that group-normalised advantages are zero."""
-    by_group: dict[int, set[float]] = {}
-    for rollout in rollouts:
-        by_group.setdefault(rollout.group, set()).add(rollout.reward)
-    return sum(len(rewards) == 1 for rewards in by_group.values()) / len(by_group)
+    groups = split_groups(rollouts)
+    return sum(not has_spread(group) for group in groups) / len(groups)
 
 
 def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: float = 0.1) -> float:
@@ -107,12 +106,25 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
     return 1.0 - start / trace[-1][0]
 
 
-def reduce_over_ranks(metrics: dict[str, float], strategy: Any) -> dict[str, float]:
-    """Mean over ranks; `_max` and counts of errors are combined as their names say."""
-    if strategy.world_size == 1:
+def reduce_over_ranks(metrics: dict[str, float], world_size: int) -> dict[str, float]:
+    """Combine every rank's metrics in one collective; see `combine_ranks`."""
+    if world_size == 1:
         return metrics
-    reduced = {}
-    for name, value in sorted(metrics.items()):
-        operation = "max" if name.endswith("_max") else "sum" if name.endswith(("_errors", "_timeouts")) else "mean"
-        reduced[name] = float(strategy.reduce(torch.tensor(value, device=strategy.root_device), reduce_op=operation))
-    return reduced
+    gathered: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(gathered, metrics)
+    return combine_ranks(gathered)
+
+
+def combine_ranks(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean over the ranks that have a metric; the largest of `_max`, the sum of counted errors and timeouts.
+
+    Ranks may have different ones: which draft lengths an engine used, for example, is its own affair.
+    """
+    combined = {}
+    for name in sorted(set().union(*ranks)):
+        values = [metrics[name] for metrics in ranks if name in metrics]
+        if name.endswith("_max"):
+            combined[name] = max(values)
+        else:
+            combined[name] = sum(values) if name.endswith(("_errors", "_timeouts")) else sum(values) / len(values)
+    return combined

@@ -19,7 +19,7 @@ from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.metrics import PassAtK
 from tlt_lightning.objectives.base import PolicyObjective
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter, stream_weights, token_logps
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 from tlt_lightning.trainer_checks import check_trainer
 
 log = logging.getLogger(__name__)
@@ -166,27 +166,18 @@ class RLModule(L.LightningModule):
         assert self.policy is not None
         model = self._reference[0].to(self.device) if self._reference else self.policy
         with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
-            states, targets, index = response_states(model, part)
-            head = causal_lm(model).get_output_embeddings()
-            logps, _ = token_logps(
-                head, states, targets, temperature=part.temperature, chunk_size=self.logprob_chunk_size
-            )
-        return scatter(logps, index, part.rollout_logps)
+            return response_logps(model, part, chunk_size=self.logprob_chunk_size)[0]
 
     def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs, entropies and values of the response tokens, (B, T) each."""
         assert self.policy is not None
-        states, targets, index = response_states(self.policy, batch)
-        head = causal_lm(self.policy).get_output_embeddings()
-        logps, entropy = token_logps(
-            head, states, targets, temperature=batch.temperature, chunk_size=self.logprob_chunk_size
-        )
+        logps, entropy, states, index = response_logps(self.policy, batch, chunk_size=self.logprob_chunk_size)
         if not self.objective.needs_entropy_grad:
             entropy = entropy.detach()
         values = None
         if self.critic is not None:
             values = self.critic(batch, states, index)
-        return scatter(logps, index, batch.rollout_logps), scatter(entropy, index, batch.rollout_logps), values
+        return logps, entropy, values
 
     # Training
 
@@ -238,9 +229,8 @@ class RLModule(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         metrics = self.trainer.datamodule.finish_iteration()  # type: ignore[attr-defined]
         self.log_dict(metrics, sync_dist=True)
-        self.log(
-            "step", float(self.current_epoch), sync_dist=True
-        )  # Lightning takes it as the x-axis: iterations, not micro-batches
+        # Lightning takes this one as the x-axis: iterations, not micro-batches.
+        self.log("step", float(self.current_epoch), sync_dist=True)
 
     # Evaluation
 

@@ -163,6 +163,20 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
     return torch.zeros_like(like, dtype=values.dtype).index_put(index, values)
 
 
+def response_logps(
+    model: nn.Module, batch: RolloutBatch, *, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Log-probs and entropies of the response tokens under `model`, (B, T) each, at the batch's temperature.
+
+    Also returns the states (N, H) they come from and the index of those in (B, T), for a critic.
+    """
+    states, targets, index = response_states(model, batch)
+    head = causal_lm(model).get_output_embeddings()
+    logps, entropy = token_logps(head, states, targets, temperature=batch.temperature, chunk_size=chunk_size)
+    like = batch.rollout_logps
+    return scatter(logps, index, like), scatter(entropy, index, like), states, index
+
+
 def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the policy's weights under their Hugging Face names, adapters merged, one tensor at a time.
 

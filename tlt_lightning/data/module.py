@@ -298,7 +298,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.clock.lap("update")
         seconds = {f"time/{stage}": value for stage, value in self.clock.read().items()}
         seconds["time/iteration"] = sum(seconds.values())
-        return reduce_over_ranks({**self._metrics, **seconds}, self._trainer.strategy)
+        return reduce_over_ranks({**self._metrics, **seconds}, self._world_size)
 
     @property
     def _trainer(self) -> L.Trainer:

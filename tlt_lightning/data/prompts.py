@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from tlt_lightning.data.batch import Prompt
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -75,10 +77,15 @@ class PromptSource:
         """The question of a row, before any chat template."""
         if self.template is None:
             return str(row[self.prompt_column])
-        from jinja2 import StrictUndefined
-        from jinja2.sandbox import SandboxedEnvironment
+        return _compiled(self.template).render(**row)
 
-        return SandboxedEnvironment(undefined=StrictUndefined).from_string(self.template).render(**row)
+
+@cache
+def _compiled(template: str) -> Template:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    return SandboxedEnvironment(undefined=StrictUndefined).from_string(template)
 
 
 def load_prompts(
@@ -143,6 +150,7 @@ class PromptCursor:
         self.num_prompts = num_prompts
         self.seed = seed
         self.position = 0  # prompts handed out since the start, over all ranks
+        self._cached_epoch, self._cached = -1, [0]
 
     def take(self, count: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """Move on by `count` prompts and return this rank's share, every `world_size`-th of them."""
@@ -155,7 +163,7 @@ class PromptCursor:
         return self._permutation(epoch)[offset]
 
     def _permutation(self, epoch: int) -> list[int]:
-        if getattr(self, "_cached_epoch", None) != epoch:
+        if self._cached_epoch != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._cached_epoch = epoch
             self._cached = torch.randperm(self.num_prompts, generator=generator).tolist()
