@@ -508,3 +508,23 @@ def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts
         assert {"time/sync", "time/rollout", "time/reward", "time/logprobs", "time/update", "time/validate"} <= set(
             account
         )
+
+
+def test_one_update_needs_no_pass_before_it(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    """With one optimizer step an iteration the log-prob pass is left out, and the weights come out the same."""
+
+    class ScoredGRPO(GRPO):
+        needs_old_logps = True
+
+    recorders, results = [Recorder(), Recorder()], []
+    for recorder, objective in zip(recorders, (GRPO(), ScoredGRPO()), strict=True):
+        L.seed_everything(11)
+        module = make_module(policy_path, objective=objective)
+        trainer = make_trainer(tmp_path, recorder, accumulate_grad_batches=4)
+        trainer.fit(module, make_data(prompts_path))
+        results.append((weights(module), trainer.callback_metrics["mismatch/kl"].item()))
+    assert all(batch.old_logps is None for batch in recorders[0].batches)
+    assert all(batch.old_logps is not None for batch in recorders[1].batches)
+    for name, tensor in results[0][0].items():
+        torch.testing.assert_close(tensor, results[1][0][name], atol=1e-6, rtol=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-6)

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 
 from tlt_lightning.data.batch import Rollout, RolloutBatch
-from tlt_lightning.engine.base import RolloutProgress
+from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ class RolloutCallback(L.Callback):
         ...         trainer.logger.log_metrics({"longest": len(longest.response.token_ids)})
     """
 
+    def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
+        """Called on every rank before the engine is loaded: its arguments may still be changed."""
+
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Called when the engine holds the current weights and is about to write."""
 
@@ -55,7 +58,10 @@ class RolloutCallback(L.Callback):
         """Called with this rank's rollouts, rewards filled in, in training, validation and prediction."""
 
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        """Called in training with this rank's whole batch, log-probs and advantages filled in."""
+        """Called in training with this rank's whole batch, advantages filled in and so are the log-probs in use.
+
+        `old_logps` is None where the iteration takes one optimizer step and nothing asks for them before it.
+        """
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
         """Called when the engine has taken over the policy's weights; `version` counts optimizer steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.metrics import PassAtK
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
+from tlt_lightning.taps import BatchTap, HiddenStateRequest
 from tlt_lightning.trainer_checks import check_trainer
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class RLModule(L.LightningModule):
         self.attn_implementation = attn_implementation
         self.policy: nn.Module | None = None
         self.critic: Critic | None = None
+        self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_rollout_scored`
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
         self._step_kl: list[Tensor] = []
@@ -132,32 +134,47 @@ class RLModule(L.LightningModule):
     # Scoring: what must be known before the first update of an iteration
 
     @torch.no_grad()
-    def score(self, batch: RolloutBatch, micro_batch_size: int) -> RolloutBatch:
+    def score(self, batch: RolloutBatch, micro_batch_size: int, *, single_update: bool = False) -> RolloutBatch:
         """Fill in old log-probs, reference log-probs and values of a rank's whole batch, longest sequences first.
+
+        The hidden states that `hidden_state_request` asks for come out of the same forward passes.
 
         Args:
             batch: On the CPU; the result stays there.
             micro_batch_size: Sequences per forward pass.
+            single_update: The iteration takes one optimizer step, whose own log-probs then are the old ones: the
+                policy's pass is left out unless a critic or the advantages need it, and `old_logps` stays None.
         """
-        names = ["old_logps"]
+        scores_policy = not single_update or self.critic is not None or self.objective.needs_old_logps
+        names = ["old_logps"] if scores_policy else []
         names += ["ref_logps"] if self.objective.needs_reference else []
         names += ["values"] if self.critic is not None else []
         scores = {name: torch.zeros_like(batch.rollout_logps) for name in names}
+        assert self.policy is not None
+        tap = BatchTap(self.policy, self.hidden_state_request, batch)
         order = (batch.prompt_lengths + batch.response_lengths).argsort(descending=True).tolist()
+        if not names:
+            order = [row for row in order if row in tap.chosen]
         for start in range(0, len(order), micro_batch_size):
             rows = order[start : start + micro_batch_size]
             part = move_data_to_device(batch.select(rows), self.device)
             with self.trainer.precision_plugin.forward_context():
-                results = self._score_micro_batch(part)
+                results = self._score_micro_batch(part, tap.over(rows), scores_policy=scores_policy)
             for name, result in results.items():
                 scores[name][rows, : result.shape[1]] = result.float().cpu()
-        return replace(batch, **scores)  # type: ignore[arg-type]
+        return replace(batch, **scores, hidden_states=tap.hidden_states)  # type: ignore[arg-type]
 
-    def _score_micro_batch(self, part: RolloutBatch) -> dict[str, Tensor]:
-        logps, _, values = self._forward(part)
-        results = {"old_logps": logps}
-        if values is not None:
-            results["values"] = values
+    def _score_micro_batch(
+        self, part: RolloutBatch, tap: AbstractContextManager[bool], *, scores_policy: bool
+    ) -> dict[str, Tensor]:
+        results = {}
+        with tap as is_tapped:  # the reference may be the same network: its pass is not tapped
+            if scores_policy:
+                results["old_logps"], _, values = self._forward(part)
+                if values is not None:
+                    results["values"] = values
+            elif is_tapped:
+                causal_lm(self.policy).base_model(input_ids=part.input_ids, use_cache=False)  # type: ignore[arg-type]
         if self.objective.needs_reference:
             results["ref_logps"] = self._reference_logps(part)
         return results
@@ -184,6 +201,8 @@ class RLModule(L.LightningModule):
     @override
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         logps, entropy, values = self._forward(batch)
+        if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
+            batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
         metrics = {"train/loss": output.loss.detach(), **output.metrics}
         self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Response
+    from tlt_lightning.taps import HiddenStates
 
 
 @dataclass(slots=True)
@@ -80,6 +81,8 @@ class Rollout:
             "correct": self.is_correct,
             "tokens": len(self.response.token_ids),
             "finish_reason": self.response.finish_reason,
+            "prompt_ids": list(self.prompt.ids),  # the tokens themselves: decoded text does not always encode back
+            "response_ids": list(self.response.token_ids),
         }
 
 
@@ -99,7 +102,8 @@ class RolloutBatch:
         policy_versions: Oldest weights that wrote each sequence. (B,), int64
         truncated: Sequences that hit the length limit. (B,), bool
         temperature: Sampling temperature; the trainer's log-probs are computed at it.
-        old_logps: Log-probs under the policy before this iteration's first update. (B, T), float32
+        old_logps: Log-probs under the policy before this iteration's first update; None until they are known.
+            (B, T), float32
         ref_logps: Log-probs under the frozen reference, if the objective asks for one. (B, T), float32
         values: The critic's predictions before the update, if there is a critic. (B, T), float32
         advantages: Filled in by `PolicyObjective.advantages`. (B, T), float32
@@ -109,6 +113,8 @@ class RolloutBatch:
         num_shares: How many micro-batch losses the optimizer step averages: accumulation times ranks. A loss that
             sums over its micro-batch, divides by a `num_loss_*` count and multiplies by `num_shares` is therefore
             independent of how the step was split.
+        hidden_states: The policy's hidden states by row, of the rows that `RLModule.hidden_state_request` chose. Only
+            `on_rollout_scored` sees them; minibatches carry none.
     """
 
     input_ids: Tensor
@@ -128,6 +134,7 @@ class RolloutBatch:
     num_loss_tokens: float = 0.0
     num_loss_sequences: float = 0.0
     num_shares: int = 1
+    hidden_states: dict[int, HiddenStates] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -138,7 +145,7 @@ class RolloutBatch:
         return self.response_mask.sum(-1).long()
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The given sequences, trimmed to their own longest prompt-plus-response and response."""
+        """The given sequences without hidden states, trimmed to their own longest prompt-plus-response and response."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.input_ids.device)
         lengths = self.response_lengths[index]
         num_columns = {"S": int((self.prompt_lengths[index] + lengths).max()), "T": int(lengths.max())}
@@ -150,4 +157,4 @@ class RolloutBatch:
                 if value.dim() == 2:
                     value = value[:, : num_columns["S" if item.name == "input_ids" else "T"]]
                 chosen[item.name] = value
-        return replace(self, **chosen)
+        return replace(self, **chosen, hidden_states=None)

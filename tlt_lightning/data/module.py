@@ -116,6 +116,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.long_prompts = long_prompts
         self.reward_workers, self.reward_timeout, self.reward_on_error = reward_workers, reward_timeout, reward_on_error
         self.clock = LapClock()
+        self.idle: IdleCoordinator | None = None
         self.cursor: PromptCursor | None = None
         self._restored: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
@@ -142,6 +143,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.rewards, num_workers=self.reward_workers, timeout=self.reward_timeout, on_error=self.reward_on_error
         )
         self.idle = IdleCoordinator(self._trainer) if self._world_size > 1 else None
+        call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         self.engine.setup(policy, max_model_len=max_model_len, seed=self._seed + self._rank)
         if self._world_size == 1:
             # An in-process vLLM opens a process group of one, at which Lightning advises to synchronise with nobody.
@@ -168,6 +170,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self.idle is not None:
+            self.idle.report(exception)
         try:
             self.close()  # Lightning runs no teardown after an exception
         except Exception:  # a broken device must not hide the error that broke it
@@ -175,6 +179,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def close(self) -> None:
         """Free the engine and stop the reward workers; safe to call twice."""
+        if self.idle is not None:
+            self.idle.close()
         self.engine.close()
         if hasattr(self, "pool"):
             self.pool.close()
@@ -220,13 +226,15 @@ class RolloutDataModule(L.LightningDataModule):
         rollouts = self._train_rollouts()
         batch = collate(rollouts, pad_id=self._pad_id, temperature=self.sampling.temperature)
         self.clock.lap("other")
-        batch = module.score(batch, self.micro_batch_size)
+        single_update = self.inner_epochs * self._steps_per_pass(batch) == 1
+        batch = module.score(batch, self.micro_batch_size, single_update=single_update)
         batch.advantages, batch.returns = module.objective.advantages(batch, self._sum_over_ranks)
         if batch.values is not None and batch.returns is not None:
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum_over_ranks)
             self._metrics["train/explained_variance"] = explained.item()
         self.clock.lap("logprobs")
         call_rollout_hook(self._trainer, "on_rollout_scored", batch)
+        batch.hidden_states = None  # as large as the policy's activations, and no loss reads them
         self.clock.lap("other")
         yield from self._minibatches(batch)
 
@@ -264,7 +272,7 @@ class RolloutDataModule(L.LightningDataModule):
         generator = torch.Generator().manual_seed(self._stage_seed("shuffle", self._rank))
         accumulate = self._trainer.accumulate_grad_batches
         lengths = batch.prompt_lengths + batch.response_lengths
-        num_steps = len(batch) // (self.micro_batch_size * accumulate)
+        num_steps = self._steps_per_pass(batch)
         for _ in range(self.inner_epochs):
             plan = plan_minibatches(
                 lengths, micro_batch_size=self.micro_batch_size, num_steps=num_steps, generator=generator
@@ -279,6 +287,10 @@ class RolloutDataModule(L.LightningDataModule):
                         num_loss_sequences=num_sequences,
                         num_shares=accumulate * self._world_size,
                     )
+
+    def _steps_per_pass(self, batch: RolloutBatch) -> int:
+        """Optimizer steps of one pass over the batch."""
+        return len(batch) // (self.micro_batch_size * self._trainer.accumulate_grad_batches)
 
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
         prompts = self.val_prompts[self._rank :: self._world_size]

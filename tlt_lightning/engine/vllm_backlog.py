@@ -4,13 +4,12 @@ While speculation is off the drafter reads nothing, and its attention cache gets
 meanwhile. vLLM's own remedy is a drafter pass in every step. A drafter of one layer needs far less: the key and the
 value at a position depend only on the token there and on the target's hidden states, not on the drafter's attention,
 its MLP or its head. So the hidden states are kept, and once in a while the missing keys and values are computed for
-all of them together: two matrix products that cost about as much for a thousand tokens as for one.
+all of them together: two matrix products that cost about as much for a few hundred tokens as for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,55 +20,78 @@ from tlt_lightning.engine.vllm_internals import reach
 SlotsOf = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Missed:
-    request_ids: tuple[str, ...]
-    hidden: Tensor  # (B, layers * H)
-    next_ids: Tensor  # (B,)
-    positions: Tensor  # (B,)
-
-
 class DrafterBacklog:
     """Hidden states of the tokens emitted since the drafter last ran, at most `max_steps` steps of them.
 
+    They are kept in one buffer on the device that is filled step by step, so that a step costs three small copies and
+    nothing is allocated or waited for. It holds `max_steps` steps of small batches and fewer of large ones: the time of
+    catching up grows with the tokens from a few hundred on, so that waiting for more of them saves nothing.
+
     Args:
         model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer.
-        max_steps: Steps after which the backlog is worked off even though speculation is still off: bounds its memory
-            (a 7B policy has 21 KB of hidden states a token) and the time of catching up.
+        max_batch_size: Most requests of a step.
+        max_steps: Steps after which the backlog is worked off even though speculation is still off: bounds the time of
+            catching up.
+        max_tokens: Tokens after which it is, if `max_batch_size` is not more (a 7B policy has 21 KB of hidden states a
+            token).
     """
 
-    def __init__(self, model: Any, max_steps: int = 16) -> None:
+    def __init__(self, model: Any, max_batch_size: int, max_steps: int = 16, max_tokens: int = 1024) -> None:
         check_catches_up(model)
         self.model = model
         self.max_steps = max_steps
+        self.max_tokens = max(max_tokens, max_batch_size)
         self.num_flushes = 0
-        self._missed: list[_Missed] = []
+        self._steps: list[Sequence[str]] = []  # the requests of each step
+        self._num_tokens = 0
+        self._hidden = self._next_ids = self._positions = torch.empty(0)
 
     def __len__(self) -> int:
         """Steps in the backlog."""
-        return len(self._missed)
+        return len(self._steps)
 
-    @property
-    def is_full(self) -> bool:
-        """True if the backlog must be worked off now."""
-        return len(self._missed) >= self.max_steps
+    def has_room(self, batch_size: int) -> bool:
+        """False if the backlog must be worked off before a step of `batch_size` requests is added."""
+        return len(self._steps) < self.max_steps and self._num_tokens + batch_size <= self.max_tokens
 
-    def add(self, request_ids: Sequence[str], hidden: Tensor, next_ids: Tensor, positions: Tensor) -> None:
+    def add(
+        self,
+        request_ids: Sequence[str],
+        hidden: Sequence[Tensor],
+        last_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor | None = None,
+    ) -> None:
         """Remember a step in which every request decoded one token.
 
         Args:
-            request_ids: The requests, in the order of the tensors' rows.
-            hidden: The target's hidden states at the step's tokens, (B, layers * H).
-            next_ids: The tokens that followed, (B,).
+            request_ids: The requests, in the order of the tensors' rows; kept as it is.
+            hidden: The target's hidden states at the step's tokens, side by side: each (B, H).
+            last_ids: The tokens that followed, (B,); with `rows` of more requests than these.
             positions: Positions of the step's tokens, (B,).
-
-        The tensors are kept, so they must not be views of buffers that the next step overwrites.
+            rows: Where in `last_ids` each request's token is, (B,); None if they are in order.
         """
-        self._missed.append(_Missed(tuple(request_ids), hidden, next_ids, positions))
+        if not self._hidden.numel():
+            self._allocate(hidden, last_ids, positions)
+        start, end = self._num_tokens, self._num_tokens + len(request_ids)
+        torch.cat(list(hidden), dim=-1, out=self._hidden[start:end])
+        if rows is None:
+            self._next_ids[start:end].copy_(last_ids)
+        else:
+            torch.index_select(last_ids, 0, rows, out=self._next_ids[start:end])
+        self._positions[start:end].copy_(positions)
+        self._steps.append(request_ids)
+        self._num_tokens = end
+
+    def _allocate(self, hidden: Sequence[Tensor], last_ids: Tensor, positions: Tensor) -> None:
+        width = sum(part.shape[1] for part in hidden)
+        self._hidden = hidden[0].new_empty(self.max_tokens, width)
+        self._next_ids = last_ids.new_empty(self.max_tokens)
+        self._positions = positions.new_empty(self.max_tokens)
 
     def clear(self) -> None:
         """Forget everything: the requests are gone or are read again from the start."""
-        self._missed.clear()
+        self._steps, self._num_tokens = [], 0
 
     @torch.inference_mode()
     def flush(self, row_of: Mapping[str, int], slots_of: SlotsOf) -> None:
@@ -79,18 +101,27 @@ class DrafterBacklog:
             row_of: Row of each live request in the block table; others have nothing left to catch up with.
             slots_of: Cache slots for rows (N,) and positions (N,).
         """
-        missed, self._missed = self._missed, []
-        rows = [row_of.get(request_id, -1) for step in missed for request_id in step.request_ids]
+        rows = [row_of.get(request_id, -1) for request_ids in self._steps for request_id in request_ids]
         kept = [index for index, row in enumerate(rows) if row >= 0]
+        inputs = self._hidden, self._next_ids, self._positions
+        self.clear()
         if not kept:
             return
-        device = missed[0].hidden.device
-        picked = torch.tensor(kept, device=device)
-        positions = torch.cat([step.positions for step in missed])[picked]
-        slots = slots_of(torch.tensor([rows[index] for index in kept], device=device), positions)
-        hidden = torch.cat([step.hidden for step in missed])[picked]
-        write_keys(self.model, hidden, torch.cat([step.next_ids for step in missed])[picked], positions, slots)
+        device = self._hidden.device
+        if len(kept) == len(rows):
+            hidden, next_ids, positions = (tensor[: len(rows)] for tensor in inputs)
+        else:
+            picked = _to_device(kept, device)
+            hidden, next_ids, positions = (tensor[picked] for tensor in inputs)
+        slots = slots_of(_to_device([rows[index] for index in kept], device), positions)
+        write_keys(self.model, hidden, next_ids, positions, slots)
         self.num_flushes += 1
+
+
+def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """The values as a tensor, copied without waiting: a wait here empties the pipeline of steps under way."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor) -> None:

@@ -45,6 +45,14 @@ class PolicyObjective(ABC):
         return False
 
     @property
+    def needs_old_logps(self) -> bool:
+        """True if `advantages` reads `batch.old_logps`, which costs a pass of the policy before its first update.
+
+        `loss` always finds them: where an iteration takes a single optimizer step they are its own log-probs.
+        """
+        return False
+
+    @property
     def min_group_size(self) -> int:
         """Fewest responses per prompt for which the advantages mean something."""
         return 1

@@ -63,6 +63,11 @@ class ComposedObjective(PolicyObjective):
         return self.loss_kl is not None or self.reward_kl is not None
 
     @property
+    def needs_old_logps(self) -> bool:
+        """True if a KL in the reward compares them with the reference."""
+        return self.reward_kl is not None
+
+    @property
     def min_group_size(self) -> int:
         """What the advantage needs."""
         return self.advantage.min_group_size
