@@ -1,0 +1,303 @@
+"""What a whole GRPO iteration costs, stage by stage, with speculation and drafter off and on, and under TRL.
+
+    python benchmarks/end_to_end.py --rung 25m --policy POLICY --train TRAIN.jsonl --head HEAD
+    python benchmarks/end_to_end.py --rung 7b --policy POLICY7B --train TRAIN.jsonl --head HEAD7B \
+        --lengths benchmarks/results/end_to_end_25m.json --modes replay --iterations 5 --warmup 1
+
+`--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
+an `adaptive` one, trained along; the same from a `random` one; `trl`, GRPOTrainer with colocated vLLM and no
+speculation. In mode `replay` all arms write responses of the same recorded lengths; the first plain run records them.
+In mode `natural` end tokens decide, over `--seeds`: reward at equal steps and at equal time.
+
+Each run has a process of its own. What is finished is on disk, and `--previous` goes on from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from end_to_end_report import write_report
+from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, write_spec
+from results_file import about, padding_note, save
+
+HERE = Path(__file__).parent
+ASSETS = HERE.parent / "recipes/assets/countdown"
+ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
+WITH_HEAD = ("frozen", "adaptive")
+MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
+
+
+@dataclass
+class Run:
+    """One arm with one seed, and what came of it."""
+
+    arm: str
+    mode: str
+    seed: int
+    setup_seconds: float = 0.0
+    device: str = ""
+    error: str = ""
+    note: str = ""
+    iterations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.arm} {self.mode} seed {self.seed}"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Tells runs apart."""
+        return self.arm, self.mode, self.seed
+
+    @property
+    def seconds(self) -> float:
+        """What its iterations took."""
+        return sum(row["metrics"]["time/iteration"] for row in self.iterations)
+
+
+class Bench:
+    """Runs what was asked for, as long as there is time, and saves after each run."""
+
+    def __init__(self, args: argparse.Namespace, work: Work, runs: Sequence[Run]) -> None:
+        self.args, self.work, self.replayed = args, work, work
+        self.runs = list(runs)
+        self._end = time.perf_counter() + args.seconds
+        self._began = time.perf_counter()
+        self._lock = threading.Lock()
+        self._devices: queue.Queue[int] = queue.Queue()
+        for device in range(args.gpus):
+            self._devices.put(device)
+
+    def run_all(self, runs: Sequence[Run]) -> None:
+        """Do these runs, `--gpus` at a time."""
+        wanted = [run for run in runs if run.key not in {old.key for old in self.runs}]
+        with ThreadPoolExecutor(self.args.gpus) as pool:
+            list(pool.map(self._run, wanted))
+
+    def _run(self, run: Run) -> None:
+        if not self._has_time():
+            self._say(f"{run.name}: no time left")
+            return
+        device = self._devices.get()
+        try:
+            self._follow(run, device)
+            if run.arm == "trl" and run.error and not run.iterations and self._has_time():
+                run.note, run.error = f"with vLLM's V1 model runner; with V2 it did not start ({run.error})", ""
+                self._follow(run, device, VLLM_USE_V2_MODEL_RUNNER="0")
+        finally:
+            self._devices.put(device)
+        with self._lock:
+            if run.iterations or run.error:
+                self.runs.append(run)
+            self.save()
+
+    def _has_time(self) -> bool:
+        """True if a run like those before would get two iterations to measure."""
+        count = self.args.warmup + 2
+        known = [run.setup_seconds + count * run.seconds / len(run.iterations) for run in self.runs if run.iterations]
+        return time.perf_counter() + max(known, default=0.0) + MARGIN < self._end
+
+    def _follow(self, run: Run, device: int, **environment: str) -> None:
+        """Start the process of a run and listen to it."""
+        seconds = self._end - time.perf_counter() - MARGIN
+        self._say(f"{run.name}: starting, {seconds:.0f} s left")
+        work = replace(self.replayed if run.mode == "replay" else self.work, seed=run.seed)
+        choices: dict[str, Any] = {"until": time.time() + seconds}
+        if run.arm != "trl":
+            keep = run.arm == "plain" and run.mode == "natural" and run.seed == self.args.seeds[0]
+            choices |= {"arm": run.arm, "head": self.args.head, "keep_lengths": keep}
+            choices["draft_sampling"] = self.args.draft_sampling
+        script = HERE / ("trl_peer.py" if run.arm == "trl" else "end_to_end_arm.py")
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**self._environment(device), **environment},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(write_spec(work, **choices))
+        process.stdin.close()
+        killer = threading.Timer(seconds + MARGIN, process.kill)
+        killer.start()
+        finished, tail = False, deque[str](maxlen=40)
+        for line in process.stdout:
+            kind, _, content = line.rstrip().partition(" ")
+            if kind in (STARTED, ITERATION, FINISHED):
+                finished |= kind == FINISHED
+                self._take(run, kind, json.loads(content))
+            elif line.strip():
+                tail.append(line.rstrip())
+        status = process.wait()
+        killer.cancel()
+        if not finished:
+            run.error = f"exit status {status} after {len(run.iterations)} iterations"
+            self._say(f"{run.name}: {run.error}\n  " + "\n  ".join(tail))
+
+    def _take(self, run: Run, kind: str, content: dict[str, Any]) -> None:
+        if kind == STARTED:
+            run.setup_seconds, run.device = content["setup_seconds"], content["device"]
+            self._say(f"{run.name}: ready after {run.setup_seconds:.0f} s on {run.device}")
+        elif kind == ITERATION:
+            run.iterations.append(content)
+            stages = {name[5:]: value for name, value in content["metrics"].items() if name.startswith("time/")}
+            total = stages.pop("iteration")
+            parts = ", ".join(f"{name} {value:.2f}" for name, value in stages.items() if value >= 0.005)
+            self._say(f"{run.name}: iteration {content['iteration']} {total:.2f} s ({parts})")
+
+    def _environment(self, device: int) -> dict[str, str]:
+        mine = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.args.gpus)))).split(",")
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment["CUDA_VISIBLE_DEVICES"] = mine[device]  # one each: with more in sight TRL refuses to start
+        return environment
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", flush=True)
+
+    def save(self) -> None:
+        """Write everything known so far."""
+        args, work = self.args, self.work
+        notes = [args.note] if args.note else []
+        if work.is_tiny:
+            notes.append("A tiny policy on a CPU: shows that it works, not how fast.")
+        notes += filter(None, [padding_note(work.policy)])
+        if args.gpus > 1:
+            notes.append(f"{args.gpus} runs at a time, one per GPU.")
+        record = {**about(args.name, " ".join(notes), args.seeds[0]), "warmup": args.warmup}
+        results = {**record, "work": settings_of(work), "runs": [vars(run) for run in self.runs]}
+        out = Path(args.out)
+        save(out / f"end_to_end_{args.name}.json", results)
+        write_report(results, out)
+
+
+def recorded_lengths(runs: Sequence[Run]) -> list[list[int]] | None:
+    """Lengths of the plain natural run, by iteration and request; None if there is none."""
+    for run in runs:
+        lengths = [row["lengths"] for row in run.iterations if "lengths" in row]
+        if run.arm == "plain" and run.mode == "natural" and lengths:
+            return lengths
+    return None
+
+
+def plan(args: argparse.Namespace, *, has_lengths: bool) -> list[list[Run]]:
+    """The runs in phases, the most wanted first; those of a phase may run at the same time.
+
+    Args:
+        args: The command line's.
+        has_lengths: Whether there are lengths to replay, or the first plain run is to record them.
+    """
+    first = args.seeds[0]
+    natural = [Run(arm, "natural", seed) for seed in args.seeds for arm in args.natural_arms]
+    replays = [Run(arm, "replay", first) for arm in args.arms]
+    phases: list[list[Run]] = [[], []]
+    if "replay" in args.modes:
+        phases[1] += replays
+        if not has_lengths:
+            phases[0].append(Run("plain", "natural", first))
+    if "natural" in args.modes:
+        phases[0 if args.gpus > 1 else 1] += [run for run in natural if run.key not in {r.key for r in phases[0]}]
+    return phases
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rung", choices=list(RUNGS), default="25m", help="settings that the others below change")
+    parser.add_argument("--name", help="of the result files; the rung by default")
+    parser.add_argument("--policy", default=str(ASSETS / "policy"), help="directory of the policy")
+    parser.add_argument("--train", default=str(ASSETS / "train.jsonl"), help="file of prompts to train on")
+    parser.add_argument("--head", help="directory of an EAGLE-3 head, for the arms that need one")
+    parser.add_argument("--draft-sampling", choices=["greedy", "probabilistic"], default="greedy")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="arms of mode replay")
+    parser.add_argument("--natural-arms", nargs="+", choices=ARMS, help="arms of mode natural")
+    parser.add_argument("--modes", nargs="+", choices=["replay", "natural"], default=["replay", "natural"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="mode replay takes the first")
+    parser.add_argument("--iterations", type=int, default=12, help="of each run of mode replay, warm-up included")
+    parser.add_argument("--natural-iterations", type=int, help="of each run of mode natural; as many by default")
+    parser.add_argument("--warmup", type=int, default=2, help="first iterations of a run that no number counts")
+    parser.add_argument("--prompts", type=int, help="prompts of an iteration")
+    parser.add_argument("--group-size", type=int, help="responses to each prompt")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences in a forward and backward pass")
+    parser.add_argument("--max-tokens", type=int, help="longest response")
+    parser.add_argument("--lr", type=float, help="learning rate")
+    parser.add_argument("--lengths", help="results of another rung whose recorded lengths are replayed")
+    parser.add_argument("--previous", help="results of this rung to go on from; runs that are in it are not repeated")
+    parser.add_argument("--gpus", type=int, default=1, help="runs at a time, each on a GPU of its own")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time for everything; runs are cut to fit")
+    parser.add_argument("--note", default="", help="said below the title, for instance that the model is padded")
+    parser.add_argument("--out", default=os.environ.get("OUT", str(HERE / "results")), help="directory of the results")
+    parser.add_argument("--tiny", action="store_true", help="--rung tiny: seconds on a CPU")
+    args = parser.parse_args()
+    if args.tiny:
+        args.rung = "tiny"
+    args.name = args.name or args.rung
+    without_head = [arm for arm in ARMS if args.head or arm not in WITH_HEAD]
+    args.arms = args.arms or without_head
+    args.natural_arms = args.natural_arms or ["plain", "adaptive" if args.head else "siblings"]
+    if needing := [arm for arm in (*args.arms, *args.natural_arms) if arm in WITH_HEAD and not args.head]:
+        parser.error(f"the arms {needing} need `--head`")
+    return args
+
+
+def read_runs(path: str | None, work: Work | None = None) -> list[Run]:
+    """The runs in a file of results; none without a file. Runs that failed are left out, to be tried again.
+
+    Raises:
+        ValueError: They did other work than `work`; where files lie and how many iterations there are may differ.
+    """
+    if path is None:
+        return []
+    results = json.loads(Path(path).read_text())
+    for name, value in {} if work is None else settings_of(work).items():
+        if name not in ("policy", "train", "iterations") and results["work"].get(name) != value:
+            raise ValueError(
+                f"`--previous` {path} was measured with `{name}` {results['work'].get(name)}, this run has {value}; "
+                "give this one a `--name` of its own."
+            )
+    return [run for run in (Run(**found) for found in results["runs"]) if not run.error]
+
+
+def settings_of(work: Work) -> dict[str, Any]:
+    """What all runs share."""
+    return {name: value for name, value in vars(work).items() if name not in ("lengths", "seed")}
+
+
+def main() -> None:
+    """Run everything that fits into the time."""
+    args = parse()
+    given = ("prompts", "group_size", "micro_batch_size", "max_tokens", "lr")
+    chosen = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
+    settings = {**RUNGS[args.rung], **chosen, "iterations": args.natural_iterations or args.iterations}
+    work = Work(policy=args.policy, train=args.train, **settings).fitted()
+    bench = Bench(args, work, read_runs(args.previous, work))
+    lengths = recorded_lengths(read_runs(args.lengths) if args.lengths else bench.runs)
+    first, second = plan(args, has_lengths=lengths is not None)
+    bench.run_all(first)
+    if any(run.mode == "replay" for run in second):
+        lengths = lengths or recorded_lengths(bench.runs)
+        if lengths is None:
+            raise SystemExit("There are no lengths to replay: the plain run that records them failed, see above.")
+        bench.replayed = replace(work, lengths=lengths, iterations=args.iterations).fitted()
+    bench.run_all(second)
+    bench.save()
+    print((Path(args.out) / f"end_to_end_{args.name}.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

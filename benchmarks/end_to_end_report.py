@@ -1,0 +1,245 @@
+"""The results of `end_to_end.py` as tables, curves and a picture. Pure but for the files it writes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from end_to_end_work import STAGES
+from results_file import heading, table
+
+Rows = list[dict[str, Any]]
+
+WORKING = ("rollout", "logprobs", "update", "drafter")
+COLORS = {
+    "rollout": "#0072b2",
+    "logprobs": "#56b4e9",
+    "update": "#009e73",
+    "drafter": "#e69f00",
+    "sync": "#d55e00",
+    "reward": "#cc79a7",
+    "idle": "#999999",
+    "other": "#000000",
+}
+LAST = 5  # iterations that a reward at the end is averaged over
+
+
+def timed(run: dict[str, Any], warmup: int) -> Rows:
+    """The iterations of a run that count."""
+    return [row for row in run["iterations"] if row["iteration"] > warmup]
+
+
+def values(rows: Rows, name: str) -> list[float]:
+    """One metric of each iteration that has it."""
+    return [row["metrics"][name] for row in rows if row["metrics"].get(name) is not None]
+
+
+def seconds(rows: Rows, stage: str) -> list[float]:
+    """Seconds of a stage in each iteration, 0 where it did not occur."""
+    return [row["metrics"].get(f"time/{stage}", 0.0) for row in rows]
+
+
+def spread(numbers: Sequence[float], digits: int = 2) -> str:
+    """Median and quartiles."""
+    middle = statistics.median(numbers)
+    if len(numbers) < 3:
+        return f"{middle:.{digits}f}"
+    low, _, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def overheads(rows: Rows) -> list[float]:
+    """Share of each iteration outside rollout, log-probs, update and the drafter's training."""
+    return [
+        1 - sum(row["metrics"].get(f"time/{stage}", 0.0) for stage in WORKING) / row["metrics"]["time/iteration"]
+        for row in rows
+    ]
+
+
+def speedup(base: Rows, rows: Rows, stage: str) -> float | None:
+    """How much faster `rows` spent `stage` than `base` over the iterations that both timed, whose lengths are equal."""
+    common = {row["iteration"] for row in base} & {row["iteration"] for row in rows}
+    before, after = (sum(seconds([r for r in x if r["iteration"] in common], stage)) for x in (base, rows))
+    return before / after if common and after else None
+
+
+def stage_table(runs: list[dict[str, Any]], warmup: int, *, is_paired: bool) -> list[str]:
+    """Stages by arm; with `is_paired`, arms did the same work and are compared with the plain one."""
+    rows_of = {run["arm"]: timed(run, warmup) for run in runs if timed(run, warmup)}
+    base = rows_of.get("plain", []) if is_paired else []
+    present = [s for s in STAGES if any(any(seconds(rows, s)) for rows in rows_of.values())]
+    lines: list[list[Any]] = []
+    for arm, rows in rows_of.items():
+        gains = [speedup(base, rows, stage) for stage in ("iteration", "rollout")]
+        tau = values(rows, "speculation/acceptance_length")
+        kl = values(rows, "mismatch/kl")
+        lines.append(
+            [
+                arm,
+                len(rows),
+                spread(seconds(rows, "iteration")),
+                *(None if gain is None else f"**{gain:.2f}**" for gain in gains),
+                *(spread(seconds(rows, stage), 3 if stage in ("sync", "reward", "other") else 2) for stage in present),
+                f"{statistics.median(overheads(rows)):.1%}",
+                f"{statistics.median(values(rows, 'rollout/tokens_per_s')):,.0f}",
+                f"{statistics.median(tau):.2f}" if tau else None,
+                f"{statistics.median(kl):.1e}" if kl else None,
+            ]
+        )
+    header = ["arm", "iterations", "iteration s", "speedup", "of the rollout", *(f"{stage} s" for stage in present)]
+    return table([*header, "overhead", "rollout tok/s", "acceptance length", "trainer/engine KL"], lines)
+
+
+def memory_table(runs: list[dict[str, Any]]) -> list[str]:
+    """Peak memory by stage and arm, GiB used on the device / allocated by torch."""
+    peaks: dict[str, dict[str, tuple[float, float]]] = {}
+    for run in runs:
+        for row in run["iterations"]:
+            for stage, found in row["memory"].items():
+                stages = peaks.setdefault(run["arm"], {})
+                used, allocated = stages.get(stage, (0.0, 0.0))
+                stages[stage] = max(used, found["used"]), max(allocated, found["allocated"])
+    if not peaks:
+        return []
+    present = [stage for stage in STAGES if any(stage in stages for stages in peaks.values())]
+    lines = [
+        [arm, *(f"{stages[s][0]:.1f} / {stages[s][1]:.1f}" if s in stages else None for s in present)]
+        for arm, stages in peaks.items()
+    ]
+    lead = (
+        "GiB in use on the device at the worst moment of each stage / allocated by torch, which counts a sleeping "
+        "engine's unmapped memory too. Caches of the allocator belong to the first number."
+    )
+    return ["## Peak memory by stage", "", lead, "", *table(["arm", *present], lines)]
+
+
+def curve(run: dict[str, Any]) -> list[tuple[int, float, float]]:
+    """(iteration, seconds since training began, mean reward) of a run, warm-up included."""
+    points, clock = [], 0.0
+    for row in run["iterations"]:
+        clock += row["metrics"]["time/iteration"]
+        points.append((row["iteration"], clock, row["metrics"]["reward/mean"]))
+    return points
+
+
+def reward_table(runs: list[dict[str, Any]]) -> list[str]:
+    """Rewards of the natural runs at equal steps and at equal time."""
+    curves = [(run["arm"], curve(run)) for run in runs if run["iterations"]]
+    if not curves:
+        return []
+    num_steps = min(len(points) for _, points in curves)
+    time_limit = min(points[-1][1] for _, points in curves)
+    lines: list[list[Any]] = []
+    for arm in dict.fromkeys(arm for arm, _ in curves):
+        mine = [points for name, points in curves if name == arm]
+        lengths = [points[-1][1] / len(points) for points in mine]
+        at_steps = [_end_reward(points[:num_steps]) for points in mine]
+        at_time = [_end_reward([point for point in points if point[1] <= time_limit]) for points in mine]
+        start = [_mean(points[:1]) for points in mine]
+        row: list[Any] = [arm, len(mine), f"{statistics.mean(lengths):.2f}"]
+        lines.append([*row, *(_mean_and_deviation(x) for x in (start, at_steps, at_time))])
+    header = ["arm", "seeds", "s per iteration", "reward, first iteration"]
+    header += [f"after {num_steps} iterations", f"after {time_limit:.0f} s"]
+    lead = f"Mean reward of the last {LAST} iterations by then, mean and standard deviation over seeds."
+    return ["## Natural lengths: reward at equal steps and at equal time", "", lead, "", *table(header, lines)]
+
+
+def _mean(points: Sequence[tuple[int, float, float]]) -> float:
+    return statistics.mean(point[2] for point in points) if points else float("nan")
+
+
+def _end_reward(points: Sequence[tuple[int, float, float]]) -> float:
+    return _mean(points[-LAST:])
+
+
+def _mean_and_deviation(numbers: Sequence[float]) -> str | None:
+    if any(number != number for number in numbers):  # a run had not finished one by then
+        return None
+    deviation = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.3f}{deviation}"
+
+
+def report(results: dict[str, Any]) -> str:
+    """Everything as Markdown."""
+    runs, warmup, work = results["runs"], results["warmup"], results["work"]
+    replayed = [run for run in runs if run["mode"] == "replay"]
+    natural = [run for run in runs if run["mode"] == "natural"]
+    lines = heading("End to end", results)
+    lines += [
+        f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "
+        f"optimizer step of micro-batches of {work['micro_batch_size']}, "
+        f"{'LoRA of rank ' + str(work['lora_rank']) if work['lora_rank'] else 'all weights trained'}. Medians and "
+        f"quartiles over iterations after the first {warmup}. Overhead is what is neither rollout, log-probs, update "
+        "nor the drafter's training. Sync counts the engine's sleep and wake.",
+        "",
+    ]
+    if any(timed(run, warmup) for run in replayed):
+        lead = "Every arm writes responses of the same recorded lengths; speedups over the plain engine are paired."
+        lines += ["## Replayed lengths: seconds by stage", "", lead, "", *stage_table(replayed, warmup, is_paired=True)]
+    if any(timed(run, warmup) for run in natural):
+        first = [run for run in natural if run["seed"] == results["seed"]]
+        lines += [f"## Natural lengths, seed {results['seed']}: seconds by stage", ""]
+        lines += stage_table(first, warmup, is_paired=False)
+    lines += reward_table([run for run in natural if not run["error"]])
+    lines += memory_table(replayed or natural)
+    starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
+    lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []
+    for run in runs:
+        if run["note"]:
+            lines += [f"{run['arm']} {run['mode']} seed {run['seed']} ran {run['note']}.", ""]
+        if run["error"]:
+            lines += [f"Incomplete: {run['arm']} {run['mode']} seed {run['seed']}, {run['error']}.", ""]
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Stages as stacked bars; reward over iterations and over time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"End to end: {results['rung']}", fontweight="bold")
+    bars, steps, times = figure.subplots(1, 3)
+    runs = [run for run in results["runs"] if run["mode"] == "replay" and timed(run, results["warmup"])]
+    left = [0.0] * len(runs)
+    for stage in (*WORKING, *(stage for stage in STAGES if stage not in WORKING)):
+        widths = [statistics.median(seconds(timed(run, results["warmup"]), stage)) for run in runs]
+        if any(widths):
+            bars.barh([run["arm"] for run in runs], widths, left=left, color=COLORS[stage], label=stage)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    bars.set(title="Median seconds by stage, replayed lengths", xlabel="seconds per iteration")
+    if runs:
+        bars.invert_yaxis()
+        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower left", ncols=8, fontsize=8, frameon=False)
+    natural = [run for run in results["runs"] if run["mode"] == "natural" and run["iterations"]]
+    arms = list(dict.fromkeys(run["arm"] for run in natural))
+    for run in natural:
+        points, color = curve(run), list(COLORS.values())[arms.index(run["arm"])]
+        label = run["arm"] if run is next(other for other in natural if other["arm"] == run["arm"]) else None
+        for panel, axis in ((steps, 0), (times, 1)):
+            xs, ys = [point[axis] for point in points], [point[2] for point in points]
+            panel.plot(xs, ys, color=color, label=label, linewidth=1.3, alpha=0.8)
+    steps.set(title="Reward at equal steps, natural lengths", xlabel="iteration", ylabel="mean reward")
+    times.set(title="Reward at equal time, natural lengths", xlabel="seconds of training")
+    steps.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for panel in (bars, steps, times):
+        panel.spines[["top", "right"]].set_visible(False)
+    if natural:
+        steps.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def write_report(results: dict[str, Any], out: Path) -> None:
+    """Write the tables, the picture and the curves beside the JSON file."""
+    stem = f"end_to_end_{results['rung']}"
+    (out / f"{stem}.md").write_text(report(results) + "\n")
+    rows = ["arm,mode,seed,iteration,seconds,reward"]
+    for run in results["runs"]:
+        key = f"{run['arm']},{run['mode']},{run['seed']}"
+        rows += [f"{key},{iteration},{clock:.3f},{reward:.4f}" for iteration, clock, reward in curve(run)]
+    (out / f"{stem}.csv").write_text("\n".join(rows) + "\n")
+    draw(results, out / f"{stem}.png")

