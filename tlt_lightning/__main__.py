@@ -1,4 +1,4 @@
-"""`python -m tlt_lightning fit|validate|predict -c recipe.yaml` and `python -m tlt_lightning export`."""
+"""`python -m tlt_lightning fit|validate|predict -c recipe.yaml`, `... drafter fit -c recipe.yaml` and `... export`."""
 
 from tlt_lightning.cli import main
 

@@ -1,4 +1,4 @@
-"""The command line: LightningCLI over RLModule and RolloutDataModule, and the export of a checkpoint."""
+"""The command line: LightningCLI over RLModule and RolloutDataModule, the same for drafters, and the export."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 
 from jsonargparse import set_parsing_settings
+from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 
@@ -21,8 +22,10 @@ def main() -> None:
         from tlt_lightning.export import export_policy
 
         auto_cli(export_policy, args=sys.argv[2:], as_positional=False)
-        return
-    run_cli()
+    elif sys.argv[1:2] == ["drafter"]:
+        run_drafter_cli(sys.argv[2:])
+    else:
+        run_cli()
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -37,11 +40,25 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
     from tlt_lightning.data.module import RolloutDataModule
     from tlt_lightning.module import RLModule
 
+    return _run(RLModule, RolloutDataModule, args, run)
+
+
+def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
+    """The same for DrafterModule and DrafterDataModule: what follows `drafter` on the command line."""
+    from tlt_lightning.drafter.data import DrafterDataModule
+    from tlt_lightning.drafter.module import DrafterModule
+
+    return _run(DrafterModule, DrafterDataModule, args, run)
+
+
+def _run(
+    module: type[LightningModule], data: type[LightningDataModule], args: list[str] | None, run: bool
+) -> LightningCLI:
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     return LightningCLI(
-        RLModule,
-        RolloutDataModule,
+        module,
+        data,
         args=args,
         parser_kwargs={"parser_mode": "omegaconf+"},
         run=run,

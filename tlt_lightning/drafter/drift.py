@@ -1,0 +1,59 @@
+"""How far the policy has moved: what a drafter has to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.drafter.buffer import choose_rows
+
+_MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
+
+
+class PolicyDrift:
+    """KL divergence of the policy from what it was when it was first seen, on a few answers that it wrote then.
+
+    Nothing else in a run without a reference model says how far the policy has moved.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[RolloutBatch] = []
+        self._logps: list[Tensor] = []
+
+    @torch.no_grad()
+    def measure(self, batch: RolloutBatch, score: Callable[[RolloutBatch], Tensor]) -> float:
+        """The mean over tokens in nats, never negative; 0 in the first call.
+
+        Args:
+            batch: Of this iteration; the first call takes its answers from it.
+            score: Log-probs of the response tokens of a batch under the policy of now, (B, T).
+        """
+        if not self._answers:
+            lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+            rows = choose_rows(lengths, _MAX_TOKENS, torch.Generator().manual_seed(0))
+            rows = rows or [lengths.index(min(lengths))]
+            self._answers = [batch.select([row]) for row in rows]
+            self._logps = [score(answer).float().cpu() for answer in self._answers]
+        now = [score(answer).float().cpu() for answer in self._answers]
+        masks = [answer.response_mask.bool() for answer in self._answers]
+        moved = [(logps - before)[mask] for logps, before, mask in zip(now, self._logps, masks, strict=True)]
+        ratios = torch.cat(moved)
+        return (ratios.exp() - 1 - ratios).mean().item()  # the K3 estimate
+
+    def state_dict(self) -> dict[str, Any]:
+        """The answers and what the policy thought of them, as tensors and primitives."""
+        answers = [
+            {item.name: value for item in fields(answer) if (value := getattr(answer, item.name)) is not None}
+            for answer in self._answers
+        ]
+        return {"answers": answers, "logps": self._logps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on measuring from where the saved run began."""
+        self._answers = [RolloutBatch(**values) for values in state_dict["answers"]]
+        self._logps = list(state_dict["logps"])

@@ -1,0 +1,90 @@
+"""A head as a directory that vLLM serves as it is, with what is known about it in a README."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tlt_lightning.drafter.quality import DraftQuality
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+log = logging.getLogger(__name__)
+
+_README = """# Draft head for {target}
+
+An EAGLE-3 head: it drafts tokens that `{target}` then verifies, which changes its speed and nothing else.
+
+    vllm serve {target} --speculative-config \\
+      '{{"method": "eagle3", "model": "<this directory>", "num_speculative_tokens": {num_draft_tokens}}}'
+
+It reads layers {layer_ids}, drafts {vocabulary}, and shares the embedding{head} of its target, which vLLM fills in.
+
+## Measured acceptance
+
+{acceptance}
+"""
+
+_TABLE = """On {num_steps} engine steps of held-out text of its target, retraced with greedy drafts:
+**{length:.2f} tokens per step** with {num_draft_tokens} drafted (1 without drafting, {best} at best).
+
+| drafted token | accepted, with all before it | likeliest token agrees | among the three likeliest |
+|---|---|---|---|
+{rows}
+"""
+
+
+def write_head(
+    head: Eagle3DraftModel, tensors: Iterable[tuple[str, Tensor]], path: str | Path, quality: DraftQuality | None
+) -> Path:
+    """Write the head's configuration, `tensors`, vocabulary maps and README to the directory `path`.
+
+    The target's embedding, and its output head where the head drafts its whole vocabulary, are left out: vLLM then
+    shares the target's own, however far that has been trained. Weights are written in the target's type.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = head.embed_tokens.weight.dtype
+    saved = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in tensors}
+    if head.d2t is not None and head.t2d is not None:
+        saved |= {"d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()}
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    head.config.dtype = dtype
+    head.config.architectures = [type(head).__name__]
+    head.config.save_pretrained(folder)
+    (folder / "README.md").write_text(_readme(head, quality))
+    log.info("Wrote the drafter to %s", folder)
+    return folder
+
+
+def _readme(head: Eagle3DraftModel, quality: DraftQuality | None) -> str:
+    settings: Any = head.config.speculators_config
+    whole = head.d2t is None
+    size = head.config.draft_vocab_size
+    return _README.format(
+        target=settings.verifier.name_or_path,
+        num_draft_tokens=settings.proposal_methods[0].speculative_tokens,
+        layer_ids=", ".join(map(str, head.config.eagle_aux_hidden_state_layer_ids)),
+        vocabulary="its whole vocabulary" if whole else f"{size} of its {head.verifier_vocab_size} tokens",
+        head=" and output head" if whole else "",
+        acceptance="Not measured." if quality is None else _table(quality),
+    )
+
+
+def _table(quality: DraftQuality) -> str:
+    columns = zip(quality.accepted, quality.top1, quality.top3, strict=True)
+    rows = [f"| {k} | {a:.1%} | {top1:.1%} | {top3:.1%} |" for k, (a, top1, top3) in enumerate(columns, start=1)]
+    return _TABLE.format(
+        num_steps=quality.num_steps,
+        length=quality.acceptance_length,
+        num_draft_tokens=len(quality.accepted),
+        best=len(quality.accepted) + 1,
+        rows="\n".join(rows),
+    )

@@ -1,0 +1,253 @@
+"""The head itself, a model of `speculators`: built at random or loaded, and tied to its target's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
+from tlt_lightning.drafter.unroll import attend_in_documents
+from tlt_lightning.engine.vllm_head import check_head, default_layer_ids, read_head
+from tlt_lightning.engine.vllm_head_update import canonical_name
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from transformers import PretrainedConfig
+
+_TARGETS_OWN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
+_ATTENTION = "tlt_documents"
+_UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
+_OWN_OUTPUT = 0.5  # relative distance: a policy's rows move by far less in any training, a head of its own is elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """What fixes the shape of a head.
+
+    Args:
+        target: Path or hub name of the target.
+        layer_ids: Layers of the target that it reads.
+        draft_vocab_size: Tokens it can draft.
+        num_draft_tokens: Tokens it drafts unless the engine is told otherwise.
+    """
+
+    target: str
+    layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+    num_draft_tokens: int
+
+
+def choose_settings(
+    target: str,
+    config: PretrainedConfig,
+    head: str | None,
+    layer_ids: tuple[int, ...] | None,
+    draft_vocab_size: int | None,
+    num_draft_tokens: int,
+) -> HeadSettings:
+    """The settings of the head saved at `head`, or of a new one, from what the user asked for.
+
+    Args:
+        target: Path or hub name of the target.
+        config: Its configuration.
+        head: Directory of a head to go on from; None for a new one.
+        layer_ids: As in `HeadSettings`; None leaves the choice.
+        draft_vocab_size: Likewise.
+        num_draft_tokens: Likewise.
+
+    Raises:
+        ValueError: They do not fit the target, or the saved head.
+    """
+    num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
+    if num_draft_tokens < 1:
+        raise ValueError(f"`num_draft_tokens` must be at least 1, got {num_draft_tokens}.")
+    if draft_vocab_size is not None and not 1 <= draft_vocab_size <= vocab_size:
+        raise ValueError(
+            f"`draft_vocab_size` must be between 1 and the target's {vocab_size} tokens, got {draft_vocab_size}."
+        )
+    if head is None:
+        layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
+        draft_vocab_size = draft_vocab_size or vocab_size
+    else:
+        layer_ids, draft_vocab_size = _saved_shape(head, target, num_layers, layer_ids, draft_vocab_size)
+    if not is_valid(layer_ids, num_layers):
+        raise ValueError(
+            f"`layer_ids` must be three of 0 to {num_layers}, the target's layers, ascending; got {layer_ids}."
+        )
+    return HeadSettings(target, layer_ids, draft_vocab_size, num_draft_tokens)
+
+
+def _saved_shape(
+    head: str, target: str, num_layers: int, layer_ids: tuple[int, ...] | None, draft_vocab_size: int | None
+) -> tuple[tuple[int, ...], int]:
+    shape = read_head(head)
+    check_head(shape, target)
+    its_layers = shape.layer_ids or default_layer_ids(num_layers)
+    asked = {"layer_ids": layer_ids and tuple(layer_ids), "draft_vocab_size": draft_vocab_size}
+    for name, its in (("layer_ids", its_layers), ("draft_vocab_size", shape.draft_vocab_size)):
+        if asked[name] not in (None, its):
+            raise ValueError(f"`{name}` is {asked[name]}, but `head` was made with {its}; leave it out.")
+    return its_layers, shape.draft_vocab_size
+
+
+def build_head(settings: HeadSettings, config: PretrainedConfig, seed: int) -> Eagle3DraftModel:
+    """A head with random float32 weights, the same for each rank; its target's parts are empty."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _empty_head(settings, _layer_config(config), norm_before_residual=False)
+
+
+def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
+    """The head saved at `path`, in vLLM's format or that of `speculators`, in float32.
+
+    Raises:
+        ValueError: It is a head of a kind that is not trained here, or lacks weights.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    config = json.loads((Path(path) / "config.json").read_text())
+    if found := [name for name in _UNSUPPORTED if config.get(name)]:
+        raise ValueError(f"`head` {path!r} was made with {', '.join(found)}, which is not supported here.")
+    layer = dict(config.get("transformer_layer_config") or config)
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise ValueError(f"`head` {path!r} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
+    layer_config = AutoConfig.for_model(layer.pop("model_type"), **layer)
+    head = _empty_head(settings, layer_config, norm_before_residual=bool(config.get("norm_before_residual")))
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        tensors.update({canonical_name(name): tensor for name, tensor in load_file(file).items()})
+    # The embedding is the target's; the output head is filled in from the target where it is not in the file.
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(("embed_tokens.", "verifier_"))}
+    if head.use_draft_vocab and "t2d" not in own:
+        own["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool)
+        own["t2d"][drafted_tokens(own["d2t"])] = True
+    result = head.load_state_dict(own, strict=False)
+    missing = [name for name in result.missing_keys if not name.startswith(_TARGETS_OWN)]
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"`head` {path!r} does not hold the weights its config.json speaks of: missing {missing}, unknown "
+            f"{result.unexpected_keys}."
+        )
+    return head
+
+
+def find_head(head: str) -> str:
+    """The directory of the head at path or hub name `head`; raises ValueError if it is neither."""
+    if Path(head).is_dir():
+        return head
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(head, allow_patterns=["*.json", "*.safetensors"])
+    except (OSError, ValueError) as error:  # no such name, no network, or not the form of a name
+        raise ValueError(
+            f"`head` {head!r} is neither a directory nor a head on the hub ({type(error).__name__}). Leave it out to "
+            "start from random weights."
+        ) from error
+
+
+def _layer_config(target: PretrainedConfig) -> Any:
+    """A Llama layer of the target's widths and positions: it drafts for every family, and vLLM runs it for all."""
+    from transformers import LlamaConfig
+
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=head_dim,
+        hidden_act=target.hidden_act,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=dict(target.rope_parameters),
+        tie_word_embeddings=False,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+    )
+
+
+def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual: bool) -> Eagle3DraftModel:
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_ATTENTION, attend_in_documents)
+    layer_config._attn_implementation = _ATTENTION
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config,
+        draft_vocab_size=settings.draft_vocab_size,
+        norm_before_residual=norm_before_residual,
+        eagle_aux_hidden_state_layer_ids=list(settings.layer_ids),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=settings.num_draft_tokens)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig.from_pretrained(settings.target),
+        ),
+    )
+    return Eagle3DraftModel(config)
+
+
+def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor) -> None:
+    """Let the head draft the tokens with the highest `counts` (V,)."""
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+    seen = {token: int(count) for token, count in enumerate(counts.tolist()) if count}
+    d2t, t2d = build_vocab_mappings_from_distribution(seen, head.draft_vocab_size, len(counts))
+    head.load_vocab_mappings(t2d, d2t)
+
+
+def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
+    """Give the head its target's frozen tensors, in the type they come in, shared where the target shares them.
+
+    Returns:
+        True if the head drafts with the target's own output head, or rows of it; False if it was loaded with one of
+        its own, which is kept as it is.
+    """
+    rows = weights.output if head.d2t is None else weights.output[drafted_tokens(head.d2t)]
+    loaded = head.lm_head.weight.detach()
+    distance = (loaded - rows).norm() / rows.norm()  # not a number if none was loaded
+    follows = not bool(distance > _OWN_OUTPUT)
+    head.embed_tokens.weight = _frozen(weights.embedding)
+    head.verifier_norm.weight = _frozen(weights.norm)
+    tied = rows.data_ptr() == weights.embedding.data_ptr()
+    head.verifier_lm_head.weight = head.embed_tokens.weight if tied else _frozen(rows)
+    head.lm_head.weight = head.verifier_lm_head.weight if follows else _frozen(loaded.to(rows.dtype))
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(not name.startswith(_TARGETS_OWN))
+    return follows
+
+
+@torch.no_grad()
+def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
+    """Copy the target's current tensors into those the head was given."""
+    rows = weights.output if head.d2t is None else weights.output[drafted_tokens(head.d2t)]
+    head.embed_tokens.weight.copy_(weights.embedding)
+    head.verifier_norm.weight.copy_(weights.norm)
+    if head.verifier_lm_head.weight is not head.embed_tokens.weight:
+        head.verifier_lm_head.weight.copy_(rows)
+
+
+def drafted_tokens(d2t: Tensor) -> Tensor:
+    """The target's tokens that a head of a reduced vocabulary drafts; `d2t` holds their distances to its own."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def trainable(head: Eagle3DraftModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, under the names that checkpoints and engines use."""
+    return ((name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)

@@ -1,0 +1,139 @@
+"""Sequences of any length in packs of one constant length: nothing is padded but the last pack's end.
+
+A pack holds *entries*. Entry `i` of a sequence is what the head reads in one step of drafting and what it should draft
+then: token `i + 1`, the target's states at `i`, and as the target the distribution that follows token `i + 1`. A
+sequence of `n` tokens has `n - 2` entries: the last token is only ever drafted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.drafter.sequence import DraftSequence
+
+PADDING = -1
+_LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled with the torn-off end of a sequence
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Entries of several sequences behind each other; attention never crosses from one `document_ids` to another.
+
+    Args:
+        input_ids: Token `i + 1` of each entry. (1, T), int64
+        next_ids: Token `i + 2`, the one to draft. (1, T), int64
+        states: The target's states at `i`, of the drafter's layers. (1, T, 3 * H)
+        last_states: Input of the target's final norm at `i + 1`, where `next_ids` is predicted. (1, T, H)
+        document_ids: Number of the sequence (or of the piece of one) within the pack, -1 for padding. (1, T), int64
+        position_ids: `i`, the position that the engine gives this entry. (1, T), int64
+        loss_mask: True where token `i + 1` was written by the policy, so that drafting really happens. (1, T), bool
+        lengths: Entries of each document, in their order.
+    """
+
+    input_ids: Tensor
+    next_ids: Tensor
+    states: Tensor
+    last_states: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+    loss_mask: Tensor
+    lengths: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Entries `start` to `stop` of sequence number `sequence`."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+def num_entries(num_tokens: int) -> int:
+    """Entries of a sequence of `num_tokens` tokens."""
+    return max(0, num_tokens - 2)
+
+
+def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
+    """Distribute sequences over packs of `num_tokens` entries; only the last pack may be left with a large gap.
+
+    A pack takes the longest sequences that fit whole. What is left over is filled with the end of the longest
+    remaining sequence: the entries of that end lose what came before them as context, all others lose nothing.
+
+    Args:
+        lengths: Tokens of each sequence.
+        num_tokens: Entries of a pack.
+    """
+    rest = sorted((num_entries(length), index) for index, length in enumerate(lengths) if num_entries(length))
+    packs = []
+    while rest:
+        room, pack = num_tokens, []
+        while rest and room:
+            fitting = bisect_right(rest, (room, len(lengths))) - 1
+            if fitting < 0 and room <= num_tokens // _LARGEST_GAP:
+                break
+            length, index = rest.pop(fitting)
+            start = max(0, length - room)
+            pack.append(Piece(index, start, length))
+            if start:
+                insort(rest, (start, index))
+            room -= length - start
+        packs.append(pack)
+    return packs
+
+
+def pack(sequences: Sequence[DraftSequence], num_tokens: int) -> list[PackedBatch]:
+    """Pack `sequences` into batches of `num_tokens` entries each.
+
+    All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
+    pieces, which keep their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.
+
+    Args:
+        sequences: On one device; the packs lie there too, in the type of the states.
+        num_tokens: A multiple of 128, which suits every kernel.
+    """
+    check_num_tokens(num_tokens)
+    plans = plan_packs([len(sequence) for sequence in sequences], num_tokens)
+    return [fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens) for plan in plans]
+
+
+def check_num_tokens(num_tokens: int) -> None:
+    """Raise ValueError unless `num_tokens` can be the length of a pack."""
+    if num_tokens < 128 or num_tokens % 128:
+        raise ValueError(f"`num_tokens` must be a positive multiple of 128, got {num_tokens}.")
+
+
+def fill_pack(pieces: Sequence[tuple[DraftSequence, Piece]], num_tokens: int) -> PackedBatch:
+    """The pack of `num_tokens` entries that holds `pieces`, each with the sequence it is a part of."""
+    first = pieces[0][0]
+    ids = first.input_ids.new_zeros(4, num_tokens)
+    states = first.states.new_zeros(num_tokens, first.states.shape[-1])
+    last_states = first.last_states.new_zeros(num_tokens, first.last_states.shape[-1])
+    loss_mask = torch.zeros(num_tokens, dtype=torch.bool, device=ids.device)
+    input_ids, next_ids, document_ids, position_ids = ids
+    document_ids.fill_(PADDING)
+    end = 0
+    for number, (sequence, (_, start, stop)) in enumerate(pieces):
+        here, end = slice(end, end + stop - start), end + stop - start
+        input_ids[here] = sequence.input_ids[start + 1 : stop + 1]
+        next_ids[here] = sequence.input_ids[start + 2 : stop + 2]
+        states[here] = sequence.states[start:stop]
+        last_states[here] = sequence.last_states[start + 1 : stop + 1]
+        document_ids[here] = number
+        position_ids[here] = torch.arange(start, stop, device=ids.device)
+        loss_mask[here] = position_ids[here] + 1 >= sequence.prompt_length
+    return PackedBatch(
+        input_ids=input_ids[None],
+        next_ids=next_ids[None],
+        states=states[None],
+        last_states=last_states[None],
+        document_ids=document_ids[None],
+        position_ids=position_ids[None],
+        loss_mask=loss_mask[None],
+        lengths=tuple(stop - start for _, (_, start, stop) in pieces),
+    )

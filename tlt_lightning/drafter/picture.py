@@ -1,0 +1,131 @@
+"""A picture of a run: how the drafter followed the policy while the policy moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#888888"  # told apart by colour-blind readers
+MAX_MARKS = 20
+"""Versions named above the picture; of more, every n-th is."""
+
+DRIFTS = {"drafter/policy_drift": "KL from the first policy", "train/kl": "KL to the reference policy"}
+"""What can stand for the policy's drift, and its name on the axis; the first that was logged is drawn."""
+
+History = Sequence[Mapping[str, float]]
+"""The metrics of each iteration, the first iteration's first."""
+
+
+def draw_drafter(history: History, path: str | Path) -> None:
+    """Draw the drafter's acceptance over the iterations, and the policy's drift below it.
+
+    An iteration in which the drafter was trained shows as a line from its acceptance on held-out sequences before
+    training to that after; a cross ends it if that drafter was not published. The metrics are
+    `drafter/acceptance_before`, `drafter/acceptance_after`, `drafter/published` (0 or 1), `drafter/version`,
+    `speculation/acceptance_length` (what the engine measured), `drafter/top1_pos_<k>` and those of `DRIFTS`; an
+    iteration may lack any of them, and a panel without data is left out.
+
+    Args:
+        history: Metrics by name, one mapping an iteration, also where the drafter did nothing.
+        path: Where to save; the ending chooses the format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    if not any("drafter/acceptance_after" in row or "speculation/acceptance_length" in row for row in history):
+        missing = "`drafter/acceptance_after` or `speculation/acceptance_length`"
+        raise ValueError(f"`history` has no acceptance to draw: no iteration has {missing}.")
+    positions = _positions(history)
+    drift = next((name for name in DRIFTS if _series(history, name)), None)
+    num_panels = 1 + bool(positions) + (drift is not None)
+    figure = Figure(figsize=(8, 1.2 + 2.4 * num_panels), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels: list[Axes] = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    _draw_acceptance(panels[0], history)
+    if positions:
+        _draw_agreement(panels[1], history, positions)
+    if drift is not None:
+        _draw_drift(panels[-1], history, drift)
+    for panel in panels:
+        for iteration in _versions(history):
+            panel.axvline(iteration, color="0.9", linewidth=0.8, zorder=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("iteration")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_acceptance(axes: Axes, history: History) -> None:
+    before, after = (_series(history, f"drafter/acceptance_{when}") for when in ("before", "after"))
+    published = _series(history, "drafter/published")
+    good = {iteration: value for iteration, value in after.items() if published.get(iteration)}
+    bad = {iteration: value for iteration, value in after.items() if not published.get(iteration)}
+    for end, color in ((good, BLUE), (bad, GREY)):
+        trained = [iteration for iteration in end if iteration in before]
+        axes.vlines(trained, [before[i] for i in trained], [end[i] for i in trained], color=color, linewidth=1.2)
+    if engine := _series(history, "speculation/acceptance_length"):
+        axes.plot(list(engine), list(engine.values()), color=ORANGE, linewidth=1.6, label="measured by the engine")
+    open_circle = {"color": BLUE, "markerfacecolor": "white"}
+    for series, marker, style, label in (
+        (before, "o", open_circle, "held out, before"),
+        (good, "o", {"color": BLUE}, "published"),
+        (bad, "x", {"color": GREY}, "not published"),
+    ):
+        if series:
+            axes.plot(list(series), list(series.values()), marker, markersize=4, label=label, **style)  # type: ignore[arg-type]
+    axes.set_ylabel("tokens per verification")
+    axes.legend(frameon=False, ncols=4, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1.07), borderaxespad=0)
+    versions = list(_versions(history).items())
+    for iteration, version in versions[:: 1 + len(versions) // MAX_MARKS]:
+        axes.text(
+            iteration,
+            1.01,
+            f"v{version}",
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="bottom",
+            fontsize=7,
+            color=GREY,
+        )
+
+
+def _draw_agreement(axes: Axes, history: History, positions: Sequence[int]) -> None:
+    for position in positions:
+        series = _series(history, f"drafter/top1_pos_{position}")
+        strength = 1 - 0.75 * positions.index(position) / len(positions)
+        label = f"{'draft ' if position == positions[0] else ''}{position}"
+        axes.plot(list(series), list(series.values()), ".-", color=BLUE, alpha=strength, linewidth=1.4, label=label)
+    axes.set_ylabel("top-1 agreement")
+    axes.legend(frameon=False, ncols=len(positions), fontsize=9, loc="lower right")
+
+
+def _draw_drift(axes: Axes, history: History, name: str) -> None:
+    series = _series(history, name)
+    axes.plot(list(series), list(series.values()), color=GREEN, linewidth=1.6)
+    axes.set_ylabel(DRIFTS[name])
+    axes.set_ylim(bottom=0)
+
+
+def _versions(history: History) -> dict[int, int]:
+    """The drafter's version that each publishing iteration began; counted where it was not logged."""
+    versions: dict[int, int] = {}
+    for iteration, is_published in _series(history, "drafter/published").items():
+        if is_published:
+            versions[iteration] = int(history[iteration - 1].get("drafter/version", len(versions) + 1))
+    return versions
+
+
+def _positions(history: History) -> list[int]:
+    prefix = "drafter/top1_pos_"
+    return sorted({int(name.removeprefix(prefix)) for row in history for name in row if name.startswith(prefix)})
+
+
+def _series(history: History, name: str) -> dict[int, float]:
+    """The values of a metric by iteration, counted from 1, where it was logged."""
+    return {iteration: row[name] for iteration, row in enumerate(history, 1) if name in row}

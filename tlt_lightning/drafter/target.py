@@ -1,0 +1,96 @@
+"""What a drafter takes over from its target: shape, layers to read, embedding, final norm and output head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt_lightning.engine.vllm_head import default_layer_ids
+from tlt_lightning.policy import causal_lm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(slots=True)
+class TargetWeights:
+    """The target's tensors that a drafter reads and never trains.
+
+    Args:
+        embedding: Of its tokens. (V, H)
+        norm: Of its final norm. (H,)
+        output: Of its output head; the embedding itself where the two are tied. (V, H)
+    """
+
+    embedding: Tensor
+    norm: Tensor
+    output: Tensor
+
+
+def read_target(path: str) -> PretrainedConfig:
+    """The configuration of the target at path or hub name `path`; raises ValueError if no head can draft for it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type not in _FAMILIES:
+        raise ValueError(
+            f"`target` {path!r} is a {config.model_type} model; drafters are built for {', '.join(_FAMILIES)}."
+        )
+    return config
+
+
+def choose_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """The layers a new head reads: vLLM's choice where its three ids differ, else three of a tiny target's layers.
+
+    Raises:
+        ValueError: Even the embedding and all layers are fewer than three.
+    """
+    spread = (1, num_layers // 2, num_layers - 1)
+    last = (num_layers - 2, num_layers - 1, num_layers)
+    for layer_ids in (default_layer_ids(num_layers), spread, last):
+        if is_valid(layer_ids, num_layers):
+            return layer_ids
+    raise ValueError(f"A target of {num_layers} layers has no three hidden states to read; it needs at least 2 layers.")
+
+
+def is_valid(layer_ids: tuple[int, ...], num_layers: int) -> bool:
+    """True if these are three layers of the target in ascending order, in which the engine hands them over."""
+    is_ascending = all(low < high for low, high in pairwise(layer_ids))
+    return len(layer_ids) == 3 and is_ascending and layer_ids[0] >= 0 and layer_ids[-1] <= num_layers
+
+
+def read_weights(path: str, config: PretrainedConfig) -> TargetWeights:
+    """Read the target's frozen tensors from its checkpoint, in the type they are stored in."""
+    from loguru import logger
+    from speculators.utils.loading import load_model_layers
+
+    logger.disable("speculators")  # it reports every file on stderr
+    names = [_EMBEDDING, _NORM] if config.tie_word_embeddings else [_EMBEDDING, _NORM, _HEAD]
+    tensors = load_model_layers(names, path)
+    if missing := sorted(set(names) - set(tensors)):
+        raise ValueError(f"`target` {path!r} lacks {', '.join(missing)} in its safetensors files.")
+    return TargetWeights(tensors[_EMBEDDING], tensors[_NORM], tensors.get(_HEAD, tensors[_EMBEDDING]))
+
+
+def live_weights(policy: nn.Module) -> TargetWeights:
+    """The same tensors of the live policy, adapters merged. They are the policy's own and must not be written."""
+    model: Any = causal_lm(policy)
+    modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
+    return TargetWeights(*(_merged(module) for module in modules))
+
+
+def _merged(module: Any) -> Tensor:
+    """The weight a layer computes with; PEFT keeps its own beside the frozen one."""
+    base = getattr(module, "base_layer", module)
+    weight: Tensor = base.weight.detach()
+    if base is module:
+        return weight
+    with torch.no_grad():
+        return (weight.float() + module.get_delta_weight("default").float()).to(weight.dtype)

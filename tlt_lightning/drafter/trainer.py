@@ -1,0 +1,255 @@
+"""The drafter's training inside the policy's run: micro-steps that stop at any time, and what of it is published.
+
+Knows neither Trainer nor engine. What we do differently from TLT's spot trainer: weights are averaged over the workers
+that trained, so that all engines serve the same drafter; nothing is published that is not better on held-out text.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor
+
+from tlt_lightning.drafter.buffer import DrafterBuffer
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.packing import PackedBatch, fill_pack, pack, plan_packs
+from tlt_lightning.drafter.quality import DraftQuality, quality_of
+
+log = logging.getLogger(__name__)
+
+_PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then leave few gaps
+_TARGETS_OWN = "lm_head.weight"  # travels to the engine with the trained weights, but is the policy's
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Burst:
+    """One stretch of training.
+
+    Args:
+        micro_steps: Packs trained on.
+        loss: Sum of their losses.
+        seconds: Wall-clock time.
+        overrun: Seconds since training was last seen to be welcome: an upper bound on how late it stopped.
+    """
+
+    micro_steps: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    overrun: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether new weights are published.
+
+    Args:
+        before: What the published weights are worth on held-out text of now.
+        after: What the weights trained since are worth on the same text.
+    """
+
+    before: DraftQuality
+    after: DraftQuality
+
+    @property
+    def is_published(self) -> bool:
+        """True if the new weights are better; the old ones are back otherwise."""
+        return self.after.acceptance_length > self.before.acceptance_length
+
+    @property
+    def quality(self) -> DraftQuality:
+        """What the weights in force are worth."""
+        return self.after if self.is_published else self.before
+
+
+class DrafterTrainer:
+    """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
+
+    Args:
+        drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
+        buffer: What it learns from, and what it is judged by.
+        pack_tokens: Tokens of a pack, a multiple of 128.
+        device: Where to train.
+        sum_over_ranks: Adds up a tensor over all workers, each of which has a trainer like this one; None if there is
+            one worker. `average` and `settle` call it, so all workers must call those, in the same order.
+    """
+
+    def __init__(
+        self,
+        drafter: DrafterModule,
+        buffer: DrafterBuffer,
+        *,
+        pack_tokens: int,
+        device: torch.device,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> None:
+        self.drafter = drafter.to(device)
+        self.buffer = buffer
+        self.pack_tokens = pack_tokens
+        self.device = device
+        self.optimizer: Any = drafter.configure_optimizers()
+        self.version = 0
+        """Counts what was published; 0 is what the run began with."""
+        self.seen_version = -1
+        """Newest policy version whose hidden states were trained on; -1 for none."""
+        self.data_version = -1
+        """The same of the published weights."""
+        self.num_pending = 0
+        """Micro-steps of all workers since the last decision."""
+        self.num_stale = 0
+        """Decisions in a row that published nothing."""
+        self._sum_over_ranks = sum_over_ranks
+        self._num_own = 0  # micro-steps of this worker that were not averaged yet
+        self._packs: Iterator[PackedBatch] = iter(())
+        self._published = self._copy_weights()
+        self._published_optimizer = _on_cpu(self.optimizer.state_dict())
+
+    # Training
+
+    def begin(self, seed: int) -> None:
+        """Draw anew from the buffer; what is drawn from now on depends on `seed` and on what the buffer holds."""
+        self._packs = self._draw(torch.Generator().manual_seed(seed))
+
+    def train(self, may_go_on: Callable[[], bool]) -> Burst:
+        """Train until `may_go_on()` is False, which is asked before each micro-step; needs data and `begin`."""
+        burst, started = Burst(), time.perf_counter()
+        asked = started
+        while may_go_on():
+            asked = time.perf_counter()
+            burst.loss += self._micro_step()
+            burst.micro_steps += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer's last step; the engine may want the device now
+        now = time.perf_counter()
+        burst.seconds, burst.overrun = now - started, now - asked if burst.micro_steps else 0.0
+        self._num_own += burst.micro_steps
+        if burst.micro_steps:
+            self.seen_version = max(sequence.policy_version for sequence in self.buffer.training)
+        if self._sum_over_ranks is None:
+            self.num_pending += burst.micro_steps
+        return burst
+
+    def _micro_step(self) -> float:
+        batch = move_data_to_device(next(self._packs), self.device)
+        with torch.enable_grad(), self._autocast():
+            loss, _ = self.drafter.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        value = loss.item()
+        if math.isfinite(value):
+            self.optimizer.step()
+        else:
+            log.warning("A micro-step of the drafter was left out: its loss is %s. A lower learning rate helps.", value)
+        return value
+
+    def _draw(self, generator: torch.Generator) -> Iterator[PackedBatch]:
+        while True:
+            sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, generator)
+            plans = plan_packs([len(sequence) for sequence in sequences], self.pack_tokens)
+            for index in torch.randperm(len(plans), generator=generator).tolist():
+                yield fill_pack([(sequences[piece.sequence], piece) for piece in plans[index]], self.pack_tokens)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give all workers the mean of their weights, weighted by the micro-steps behind each; a collective."""
+        if self._sum_over_ranks is None:
+            return
+        total = int(self._sum_over_ranks(torch.tensor(float(self._num_own), device=self.device)))
+        share, self._num_own = self._num_own / max(total, 1), 0
+        if total:
+            self._load({name: self._sum_over_ranks(tensor * share) for name, tensor in self._weights().items()})
+        self.num_pending += total
+
+    # Publishing
+
+    def settle(self) -> Decision | None:
+        """Publish what was trained since the last decision, or take it back, optimizer included; a collective.
+
+        None if nothing was trained, or if there is no held-out text to decide by.
+        """
+        if not self.num_pending:
+            return None
+        packs = pack(self.buffer.held_out, self.pack_tokens)
+        after = self._measure(packs)
+        if not after.num_steps:
+            log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
+            return None
+        candidate = self._copy_weights()
+        self._load(self._published)
+        decision = Decision(self._measure(packs), after)
+        if decision.is_published:
+            self._load(candidate)
+            self._published, self._published_optimizer = candidate, _on_cpu(self.optimizer.state_dict())
+            self.version += 1
+            self.data_version = self.seen_version
+        else:
+            self.optimizer.load_state_dict(_on_cpu(self._published_optimizer))  # it takes the tensors, not their values
+        self.num_stale = 0 if decision.is_published else self.num_stale + 1
+        self.num_pending = 0
+        return decision
+
+    def _measure(self, packs: list[PackedBatch]) -> DraftQuality:
+        sums = torch.zeros(6, self.drafter.num_draft_tokens, dtype=torch.float64)
+        with self._autocast():
+            for batch in packs:
+                sums += self.drafter.measure(move_data_to_device(batch, self.device))
+        if self._sum_over_ranks is not None:
+            sums = self._sum_over_ranks(sums.float().to(self.device)).cpu()
+        return quality_of(sums)
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine takes: the published weights, and rows of the policy's head where the drafter has its own."""
+        for name, tensor in self.drafter.trainable_tensors():
+            yield name, self._published.get(name, tensor)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != _TARGETS_OWN}
+
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._weights().items()}
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly, as tensors and primitives; that of this worker."""
+        return {
+            "weights": self._weights(),
+            "optimizer": self.optimizer.state_dict(),
+            "published": self._published,
+            "published_optimizer": self._published_optimizer,
+            "buffer": self.buffer.state_dict(),
+            **{name: getattr(self, name) for name in _COUNTS},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` saved."""
+        self._load(state_dict["weights"])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self._published = _on_cpu(state_dict["published"])
+        self._published_optimizer = _on_cpu(state_dict["published_optimizer"])
+        self.buffer.load_state_dict(state_dict["buffer"])
+        for name in _COUNTS:
+            setattr(self, name, state_dict[name])
+
+
+_COUNTS = ("version", "seen_version", "data_version", "num_pending", "num_stale")
+
+
+def _on_cpu(state: Any) -> Any:
+    """A copy of nested dictionaries and lists, their tensors on the CPU."""
+    return apply_to_collection(state, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

@@ -1,0 +1,135 @@
+"""The head's forward pass over a pack: several drafted tokens per entry, each from the head's features of the last.
+
+This is the pass of `speculators`' `Eagle3DraftModel.forward` (training-time test), which tests compare it with. It is
+written out because regression needs the features, because the vocabulary is met in chunks, and because that forward is
+compiled wherever a GPU is visible, which takes longer than an idle window lasts. Attention runs document by document:
+its cost follows the lengths of the sequences and not the square of the pack's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_lightning.drafter.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+
+def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+    """Features of each drafted token of each entry, and the fused features the first one is drafted from.
+
+    In step `k` an entry reads the token that the text has there (a draft that differs is rejected, so what follows it
+    never counts), attends to the first step's entries of its document up to itself, and to its own earlier steps.
+
+    Returns:
+        The head's features before its norm, (num_steps, T, H), and the fused features, (T, H).
+    """
+    from transformers import DynamicCache
+
+    lengths = batch.lengths
+    fused = head.fc(batch.states.to(head.fc.weight.dtype))  # (1, T, H)
+    cache, features, per_step = DynamicCache(), fused, []
+    for step in range(num_steps):
+        embedded = head.embed_tokens(shifted(batch.input_ids, step)).to(features.dtype)
+        states = torch.cat([embedded, features], -1)
+        position_ids = batch.position_ids + step
+        features = head.layers[0](
+            states,
+            attention_mask=lengths,
+            position_ids=position_ids,
+            past_key_values=cache,
+            position_embeddings=head.rotary_emb(states, position_ids),
+        )
+        per_step.append(features[0])
+    return torch.stack(per_step), fused[0]
+
+
+def attend_in_documents(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Sequence[int], **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function of heads, as `transformers` calls it.
+
+    Args:
+        module: The attention layer.
+        query: Of the current step. (1, heads, T, D)
+        key: Of all steps so far, one behind the other. (1, key heads, steps * T, D)
+        value: Likewise.
+        attention_mask: Entries of each document of the pack, which need not fill it.
+        options: `scaling`, and others that heads do not use.
+    """
+    num_steps = key.shape[2] // query.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1).unflatten(2, (num_steps, -1)) for x in (key, value))
+    outputs, stop = [], 0
+    for length in attention_mask:
+        start, stop = stop, stop + length
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, start:stop],
+                keys[:, :, :, start:stop].flatten(2, 3),
+                values[:, :, :, start:stop].flatten(2, 3),
+                attn_mask=step_mask(length, num_steps, query.device) if num_steps > 1 else None,
+                is_causal=num_steps == 1,
+                scale=options["scaling"],
+            )
+        )
+    attended = torch.cat(outputs, 2)
+    return F.pad(attended, (0, 0, 0, query.shape[2] - stop)).transpose(1, 2), None
+
+
+def step_mask(length: int, num_steps: int, device: torch.device) -> Tensor:
+    """Who may attend to whom in the last of `num_steps` steps over a document: (length, num_steps * length), bool.
+
+    To the first step's entries up to one's own, and to one's own entry of later steps.
+    """
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    own = torch.eye(length, dtype=torch.bool, device=device)
+    return torch.cat([causal, *[own] * (num_steps - 1)], -1)
+
+
+def shifted(values: Tensor, steps: int) -> Tensor:
+    """Entry `i` of the last dimension gets the value of entry `i + steps`; zeros come in from the right."""
+    return F.pad(values[..., steps:], (0, steps))
+
+
+def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor:
+    """Where the loss of each step counts, (num_steps, T) bool: the drafted token is part of the document's response.
+
+    With a reduced vocabulary, tokens outside it do not count. The text is a sample of the policy, so a position counts
+    as often as the policy stays within the vocabulary there, which is what its renormalised distribution is worth.
+    """
+    counts = batch.loss_mask[0]
+    if t2d is not None:
+        counts = counts & t2d[batch.next_ids[0]]
+    documents = batch.document_ids[0]
+    return torch.stack([shifted(counts, step) & (shifted(documents, step) == documents) for step in range(num_steps)])
+
+
+def regress(features: Tensor, fused: Tensor, documents: Tensor, masks: Tensor, decay: Tensor) -> Tensor:
+    """Distance of each step's features from the fused features of the entry that they stand in for.
+
+    It is relative to the size of those, which the head is free to choose, and pulls on both: what the head puts out
+    must also predict a token, which a mere projection of the target's states does not.
+
+    Args:
+        features: (num_steps, T, H)
+        fused: (T, H)
+        documents: Number of each entry's document. (T,)
+        masks: Where the loss counts. (num_steps, T)
+        decay: Weight of each step. (num_steps,)
+    """
+    features, fused = features.float(), fused.float()
+    scale = fused.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+    total = features.new_zeros(())
+    for step, mask in enumerate(masks):
+        goal, its_scale = (F.pad(x[step + 1 :], (0, 0, 0, step + 1)) for x in (fused, scale))
+        counts = mask & (shifted(documents, step + 1) == documents)
+        distance = F.smooth_l1_loss(features[step] * its_scale, goal * its_scale, reduction="none").mean(-1)
+        total = total + decay[step] * (distance * counts).sum() / counts.sum().clamp(min=1)
+    return total

@@ -1,0 +1,114 @@
+"""Where features meet the vocabulary: losses and drafts in chunks of entries, no tensor over all of them.
+
+The output head is frozen, so the gradient with respect to the features is all there is to the backward pass. It is
+taken while a chunk's logits exist: they are computed once and never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+_CHUNK = 1024  # entries; a chunk's logits over 150k tokens are 0.3 GB in bfloat16
+
+LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
+
+
+@dataclass(slots=True)
+class Predictions:
+    """What the head makes of each entry at each step, (num_steps, T) each.
+
+    Args:
+        losses: Weighted sum of the loss terms, float32; zero where no target exists.
+        drafts: The likeliest token, in the target's vocabulary.
+        top1: The target's likeliest token is the head's.
+        top3: The target's likeliest token is among the head's three likeliest.
+    """
+
+    losses: Tensor
+    drafts: Tensor
+    top1: Tensor
+    top3: Tensor
+
+
+def predict(
+    head: Eagle3DraftModel, features: Tensor, last_states: Tensor, terms: LossTerms, weights: Tensor
+) -> tuple[Predictions, Tensor]:
+    """Predictions of `features`, and the sum of their losses times `weights`, which gradients flow through.
+
+    Args:
+        head: With its target's weights.
+        features: The head's, before its norm. (num_steps, T, H)
+        last_states: Input of the target's final norm; entry `i` of step `k` is compared with entry `i + k`. (T, H)
+        terms: Losses of `speculators` with their weights.
+        weights: What each loss counts for. (num_steps, T)
+    """
+    normed = head.norm(features)
+    num_steps, num_entries = weights.shape
+    needs_grad = normed.requires_grad and torch.is_grad_enabled()
+    gradient = torch.zeros_like(normed)
+    result = Predictions(
+        losses=weights.new_zeros(weights.shape),
+        drafts=torch.zeros_like(weights, dtype=torch.long),
+        top1=torch.zeros_like(weights, dtype=torch.bool),
+        top3=torch.zeros_like(weights, dtype=torch.bool),
+    )
+    for start in range(0, num_entries, _CHUNK):
+        stop = min(start + _CHUNK, num_entries)
+        with torch.no_grad():
+            targets = _logits(head.verifier_lm_head.weight, head.verifier_norm(last_states[start:stop]))
+        for step in range(num_steps):
+            # Targets `start` to `stop` belong to the entries `step` before them.
+            rows = slice(max(0, start - step), max(0, stop - step))
+            if rows.start == rows.stop:
+                continue
+            theirs = targets[rows.start + step - start :]
+            states = normed[step, rows].detach().requires_grad_(needs_grad)
+            with torch.set_grad_enabled(needs_grad):
+                logits = _logits(head.lm_head.weight, states)
+                losses = torch.stack([w * term(logits[None], theirs[None])[0] for term, w in terms.values()]).sum(0)
+                if needs_grad:
+                    (gradient[step, rows],) = torch.autograd.grad((losses * weights[step, rows]).sum(), states)
+            result.losses[step, rows] = losses.detach()
+            _compare(head.d2t, logits.detach(), theirs, result, (step, rows))
+    total = (result.losses * weights).sum()
+    return result, _WithGradient.apply(total, gradient, normed) if needs_grad else total
+
+
+def draft_logits(head: Eagle3DraftModel, features: Tensor) -> Tensor:
+    """Logits over the draft vocabulary of features before the norm, (..., H) to (..., draft vocabulary)."""
+    return _logits(head.lm_head.weight, head.norm(features))
+
+
+def _logits(weight: Tensor, states: Tensor) -> Tensor:
+    return F.linear(states.to(weight.dtype), weight)
+
+
+def _compare(d2t: Tensor | None, logits: Tensor, targets: Tensor, result: Predictions, index: Any) -> None:
+    drafts = logits.argmax(-1)
+    goals = logits.gather(-1, targets.argmax(-1, keepdim=True))
+    ranks = (logits > goals).sum(-1)  # cheaper than sorting the vocabulary
+    result.drafts[index] = drafts if d2t is None else drafts + d2t[drafts]
+    result.top1[index] = ranks < 1
+    result.top3[index] = ranks < 3
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradient with respect to its last argument is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient: Tensor, states: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, grad * ctx.saved_tensors[0]
