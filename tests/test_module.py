@@ -363,6 +363,8 @@ def test_weights_of_the_engine_follow_validation_and_prediction(
     (rows,) = trainer.predict(module, data)
     assert len(rows) == 9 * 4
     assert set(rows[0]) >= {"prompt", "response", "answer", "reward", "correct", "tokens", "finish_reason"}
+    assert data.tokenizer.decode(rows[0]["prompt_ids"]) == rows[0]["prompt"]
+    assert len(rows[0]["response_ids"]) == rows[0]["tokens"]
     assert sum(row["correct"] for row in rows) / len(rows) == pytest.approx(metrics["val/accuracy"])
 
 

@@ -12,7 +12,7 @@ from tlt_lightning import LoRA, RLModule, RolloutCallback
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, K3, KLPenalty
 from tlt_lightning.policy import causal_lm
-from tlt_lightning.taps import HiddenStateRequest, HiddenStateTap, tap_rows
+from tlt_lightning.taps import HiddenStateRequest, HiddenStateTap
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def make_module(path: str, precision: str = "32-true", **arguments: Any) -> RLModule:
     objective = GRPO(loss_kl=KLPenalty(coef=0.1, estimator=K3()))
-    module = RLModule(path, objective, **arguments)
+    module = RLModule(path, **{"objective": objective, **arguments})
     module.trainer = L.Trainer(accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False)  # type: ignore[arg-type]
     module.configure_model()
     with torch.no_grad():
@@ -99,11 +99,16 @@ def test_nothing_is_hooked_unless_somebody_asks_and_nothing_stays(
     assert hooks_of(module) == 0
 
 
-def test_a_pass_of_its_own_gives_the_same_states(policy_path: str) -> None:
-    module, batch = make_module(policy_path), make_batch([3, 5, 4], [6, 1, 9])
+def test_where_the_policy_is_not_scored_only_the_chosen_rows_run_and_give_the_same_states(policy_path: str) -> None:
+    module, batch = make_module(policy_path, objective=GRPO()), make_batch([3, 5, 4], [6, 1, 9])
     ask(module, [0, 2])
     states = module.score(batch, micro_batch_size=3).hidden_states
-    for row, own in zip([2, 0], tap_rows(module.policy, batch, (0, 1, 2), [2, 0]), strict=True):
+    sizes: list[int] = []
+    causal_lm(module.policy).base_model.register_forward_hook(lambda model, args, output: sizes.append(len(output[0])))
+    alone = module.score(batch, micro_batch_size=3, single_update=True)
+    assert alone.old_logps is None
+    assert sizes == [2]
+    for row, own in alone.hidden_states.items():
         torch.testing.assert_close(own.layers, states[row].layers)
         torch.testing.assert_close(own.last, states[row].last)
 
@@ -115,14 +120,14 @@ def test_layers_that_are_not_there_are_refused(policy_path: str) -> None:
 
 class Asker(RolloutCallback):
     def __init__(self) -> None:
-        self.scored: list[dict[int, Any]] = []
+        self.scored: list[tuple[RolloutBatch, set[int]]] = []
         self.minibatches: list[RolloutBatch] = []
 
     def on_engine_setup(self, trainer, pl_module, engine):  # type: ignore[no-untyped-def]
         pl_module.hidden_state_request = HiddenStateRequest((0, 1, 2), lambda batch: range(3))
 
     def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
-        self.scored.append(batch.hidden_states)
+        self.scored.append((batch, set(batch.hidden_states)))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
         self.minibatches.append(batch)
@@ -132,7 +137,9 @@ def test_a_callback_sees_the_states_and_minibatches_do_not(policy_path: str, pro
     asker = Asker()
     module = RLModule(policy_path, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
     make_trainer(tmp_path, asker, max_epochs=1).fit(module, make_data(prompts_path))
-    assert [set(states) for states in asker.scored] == [{0, 1, 2}]
+    ((batch, rows),) = asker.scored
+    assert rows == {0, 1, 2}
+    assert batch.hidden_states is None  # their memory is free while the policy is trained
     assert asker.minibatches
     assert all(batch.hidden_states is None for batch in asker.minibatches)
 

@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from tlt_lightning.critic import CriticConfig as CriticConfig
     from tlt_lightning.data.module import RolloutDataModule as RolloutDataModule
     from tlt_lightning.data.prompts import PromptSource as PromptSource
+    from tlt_lightning.drafter.data import DrafterDataModule as DrafterDataModule
+    from tlt_lightning.drafter.module import DrafterModule as DrafterModule
     from tlt_lightning.engine import Sampling as Sampling
     from tlt_lightning.engine import Speculation as Speculation
     from tlt_lightning.engine import TransformersEngine as TransformersEngine
     from tlt_lightning.engine import VLLMEngine as VLLMEngine
     from tlt_lightning.export import export_policy as export_policy
     from tlt_lightning.hooks import RolloutCallback as RolloutCallback
+    from tlt_lightning.long_tail import LongTailIdleCallback as LongTailIdleCallback
     from tlt_lightning.module import RLModule as RLModule
     from tlt_lightning.policy import LoRA as LoRA
     from tlt_lightning.rewards import RewardTerm as RewardTerm
@@ -24,7 +27,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CriticConfig": "critic",
+    "DrafterDataModule": "drafter.data",
+    "DrafterModule": "drafter.module",
     "LoRA": "policy",
+    "LongTailIdleCallback": "long_tail",
     "PromptSource": "data.prompts",
     "RLModule": "module",
     "RewardTerm": "rewards",

@@ -137,17 +137,3 @@ class BatchTap:
             yield True
         states = tap.read([self.lengths[row] for _, row in kept])
         self.hidden_states.update({row: state for (_, row), state in zip(kept, states, strict=True)})
-
-
-@torch.no_grad()
-def tap_rows(
-    model: nn.Module, batch: RolloutBatch, layer_ids: Sequence[int], rows: Sequence[int]
-) -> list[HiddenStates]:
-    """Hidden states of `rows` of `batch` out of a forward pass of their own; `batch` is on the model's device.
-
-    For where no other pass of the policy can be tapped; its head is not run.
-    """
-    part = batch.select(rows)
-    with HiddenStateTap(model, layer_ids, range(len(rows))) as tap:
-        causal_lm(model).base_model(input_ids=part.input_ids, use_cache=False)
-    return tap.read((part.prompt_lengths + part.response_lengths).tolist())

@@ -28,6 +28,10 @@ class LapClock:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
         return seconds
 
+    def seconds(self, stage: str) -> float:
+        """Seconds charged to `stage` since the last `read`."""
+        return self._seconds.get(stage, 0.0)
+
     def read(self) -> dict[str, float]:
         """Return the seconds by stage since the last `read`, and start over."""
         seconds, self._seconds = self._seconds, {}

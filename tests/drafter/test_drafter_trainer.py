@@ -236,7 +236,7 @@ def test_ranks_end_with_the_mean_by_micro_steps_and_decide_together() -> None:
     for trainer in trainers:
         assert weight(trainer) == weight(trainers[0])
         assert weight(trainer) == pytest.approx([0.8 * own[0] + 0.2 * own[2]] * 2)
-        assert trainer.version == 1
+        assert (trainer.version, trainer.data_version) == (1, 3)
     assert all(decision.is_published for decision in decisions.values())
     assert decisions[0].after.num_steps == 3  # held-out text of all three
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -73,6 +73,17 @@ def greedy_texts(policy: str, num_tokens: int, prompts: list[list[int]] = PROMPT
     return written.tolist()
 
 
+def greedy_gap(policy: str, prompts: list[list[int]], texts: list[list[int]]) -> float:
+    """How far below the likeliest token's logit, by `transformers` in float32, that of any written token is."""
+    model = AutoModelForCausalLM.from_pretrained(policy).eval()
+    gaps = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+        gaps.append(logits.max(-1).values - logits.gather(1, torch.tensor(text)[:, None])[:, 0])
+    return float(torch.cat(gaps).max())
+
+
 def save_trained_head(policy: str, path: Path, num_tokens: int = 64) -> str:
     """A head that knows the policy's greedy answers to the test's prompts."""
     head = train_head(make_head(policy), policy, greedy_texts(policy, num_tokens), num_steps=120)
@@ -86,10 +97,11 @@ def engine_of(
     max_num_seqs: int = 8,
     enforce_eager: bool = True,
     sleep: bool = False,  # vLLM allows one engine that can sleep per process
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Iterator[VLLMEngine]:
     """A live engine that holds the policy's weights; only one may live at a time."""
     engine = VLLMEngine(
-        dtype="float32",
+        dtype=dtype,
         kv_cache_gib=0.0625,
         max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,

@@ -1,5 +1,8 @@
 """Looking up how texts go on, and telling which source drafts better."""
 
+import pytest
+
+from tlt_lightning.engine import vllm_texts
 from tlt_lightning.engine.vllm_texts import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, RunningTexts, SourceScores
 from tlt_lightning.speculation.base import Strategy
 
@@ -7,12 +10,25 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 SIBLING, NGRAM, LEARN = Strategy(3, "sibling"), Strategy(3, "ngram"), Strategy(3, "learned")
 
 
-def texts(siblings: bool = True, ngram: bool = False, keeps: bool = False) -> RunningTexts:
-    made = RunningTexts(siblings=siblings, ngram=ngram, keeps=keeps)
-    for request_id in "ab":
-        made.add(request_id, PROMPT)
-    made.add("other", [*PROMPT[:-1], 99])
-    return made
+class Texts(RunningTexts):
+    """Running texts together with what vLLM holds of them."""
+
+    def __init__(self, siblings: bool = True, ngram: bool = False, keeps: bool = False) -> None:
+        super().__init__(siblings=siblings, ngram=ngram, keeps=keeps)
+        self.written: dict[str, list[int]] = {}
+        for request_id, prompt in {"a": PROMPT, "b": PROMPT, "other": [*PROMPT[:-1], 99]}.items():
+            self.begin(request_id, prompt)
+
+    def begin(self, request_id: str, prompt: list[int]) -> None:
+        self.written[request_id] = list(prompt)
+        self.add(request_id, self.written[request_id])
+
+    def grow(self, request_id: str, tokens: list[int]) -> None:
+        self.written[request_id] += tokens
+        self.next_step()
+
+
+texts = Texts
 
 
 def tokens(made: RunningTexts, request_id: str, tail: list[int], strategy: Strategy = SIBLING) -> list[int]:
@@ -45,8 +61,35 @@ def test_answers_stay_until_the_rollout_ends_or_for_the_run() -> None:
         made.remove("a")
         assert tokens(made, "b", [*PROMPT, 20, 21]) == [22]
         made.end_rollout()
-        made.add("c", PROMPT)
+        made.begin("c", PROMPT)
         assert tokens(made, "c", [*PROMPT, 20, 21]) == ([22] if keeps else [])
+
+
+def test_nothing_is_read_before_it_is_looked_up_and_no_more_than_a_step_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = texts(ngram=True)
+    made.grow("a", list(range(100, 150)))
+    made.grow("b", [20])
+    assert {drafter: index.num_tokens for drafter, index in made.indices.items()} == {"sibling": 0, "ngram": 0}
+    monkeypatch.setattr(vllm_texts, "READ_PER_STEP", 16)
+    counts = []
+    for _ in range(5):
+        made.next_step()
+        tokens(made, "b", [20, 100, 101])
+        counts.append(made.indices["sibling"].num_tokens)
+    assert counts == [16, 32, 48, 64, 69]  # all of a, then b from the end of the prompt on
+    assert tokens(made, "b", [20, 148]) == []
+    assert tokens(made, "b", [20, 147, 148]) == [149]
+    assert made.indices["ngram"].num_tokens == 11
+
+
+def test_a_text_that_has_ended_is_read_to_its_end() -> None:
+    made = texts()
+    made.grow("a", [20, 21, 22, 23])
+    made.remove("a")
+    assert tokens(made, "b", [*PROMPT, 20, 21]) == [22, 23]
+    assert [text.request_id for text in made._members[0]] == ["b"]
 
 
 def test_the_better_source_drafts() -> None:

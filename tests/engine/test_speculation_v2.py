@@ -59,9 +59,9 @@ def steering(strategy: Strategy) -> tuple[DeviceSteering, Any]:
         SpeculationControl(selector, steps_per_choice=1), RunningTexts(siblings=True, ngram=False, keeps=False)
     )
     assert made.texts is not None
-    for request_id in "ab":
-        made.texts.add(request_id, [1, 2, 3])
-    made.texts.grow("a", [20, 21, 22, 23, 24, 25, 26])
+    made.texts.add("a", [1, 2, 3])
+    made.texts.add("b", [1, 2, 3])
+    made.texts._texts["a"].tokens += [20, 21, 22, 23, 24, 25, 26]  # type: ignore[operator]
     request = SimpleNamespace(
         num_tokens=4, all_token_ids=[1, 2, 3, 20], num_stale_output_tokens=0, drop_stale_output=False
     )

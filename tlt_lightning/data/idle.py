@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -48,6 +49,7 @@ class IdleCoordinator:
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._watch_others, name="idle-coordinator", daemon=True)
         self._watch.start()
+        atexit.register(self.close)  # a thread inside the store's code when Python ends takes the process down
 
     @contextmanager
     def window(self) -> Iterator[IdleWindow]:
@@ -81,6 +83,8 @@ class IdleCoordinator:
     def close(self) -> None:
         """Give no more signs of life; safe to call twice."""
         self._closed.set()
+        self._watch.join(_STORE_SECONDS)
+        atexit.unregister(self.close)
 
     def _count(self, key: str, amount: int) -> int:
         try:

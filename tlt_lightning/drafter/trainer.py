@@ -132,11 +132,15 @@ class DrafterTrainer:
         now = time.perf_counter()
         burst.seconds, burst.overrun = now - started, now - asked if burst.micro_steps else 0.0
         self._num_own += burst.micro_steps
-        if burst.micro_steps:
-            self.seen_version = max(sequence.policy_version for sequence in self.buffer.training)
         if self._sum_over_ranks is None:
-            self.num_pending += burst.micro_steps
+            self._count(burst.micro_steps)
         return burst
+
+    def _count(self, micro_steps: int) -> None:
+        if micro_steps:
+            self.num_pending += micro_steps
+            versions = (sequence.policy_version for sequence in self.buffer.training)  # the same on all workers
+            self.seen_version = max(versions, default=self.seen_version)
 
     def _micro_step(self) -> float:
         batch = move_data_to_device(next(self._packs), self.device)
@@ -163,14 +167,17 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give all workers the mean of their weights, weighted by the micro-steps behind each; a collective."""
+        """Give all workers the mean of their weights, weighted by the micro-steps behind each; a collective.
+
+        To be called before the buffer is given anything new.
+        """
         if self._sum_over_ranks is None:
             return
         total = int(self._sum_over_ranks(torch.tensor(float(self._num_own), device=self.device)))
         share, self._num_own = self._num_own / max(total, 1), 0
         if total:
             self._load({name: self._sum_over_ranks(tensor * share) for name, tensor in self._weights().items()})
-        self.num_pending += total
+        self._count(total)
 
     # Publishing
 

@@ -6,14 +6,14 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from typing_extensions import override
 
-from tlt_lightning.engine import vllm_cpu, vllm_internals
+from tlt_lightning.engine import vllm_calibration, vllm_cpu, vllm_internals
 from tlt_lightning.engine.base import (
     NamedTensors,
     OnProgress,
@@ -127,6 +127,7 @@ class VLLMEngine(RolloutEngine):
             seed=seed,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=None if self._is_cpu else _batched_tokens(),
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,
@@ -193,6 +194,25 @@ class VLLMEngine(RolloutEngine):
         if self._session is not None:
             self._session.policy_changed()
         self._policy_version = version
+        if self._session is not None and not self._session.has_calibrated:
+            self._calibrate(self._session)
+
+    def _calibrate(self, session: SpeculationSession) -> None:
+        """Tell the selector what steps cost here, if it wants to know: the first weights have just arrived."""
+        selector = session.control.selector
+        if not selector.wants_calibration:
+            return
+        max_model_len = vllm_internals.reach(self._live, "vllm_config.model_config.max_model_len")
+        max_tokens = min(max_model_len - vllm_calibration.PROMPT_LENGTH, 256)
+        params = self._params(Sampling(), max_tokens)
+        params.stop_token_ids, params.ignore_eos = [], True
+
+        def decode(requests: Sequence[Request], on_progress: OnProgress) -> Iterator[Response]:
+            return self._generate(requests, {None: params}, on_progress)
+
+        with seeded(0), session.calibrating() as dial:
+            steps = vllm_calibration.measure_steps(dial, decode, selector, self.max_num_seqs)
+        selector.calibrate(steps)
 
     @override
     def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
@@ -225,21 +245,24 @@ class VLLMEngine(RolloutEngine):
     ) -> Iterator[Response]:
         if self._policy_version == _ASLEEP:
             raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
+        params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
         with seeded(seed):
-            yield from self._generate(requests, sampling, on_progress)
+            yield from self._generate(requests, params, on_progress)
 
     def _generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_progress: OnProgress | None
+        self,
+        requests: Sequence[Request],
+        params: Mapping[int | None, SamplingParams],
+        on_progress: OnProgress | None,
     ) -> Iterator[Response]:
         engine, scheduler, session = self._live, self._scheduler, self._session
         if session is not None:
             session.begin_rollout()
-        params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
         for request in requests:
             prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
             internal_id = engine.add_request(str(request.id), prompt, params[request.max_tokens])
             if session is not None:
-                session.add(internal_id, request)
+                session.add(internal_id)
         started, num_finished, finished_tokens, longest = time.perf_counter(), 0, 0, 0
         try:
             while engine.has_unfinished_requests():
@@ -299,3 +322,11 @@ class VLLMEngine(RolloutEngine):
             finish_reason=completion.finish_reason,
             policy_versions=(self._policy_version,),
         )
+
+
+def _batched_tokens() -> int:
+    """Tokens of one step on a GPU: what vLLM takes for offline use.
+
+    Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
+    """
+    return 16384 if torch.cuda.get_device_properties(0).total_memory >= 70 * 2**30 else 8192

@@ -22,7 +22,7 @@ class StepPlan:
         verifies: The strategy whose drafts, proposed at the end of the step before, are verified in this step.
         drafts: The strategy under which this step drafts for the next.
         credits: The selector's choice that the step's outcome is credited to; None if two choices share the step. It
-            differs from `verifies` only while the alarm keeps the learned drafter off.
+            differs from `verifies` only while the learned drafter is kept off: by the alarm, or because it is cold.
     """
 
     state: SelectorState
@@ -66,6 +66,7 @@ class SpeculationControl:
         steps_per_choice: Steps for which a choice stands.
         alarm: Switches the learned drafter off when its acceptance collapses.
         trace: Takes one row a step; None keeps none.
+        is_cold: The learned drafter has no weights worth trying before the first `weights_changed` that names them.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class SpeculationControl:
         steps_per_choice: int = 2,
         alarm: AcceptanceAlarm | None = None,
         trace: StepTrace | None = None,
+        is_cold: bool = False,
     ) -> None:
         self.selector = selector
         self.steps_per_choice = steps_per_choice
         self.alarm = alarm or AcceptanceAlarm()
         self.trace = trace
+        self.is_cold = is_cold
         self.drafter_version = -1
         self.counters = SpeculationCounters()
         self.strategy = OFF
@@ -100,7 +103,11 @@ class SpeculationControl:
     def plan(self, batch_size: int, mean_context: float, waiting: int) -> StepPlan:
         """Decide what the step that is about to be scheduled drafts; O(1) beside the selector's own work."""
         state = SelectorState(
-            batch_size=batch_size, mean_context=mean_context, drafter_version=self.drafter_version, waiting=waiting
+            batch_size=batch_size,
+            mean_context=mean_context,
+            drafter_version=self.drafter_version,
+            waiting=waiting,
+            is_cold=self.is_cold,
         )
         verifies, last_choice = self.strategy, self._choice
         if self._steps_left == 0:
@@ -108,7 +115,7 @@ class SpeculationControl:
             self._choice = OFF if choice.is_off else choice
             self._steps_left = self.steps_per_choice
         self._steps_left -= 1
-        is_silenced = self.alarm.is_ringing and self._choice.drafter == "learned"
+        is_silenced = (self.alarm.is_ringing or self.is_cold) and self._choice.drafter == "learned"
         self.strategy = OFF if is_silenced else self._choice
         self.counters.switches += self.strategy.is_off != verifies.is_off
         is_settled = self.strategy == verifies and self._choice == last_choice
@@ -165,6 +172,7 @@ class SpeculationControl:
         self.alarm.reset()
         if drafter_version is not None:
             self.drafter_version = drafter_version
+            self.is_cold = False
 
     def stats(self) -> dict[str, float]:
         """Metrics of the rollout so far."""

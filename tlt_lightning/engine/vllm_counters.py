@@ -38,6 +38,8 @@ class SpeculationCounters:
         self.decode_steps += 1
         self.off_steps += strategy.is_off
         self.sum_k += strategy.num_draft_tokens
+        if not any(num_drafted):
+            return
         for drafted, emitted in zip(num_drafted, num_emitted, strict=True):
             if drafted == 0:
                 continue

@@ -140,6 +140,10 @@ class PlannedGraphs:
         """What capturing cost."""
         return CaptureReport(mib=dict(self.mib), seconds=dict(self.seconds))
 
+    def num_misses(self) -> int:
+        """Passes of decode steps, of the target or the drafter, that no full graph served in this rollout."""
+        return sum(count for name, count in self.hits.items() if not name.endswith("_full"))
+
     def hit_share(self) -> float:
         """Share of the target's decode steps that a full graph served."""
         total = sum(count for name, count in self.hits.items() if name.startswith("target_"))

@@ -17,7 +17,9 @@ MEAN_OVER = 50
 """Steps over which acceptance is averaged: one step of a few requests says little."""
 
 
-def draw_rollout(trace: str | Path, path: str | Path, rollout: int = -1) -> None:
+def draw_rollout(
+    trace: str | Path, path: str | Path, rollout: int = -1, *, plain: Sequence[tuple[float, int]] = ()
+) -> None:
     """Draw a rollout from the trace that `speculation.trace` asked for.
 
     Above, the requests that ran and waited; in the middle, the drafts verified per request in each step, coloured by
@@ -27,6 +29,7 @@ def draw_rollout(trace: str | Path, path: str | Path, rollout: int = -1) -> None
         trace: The trace file.
         path: Where to save; the ending chooses the format.
         rollout: Which rollout of the file; -1 is the last.
+        plain: The same rollout without speculation, to compare with: (seconds since it began, requests that ran).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -37,7 +40,7 @@ def draw_rollout(trace: str | Path, path: str | Path, rollout: int = -1) -> None
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
     above, middle, below = figure.subplots(3, 1, sharex=True)
-    _draw_requests(above, rows)
+    _draw_requests(above, rows, plain)
     _draw_drafts(middle, rows)
     _draw_acceptance(below, rows)
     below.set_xlabel("seconds since the rollout began")
@@ -48,10 +51,15 @@ def draw_rollout(trace: str | Path, path: str | Path, rollout: int = -1) -> None
     figure.savefig(path, dpi=150)
 
 
-def _draw_requests(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_requests(axes: Axes, rows: Sequence[dict[str, Any]], plain: Sequence[tuple[float, int]]) -> None:
     times = [row["time"] for row in rows]
     axes.fill_between(times, [row["running"] for row in rows], step="post", color=GREY, alpha=0.5, linewidth=0)
     axes.set_ylabel("running requests")
+    if plain:
+        compared, running = zip(*plain, strict=True)
+        axes.plot(compared, running, color="black", linewidth=0.8, drawstyle="steps-post")
+        end = (compared[-1], running[-1])
+        axes.annotate("without speculation", end, xytext=(0, 6), textcoords="offset points", ha="right")
     if any(row["waiting"] for row in rows):
         axes.plot(times, [row["waiting"] for row in rows], color=GREY, drawstyle="steps-post")
         axes.annotate("waiting", (times[0], rows[0]["waiting"]), xytext=(4, 4), textcoords="offset points")

@@ -43,9 +43,10 @@ class _Steered:
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         if self.steering is not None:
-            draft_token_ids.draft_token_ids = self.steering.drafts(
-                self, draft_token_ids.req_ids, draft_token_ids.draft_token_ids
-            )
+            drafts = self.steering.drafts(self, draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
+            if not any(drafts):
+                return  # the scheduler has dropped the last step's drafts already
+            draft_token_ids.draft_token_ids = drafts
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def update_from_output(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine import vllm_internals
-from tlt_lightning.engine.base import NamedTensors, Request
+from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.engine.vllm_alarm import AcceptanceAlarm
+from tlt_lightning.engine.vllm_calibration import Dial, FillerTexts
 from tlt_lightning.engine.vllm_control import SpeculationControl
 from tlt_lightning.engine.vllm_graphs import PlannedGraphs
 from tlt_lightning.engine.vllm_head import HeadShape
@@ -15,7 +20,7 @@ from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.engine.vllm_steering import DeviceSteering, HostSteering
 from tlt_lightning.engine.vllm_texts import RunningTexts
 from tlt_lightning.engine.vllm_trace import StepTrace
-from tlt_lightning.engine.vllm_v1 import V1Drafter, sample_plainly_without_drafts
+from tlt_lightning.engine.vllm_v1 import V1Drafter, sample_plainly_without_drafts, step_plainly_without_drafts
 from tlt_lightning.engine.vllm_v2 import V2Drafter
 from tlt_lightning.speculation.base import Strategy
 
@@ -43,9 +48,13 @@ class SpeculationSession:
         self.engine = engine
         self.head = head
         self.graphs = graphs
+        self.has_calibrated = False
         self.trace = None if speculation.trace is None else StepTrace(speculation.trace)
         self.control = SpeculationControl(
-            speculation.selector, steps_per_choice=speculation.steps_per_choice, trace=self.trace
+            speculation.selector,
+            steps_per_choice=speculation.steps_per_choice,
+            trace=self.trace,
+            is_cold=speculation.cold_head,
         )
         self.texts = None
         if speculation.siblings or speculation.ngram:
@@ -67,12 +76,36 @@ class SpeculationSession:
         else:
             sample_plainly_without_drafts(runner)
             self.steering = HostSteering(self.control, self.texts)
-            self.steering.drafter = None if speculation.head is None else V1Drafter(runner, defers=defers)
+            if speculation.head is None:
+                step_plainly_without_drafts(runner, lambda: self.steering.strategy.is_off)
+            else:
+                self.steering.drafter = V1Drafter(runner, defers=defers)
         if graphs is not None and graphs.plan is not None:
             graphs.attach(runner)
             log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
         scheduler: Any = vllm_internals.scheduler_of(engine)
         scheduler.steering = self.steering
+        self._scheduler = scheduler
+
+    @contextmanager
+    def calibrating(self) -> Iterator[Dial]:
+        """Steer by a dial inside the block, and after it go on as if nothing had been written there."""
+        graphs, steering = self.graphs, self.steering
+        dial = Dial(lambda: 0 if graphs is None else graphs.num_misses())
+        control, texts = self.control, self.texts
+        never = AcceptanceAlarm(window=sys.maxsize)  # random texts are not what the head was trained on
+        self.control = steering.control = SpeculationControl(dial, steps_per_choice=1, alarm=never)
+        if texts is not None:
+            self.texts = steering.texts = FillerTexts(siblings=True, ngram=True, keeps=False)
+        try:
+            yield dial
+        finally:
+            self.has_calibrated = True
+            self.control, self.texts = control, texts
+            steering.control, steering.texts = control, texts
+            self.engine.reset_prefix_cache()
+            if steering.drafter is not None:
+                steering.drafter.has_holes = False  # whoever had them is gone
 
     def begin_rollout(self) -> None:
         """Start the counts of a new rollout."""
@@ -85,10 +118,10 @@ class SpeculationSession:
         if self.graphs is not None:
             self.graphs.hits.clear()
 
-    def add(self, request_id: str, request: Request) -> None:
-        """Learn of a request under vLLM's own id for it."""
+    def add(self, request_id: str) -> None:
+        """Learn of a request that vLLM has just been given, by vLLM's own id for it."""
         if self.texts is not None:
-            self.texts.add(request_id, request.prompt_ids)
+            self.texts.add(request_id, vllm_internals.reach(self._scheduler.requests[request_id], "all_token_ids"))
 
     def end_rollout(self) -> None:
         """Forget what belongs to the rollout that is over."""

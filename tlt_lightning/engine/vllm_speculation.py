@@ -22,11 +22,14 @@ from tlt_lightning.speculation.graph_pool import BucketedGraphPool, GraphPool, a
 class Speculation:
     """Speculative decoding that is chosen anew for every engine step and never changes what is sampled.
 
-    At least one of `head`, `siblings` and `ngram` must be given: they are who can draft.
+    At least one of `head`, `cold_head`, `siblings` and `ngram` must be given: they are who can draft.
 
     Args:
         selector: Chooses, before each step, how many tokens are drafted and by whom.
         head: Directory of an EAGLE-3 head trained for the policy, as `speculators` or vLLM save it.
+        cold_head: The head is worth nothing until training brings it weights (`update_drafter`), and drafts nothing
+            before. `LongTailIdleCallback` sets this and `head` where it starts from nothing; give it yourself if nobody
+            but that head is to draft.
         siblings: Draft what other answers to the same prompt said after the same words. Needs no training.
         ngram: Draft what the prompt and the answer itself said after the same words. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
@@ -45,6 +48,7 @@ class Speculation:
 
     selector: StrategySelector
     head: str | None = None
+    cold_head: bool = False
     siblings: bool = False
     ngram: bool = False
     max_draft_tokens: int = 7
@@ -57,7 +61,9 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if not self.drafters:
-            raise ValueError("`speculation` has nobody to draft: give `head`, or set `siblings` or `ngram`.")
+            raise ValueError(
+                "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
+            )
         for name in ("max_draft_tokens", "steps_per_choice"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`speculation.{name}` must be at least 1, got {getattr(self, name)}.")
@@ -73,7 +79,7 @@ class Speculation:
     def drafters(self) -> tuple[Drafter, ...]:
         """Who can draft."""
         possible: tuple[tuple[Drafter, bool], ...] = (
-            ("learned", self.head is not None),
+            ("learned", self.head is not None or self.cold_head),
             ("ngram", self.ngram),
             ("sibling", self.siblings),
         )
@@ -91,8 +97,14 @@ class Speculation:
                 if not arm.is_off and arm.drafter not in self.drafters:
                     raise ValueError(
                         f"`speculation.selector` may ask for the drafter {arm.drafter!r}, but `speculation` has only "
-                        f"{list(self.drafters)}; configure it (`head`, `siblings`, `ngram`) or drop the arm."
+                        f"{list(self.drafters)}; configure it (`head`, or LongTailIdleCallback, which trains one; "
+                        "`siblings`; `ngram`) or drop the arm."
                     )
+        if self.head is None and self.cold_head:
+            raise ValueError(
+                "`speculation.cold_head` has nobody who trains the head: add `tlt_lightning.long_tail."
+                "LongTailIdleCallback` to the trainer's callbacks, or give a trained `head`."
+            )
         if self.head is None:
             return None
         head = read_head(self.head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from tlt_lightning.engine.vllm_control import SpeculationControl, StepPlan, StepResult
@@ -12,11 +13,21 @@ from tlt_lightning.engine.vllm_v1 import V1Drafter
 from tlt_lightning.engine.vllm_v2 import Lookup, V2Drafter
 from tlt_lightning.speculation.base import OFF, Strategy
 
+_num_tokens, _num_stale_tokens = attrgetter("num_tokens"), attrgetter("num_stale_output_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class _LookedUp:
     known: int
     found: Found
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    drafted: Sequence[int]
+    emitted: Sequence[int]
+    learned: tuple[int, int] = (0, 0)
+    is_decode: bool = True
 
 
 class SpeculationSteering:
@@ -46,8 +57,10 @@ class SpeculationSteering:
         self._scheduler = scheduler
         running, waiting = scheduler.running, len(scheduler.waiting)
         admitted = min(waiting, scheduler.max_num_running_reqs - len(running))
-        context = sum(request.num_tokens for request in running) / len(running) if running else 0.0
+        context = sum(map(_num_tokens, running)) / len(running) if running else 0.0
         self._plan = self.control.plan(len(running) + admitted, context, waiting - admitted)
+        if self.texts is not None:
+            self.texts.next_step()
         if self.drafter is not None and self.drafter.has_holes and self._is_learned:
             scheduler.reset_prefix_cache(reset_running_requests=True)
             self.drafter.has_holes = False
@@ -73,19 +86,41 @@ class SpeculationSteering:
 
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:
         """The drafts to verify in the next step, given what vLLM's own drafter proposed."""
+        if self.strategy.is_off and not any(drafts):
+            return drafts
         return [draft[: self.strategy.num_draft_tokens] for draft in drafts]
 
     def after_step(self, scheduler: Any, output: Any, result: Any) -> None:
         """Collect what each request drafted and emitted in a step."""
+        if scheduler.requests.keys().isdisjoint(output.num_scheduled_tokens):
+            return  # nothing was scheduled, or all whom it was scheduled for have left
         plan, proposed = output.speculation
+        num = len(output.num_scheduled_tokens)
+        if _is_plain_decode(scheduler, output, result):
+            collected = _Collected((0,) * num, (1,) * num)
+        else:
+            collected = self._collect(plan, proposed, scheduler, output, result)
+        self.control.finished(
+            StepResult(
+                plan=plan,
+                num_drafted=collected.drafted,
+                num_emitted=collected.emitted,
+                num_learned=collected.learned,
+                is_decode=collected.is_decode,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+            )
+        )
+
+    def _collect(
+        self, plan: StepPlan, proposed: Mapping[str, _LookedUp], scheduler: Any, output: Any, result: Any
+    ) -> _Collected:
         drafted, emitted, learned_kept, is_decode = [], [], [], True
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             index, request = result.req_id_to_index.get(request_id), scheduler.requests.get(request_id)
             tokens = result.sampled_token_ids[index] if result.sampled_token_ids and index is not None else ()
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             is_dropped = request is None or (request.num_stale_output_tokens > 0 and request.drop_stale_output)
-            if tokens and not is_dropped and self.texts is not None:
-                self.texts.grow(request_id, tokens)
             if not tokens or is_dropped or num_scheduled > 1 + num_drafts:
                 is_decode = False  # a prompt, a part of one, or an answer nobody waits for
                 continue
@@ -97,18 +132,7 @@ class SpeculationSteering:
                     self.texts.scores.update(source, len(tokens) - 1)
                 if source == LEARNED:
                     learned_kept.append(len(tokens) > 1)
-        if output.num_scheduled_tokens:
-            self.control.finished(
-                StepResult(
-                    plan=plan,
-                    num_drafted=drafted,
-                    num_emitted=emitted,
-                    num_learned=(len(learned_kept), sum(learned_kept)),
-                    is_decode=is_decode,
-                    running=len(scheduler.running),
-                    waiting=len(scheduler.waiting),
-                )
-            )
+        return _Collected(drafted, emitted, (len(learned_kept), sum(learned_kept)), is_decode)
 
     def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any, emitted: int) -> Source | None:
         """Whose drafts a request verified; None if they were fillers."""
@@ -179,3 +203,15 @@ class DeviceSteering(SpeculationSteering):
         since = list(request.all_token_ids[proposed.known :])
         fits = proposed.found.tokens[: len(since)] == since and len(proposed.found.tokens) > len(since)
         return proposed.found.source if fits else other
+
+
+def _is_plain_decode(scheduler: Any, output: Any, result: Any) -> bool:
+    """True if every request of the step emitted one token and somebody waits for it; no loop of Python's own."""
+    scheduled, requests = output.num_scheduled_tokens, scheduler.requests
+    return (
+        not output.scheduled_spec_decode_tokens
+        and output.total_num_scheduled_tokens == len(scheduled) == len(result.sampled_token_ids)
+        and all(result.sampled_token_ids)
+        and scheduled.keys() <= requests.keys()
+        and not any(map(_num_stale_tokens, map(requests.__getitem__, scheduled)))
+    )

@@ -16,6 +16,8 @@ PRIOR_COUNT = 4
 """Verifications that a source's prior is worth."""
 NEWEST_WEIGHT = 0.02
 """Least weight of the newest verification in a score: what was accepted some hundred drafts ago is forgotten."""
+READ_PER_STEP = 1024
+"""Tokens that a step reads at most before it looks up, a few milliseconds of the host."""
 TRIAL_PERIOD = 64
 """One draft in so many is looked up although another source is expected to do better: it may have been unlucky."""
 
@@ -57,8 +59,19 @@ class SourceScores:
         return self.scores.get(source, (1.0 if source == LEARNED else source[1] / 2, PRIOR_COUNT))
 
 
+@dataclass(slots=True, eq=False)
+class _Text:
+    request_id: str
+    group: int
+    tokens: Sequence[int]  # prompt and answer; grows while it is written
+    read: dict[Drafter, int]  # tokens of it that each index holds
+
+
 class RunningTexts:
     """Looks up how texts may go on, in other answers to the same prompt and in what they said themselves.
+
+    Nothing is read before somebody looks it up, so that texts cost nothing while speculation is off. When it is
+    switched on, what was written meanwhile is read over the following steps.
 
     Args:
         siblings: Look in other answers to the same prompt.
@@ -75,25 +88,29 @@ class RunningTexts:
         self.keeps = keeps
         self.scores = SourceScores()
         self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its answers
-        self._group_of: dict[str, int] = {}
+        self._members: dict[int, list[_Text]] = {}  # texts of a group that run or are not read to their end
+        self._texts: dict[str, _Text] = {}
+        self._read_groups: set[int] = set()  # in this step
+        self._allowance = READ_PER_STEP
         self._num_look_ups = 0
 
-    def add(self, request_id: str, prompt_ids: Sequence[int]) -> None:
-        """Begin a text with its prompt."""
-        prompt = tuple(prompt_ids)
+    def add(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Begin a text: `tokens` is its prompt, and by reference whatever is written after it."""
+        prompt = tuple(tokens)
         is_first = prompt not in self._groups
-        group = self._group_of[request_id] = self._groups.setdefault(prompt, len(self._groups))
-        for drafter, index in self.indices.items():
-            whole = drafter == "ngram" or is_first
-            start = prompt if whole else prompt[-index.match_lengths[0] :]
-            index.append(*self._place(drafter, request_id, group), start)
+        group = self._groups.setdefault(prompt, len(self._groups))
+        read = {
+            drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - index.match_lengths[0])
+            for drafter, index in self.indices.items()
+        }
+        text = self._texts[request_id] = _Text(request_id, group, tokens, read)
+        if "sibling" in self.indices:
+            self._members.setdefault(group, []).append(text)
 
-    def grow(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Add what a text has written."""
-        group = self._group_of.get(request_id)
-        if group is not None:
-            for drafter, index in self.indices.items():
-                index.append(*self._place(drafter, request_id, group), token_ids)
+    def next_step(self) -> None:
+        """Allow look-ups to read what has been written since, up to a number of tokens."""
+        self._read_groups.clear()
+        self._allowance = READ_PER_STEP
 
     def propose(
         self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int, floor: float
@@ -108,8 +125,8 @@ class RunningTexts:
             num_tokens: Longest draft.
             floor: Drafts that another source is expected to have accepted; negative if there is none.
         """
-        group = self._group_of.get(request_id)
-        if group is None:
+        text = self._texts.get(request_id)
+        if text is None:
             return None
         self._num_look_ups += 1
         if self._num_look_ups % TRIAL_PERIOD == 0:
@@ -118,7 +135,8 @@ class RunningTexts:
         for drafter, index in self.indices.items():
             if strategy.drafter == "ngram" and drafter != "ngram":
                 continue
-            found = index.look_up(self._place(drafter, request_id, group)[0], tail, num_tokens)
+            self._read_for(text, drafter)
+            found = index.look_up(text.group if drafter == "sibling" else request_id, tail, num_tokens)
             source = (drafter, found.match_length)
             expected = self.scores.expected(source, len(found.tokens))
             if found.tokens and expected > floor:
@@ -132,21 +150,47 @@ class RunningTexts:
 
     def remove(self, request_id: str) -> None:
         """End a text; its siblings can still look in it."""
-        if self._group_of.pop(request_id, None) is not None and "ngram" in self.indices:
+        if self._texts.pop(request_id, None) is not None and "ngram" in self.indices:
             self.indices["ngram"].clear(request_id)
 
     def end_rollout(self) -> None:
         """End all texts and, unless they are kept, forget them."""
-        for request_id in list(self._group_of):
+        for request_id in list(self._texts):
             self.remove(request_id)
         if not self.keeps:
             self.clear()
+        else:
+            for members in self._members.values():
+                self._allowance = sum(len(text.tokens) for text in members)
+                self._read_group(members)
 
     def clear(self) -> None:
         """Forget all texts that have ended; call it between rollouts."""
         for index in self.indices.values():
             index.clear()
         self._groups.clear()
+        self._members.clear()
 
-    def _place(self, drafter: Drafter, request_id: str, group: int) -> tuple[int | str, str]:
-        return (group if drafter == "sibling" else request_id), request_id
+    def _read_for(self, text: _Text, drafter: Drafter) -> None:
+        if drafter == "ngram":
+            self._read(text, drafter)
+        elif text.group not in self._read_groups:
+            self._read_groups.add(text.group)
+            self._read_group(self._members[text.group])
+
+    def _read_group(self, members: list[_Text]) -> None:
+        for text in members:
+            self._read(text, "sibling")
+        members[:] = [text for text in members if text.request_id in self._texts or self._num_unread(text)]
+
+    def _num_unread(self, text: _Text) -> int:
+        return len(text.tokens) - text.read["sibling"]
+
+    def _read(self, text: _Text, drafter: Drafter) -> None:
+        start = text.read[drafter]
+        tokens = text.tokens[start : start + self._allowance]
+        if tokens:
+            group = text.group if drafter == "sibling" else text.request_id
+            self.indices[drafter].append(group, text.request_id, tokens)
+            text.read[drafter] += len(tokens)
+            self._allowance -= len(tokens)

@@ -59,7 +59,9 @@ class V2Drafter:
         self.speculator = reach(runner, "speculator")
         self.states = reach(runner, "req_states")
         self.has_head = has_head
-        self.backlog = DrafterBacklog(self.model, max_steps=16) if has_head and defers else None
+        self.backlog = None
+        if has_head and defers:
+            self.backlog = DrafterBacklog(self.model, reach(runner, "max_num_reqs"))
         self.num_skipped = 0
         self.has_holes = False
         self._defers = defers
@@ -143,15 +145,16 @@ class V2Drafter:
         if self.backlog is None:
             self.has_holes = True
             return
-        if self.backlog.is_full:
+        rows = input_batch.num_reqs
+        if not self.backlog.has_room(rows):
             self._catch_up()
         assert aux_hidden_states is not None
-        rows = input_batch.num_reqs
         self.backlog.add(
             input_batch.req_ids,
-            torch.cat([hidden[:rows] for hidden in aux_hidden_states], dim=-1),
-            last_sampled.view(-1)[input_batch.idx_mapping],
-            input_batch.positions[:rows].clone(),
+            [hidden[:rows] for hidden in aux_hidden_states],
+            last_sampled.view(-1),
+            input_batch.positions[:rows],
+            input_batch.idx_mapping,
         )
 
     def _catch_up(self) -> None:

@@ -2,11 +2,11 @@
 
 from tlt_lightning.speculation.base import OFF as OFF
 from tlt_lightning.speculation.base import Drafter as Drafter
+from tlt_lightning.speculation.base import MeasuredStep as MeasuredStep
 from tlt_lightning.speculation.base import SelectorState as SelectorState
 from tlt_lightning.speculation.base import Strategy as Strategy
 from tlt_lightning.speculation.base import StrategySelector as StrategySelector
 from tlt_lightning.speculation.beg_mab import BEGMABSelector as BEGMABSelector
-from tlt_lightning.speculation.cost_model import MeasuredStep as MeasuredStep
 from tlt_lightning.speculation.cost_model_selector import CostModelSelector as CostModelSelector
 from tlt_lightning.speculation.fixed import FixedSelector as FixedSelector
 from tlt_lightning.speculation.graph_plan import CaptureReport as CaptureReport

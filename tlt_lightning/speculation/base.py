@@ -6,6 +6,7 @@ Pure: no torch device, no vLLM, no Trainer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,12 +47,31 @@ class SelectorState:
         mean_context: Mean tokens (prompt and response) of the running requests.
         drafter_version: Version of the drafter in the engine; -1 if none was pushed.
         waiting: Requests that have not started.
+        is_cold: True while the learned drafter waits for its first weights; its arms then decode plainly.
     """
 
     batch_size: int
     mean_context: float = 0.0
     drafter_version: int = -1
     waiting: int = 0
+    is_cold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step whose cost is known, to calibrate with.
+
+    Args:
+        batch_size: Requests in the step.
+        strategy: What was verified and drafted in it.
+        mean_context: Mean tokens of its requests.
+        seconds: What it took.
+    """
+
+    batch_size: int
+    strategy: Strategy
+    mean_context: float
+    seconds: float
 
 
 class StrategySelector(ABC):
@@ -75,6 +95,14 @@ class StrategySelector(ABC):
             num_emitted: Tokens emitted by each running request, bonus token included (1 means nothing accepted).
             seconds: Wall-clock seconds of the step.
         """
+
+    @property
+    def wants_calibration(self) -> bool:
+        """True while measured steps would help: the engine then measures some before its first rollout."""
+        return False
+
+    def calibrate(self, steps: Sequence[MeasuredStep]) -> None:  # noqa: B027 - most selectors learn as they go
+        """Learn from steps measured on purpose, of the arms at several batch sizes; their drafts mean nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, as tensors and primitives."""

@@ -7,13 +7,13 @@ error 4%, `benchmarks/selector_regret.py` uses the same table); its scale is tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import sqrt
-from operator import mul
 from typing import Any
 
+import numpy as np
+
 from tlt_lightning.speculation.arms import check_distinct
-from tlt_lightning.speculation.base import Drafter, Strategy
+from tlt_lightning.speculation.base import Drafter, MeasuredStep, Strategy
 
 KNEES = (64, 128, 256)
 """Verified tokens at which a step may start to cost more per token; a matrix unit fills up between them."""
@@ -42,25 +42,11 @@ NOISE = 0.1
 CALIBRATION_NOISE = 0.02
 """The same for a calibration step, which is a mean over repetitions."""
 
+LEAST_UNITS = 0.05
+"""No step is cheaper: far from anything seen, negative costs can come out."""
+
 MAX_SURPRISE = 3.0
 """Standard deviations beyond which a step counts no more than at this bound: pauses must not move the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One step whose cost is known, to calibrate with.
-
-    Args:
-        batch_size: Requests in the step.
-        strategy: What was verified and drafted in it.
-        mean_context: Mean tokens of its requests.
-        seconds: What it took.
-    """
-
-    batch_size: int
-    strategy: Strategy
-    mean_context: float
-    seconds: float
 
 
 class StepTimeModel:
@@ -90,15 +76,13 @@ class StepTimeModel:
             priors += DRAFTER_PRIOR[drafter]
             spreads += DRAFTER_SPREAD
         spreads.append(CONTEXT_SPREAD)
-        self._weights = [*priors, CONTEXT_PRIOR]
-        self._covariance = [
-            [spread * spread if row == column else 0.0 for column in range(len(spreads))]
-            for row, spread in enumerate(spreads)
-        ]
-        self._features: dict[tuple[int, int, Drafter], tuple[float, ...]] = {}
+        self._weights = np.array([*priors, CONTEXT_PRIOR])
+        self._covariance = np.diag(np.square(spreads))
+        self._features: dict[tuple[int, int, Drafter], np.ndarray] = {}
+        self._tables: dict[tuple[int, tuple[Strategy, ...]], np.ndarray] = {}
 
-    def features(self, batch_size: int, strategy: Strategy, mean_context: float) -> list[float]:
-        """What the cost is linear in."""
+    def features(self, batch_size: int, strategy: Strategy, mean_context: float) -> np.ndarray:
+        """What the cost is linear in, (F,)."""
         key = batch_size, strategy.num_draft_tokens, strategy.drafter
         if key not in self._features:
             tokens = batch_size * (strategy.num_draft_tokens + 1)
@@ -106,18 +90,29 @@ class StepTimeModel:
             for drafter in self.drafters:
                 drafts = drafter == strategy.drafter and not strategy.is_off
                 values += (1.0, strategy.num_draft_tokens, batch_size) if drafts else (0.0, 0.0, 0.0)
-            self._features[key] = tuple(values)
-        return [*self._features[key], batch_size * mean_context]
+            self._features[key] = np.array([*values, 0.0])
+        features = self._features[key].copy()
+        features[-1] = batch_size * mean_context
+        return features
 
     def seconds(self, batch_size: int, strategy: Strategy, mean_context: float) -> float:
         """Expected seconds of a step; without a step seen so far, in units of a plain step at batch size 1."""
         return self._units(self.features(batch_size, strategy, mean_context)) * (self.scale or 1.0)
 
+    def seconds_of_each(self, batch_size: int, strategies: tuple[Strategy, ...], mean_context: float) -> list[float]:
+        """`seconds` for several strategies at once."""
+        table = self._tables.get((batch_size, strategies))
+        if table is None:
+            table = np.stack([self.features(batch_size, strategy, 0.0) for strategy in strategies])
+            self._tables[batch_size, strategies] = table
+        units = table @ self._weights + self._weights[-1] * batch_size * mean_context
+        return (np.maximum(units, LEAST_UNITS) * (self.scale or 1.0)).tolist()
+
     def estimate(self, batch_size: int, strategy: Strategy, mean_context: float) -> tuple[float, float]:
         """Expected seconds of a step and their relative standard deviation, the noise of a step left out."""
         features = self.features(batch_size, strategy, mean_context)
         units = self._units(features)
-        variance = sum(map(mul, features, self._times_covariance(features)))
+        variance = float(features @ self._covariance @ features)
         return units * (self.scale or 1.0), sqrt(max(0.0, variance)) / units
 
     def update(
@@ -130,19 +125,15 @@ class StepTimeModel:
         predicted = self._units(features)
         if not self.scale:
             self.scale = seconds / predicted
-        relative = [value / predicted for value in features]
-        spread = self._times_covariance(relative)
-        known = sum(map(mul, relative, spread)) / noise**2  # prior variance over noise variance
+        relative = features / predicted
+        spread = self._covariance @ relative
+        known = float(relative @ spread) / noise**2  # prior variance over noise variance
         bound = MAX_SURPRISE * noise * sqrt(1 + known)
         surprise = min(max(seconds / (self.scale * predicted) - 1, -bound), bound)
-        step = surprise / (noise**2 * (1 + known))
-        self._weights = [weight + step * value for weight, value in zip(self._weights, spread, strict=True)]
+        self._weights += surprise / (noise**2 * (1 + known)) * spread
         if known > 0:
             gain = self.keep - (1 - self.keep) / known
-            factor = gain / (1 + gain * known) / noise**2
-            for row, left in zip(self._covariance, spread, strict=True):
-                scaled = factor * left
-                row[:] = [entry - scaled * right for entry, right in zip(row, spread, strict=True)]
+            self._covariance -= np.multiply.outer(gain / (1 + gain * known) / noise**2 * spread, spread)
 
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
         """Learn from steps measured on purpose, for instance by dummy runs when the engine starts."""
@@ -153,8 +144,8 @@ class StepTimeModel:
         """Everything learned."""
         return {
             "scale": self.scale,
-            "weights": list(self._weights),
-            "covariance": [list(row) for row in self._covariance],
+            "weights": self._weights.tolist(),
+            "covariance": self._covariance.tolist(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,12 +156,8 @@ class StepTimeModel:
                 f"{len(self._weights)}; construct it with the same `drafters`, now {list(self.drafters)}."
             )
         self.scale = state_dict["scale"]
-        self._weights = list(state_dict["weights"])
-        self._covariance = [list(row) for row in state_dict["covariance"]]
+        self._weights = np.array(state_dict["weights"])
+        self._covariance = np.array(state_dict["covariance"])
 
-    def _units(self, features: Sequence[float]) -> float:
-        # Negative costs can come out far from anything seen.
-        return max(sum(map(mul, self._weights, features)), 0.05)
-
-    def _times_covariance(self, features: Sequence[float]) -> list[float]:
-        return [sum(map(mul, row, features)) for row in self._covariance]
+    def _units(self, features: np.ndarray) -> float:
+        return max(float(self._weights @ features), LEAST_UNITS)

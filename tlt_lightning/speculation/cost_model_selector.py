@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from tlt_lightning.speculation.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.arms import check_at_least, check_share, make_arms
-from tlt_lightning.speculation.base import OFF, Drafter, SelectorState, Strategy, StrategySelector
-from tlt_lightning.speculation.cost_model import MeasuredStep, StepTimeModel
+from tlt_lightning.speculation.base import OFF, Drafter, MeasuredStep, SelectorState, Strategy, StrategySelector
+from tlt_lightning.speculation.cost_model import StepTimeModel
 
 PROBE_STEPS = 8
 """Steps of one probe, and between two decisions whether to probe: enough to see a rejection rate, and cheap."""
@@ -63,6 +63,7 @@ class CostModelSelector(StrategySelector):
         catch_up_seconds: float = 0.01,
     ) -> None:
         self._all_arms = make_arms(num_draft_tokens, drafters)
+        self._arms_up_to: dict[int, tuple[Strategy, ...]] = {}
         check_at_least("max_batch_tokens", max_batch_tokens, 1)
         check_share("exploration", exploration)
         check_share("margin", margin)
@@ -84,19 +85,29 @@ class CostModelSelector(StrategySelector):
 
     @override
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        longest = self.max_batch_tokens // max(batch_size, 1) - 1
-        return tuple(arm for arm in self._all_arms if arm.num_draft_tokens <= max(longest, 0))
+        longest = max(self.max_batch_tokens // max(batch_size, 1) - 1, 0)
+        if longest not in self._arms_up_to:
+            self._arms_up_to[longest] = tuple(arm for arm in self._all_arms if arm.num_draft_tokens <= longest)
+        return self._arms_up_to[longest]
 
+    @property
+    @override
+    def wants_calibration(self) -> bool:
+        return not self.step_time.scale
+
+    @override
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
         """Take in step times measured before the first rollout; without them the model starts from a 7B on an H200."""
         self.step_time.calibrate(steps)
 
     def expected_rates(self, state: SelectorState) -> dict[Strategy, float]:
         """Expected tokens per second and request of each arm at this state, the cost of switching to it included."""
-        rates = {}
-        for arm in self.arms(state.batch_size):
-            seconds = self.step_time.seconds(state.batch_size, arm, state.mean_context)
-            rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / CATCH_UP_STEPS)
+        rates, arms = {}, self.arms(state.batch_size)
+        for arm, seconds in zip(
+            arms, self.step_time.seconds_of_each(state.batch_size, arms, state.mean_context), strict=True
+        ):
+            if not (state.is_cold and self._is_learned(arm)):
+                rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / CATCH_UP_STEPS)
         return rates
 
     @override

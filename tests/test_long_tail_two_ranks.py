@@ -1,0 +1,70 @@
+"""The drafter on two processes (gloo) whose rollouts take unequally long, with the real engine."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.speculation_engines import save_endless_policy
+
+SCRIPT = Path(__file__).parent / "two_ranks_drafter.py"
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def launch(mode: str, prompts_path: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), save_endless_policy(out / "policy"), prompts_path, str(out), mode]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "PL_GLOBAL_SEED": "3"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("ranks")
+    done = launch("run", prompts_path, out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_the_early_rank_trains_and_both_serve_the_same_drafter(ranks: list[dict[str, Any]]) -> None:
+    early, late = ranks
+    assert early["weights"] == late["weights"]
+    versions = [own["version"] for own in early["own"]]
+    assert versions == [own["version"] for own in late["own"]]
+    assert versions[:3] == [-1, -1, 1]  # trained in iteration 2 on the states of iteration 1, served in iteration 3
+    assert early["own"][0]["steps"] == 0
+    assert min(own["steps"] for own in early["own"][1:4]) > 3
+    assert not any(own["steps"] for own in late["own"])  # nobody waits for the last one
+    assert early["rows"] == late["rows"]  # means over both
+    for row, own in zip(early["rows"], early["own"], strict=True):
+        assert row["drafter/micro_steps"] == own["steps"] / 2
+        assert row["drafter/idle_seconds_used"] <= row["drafter/idle_seconds_available"] == row["time/idle"]
+    for row in early["rows"][1:4]:
+        assert row["drafter/idle_seconds_used"] > 0.8 * row["drafter/idle_seconds_available"]
+        assert 0 < row["drafter/preemption_ms"] < 1000
+    assert early["rows"][2]["drafter/policy_lag"] == 2  # policies are an optimizer step apart
+
+
+def test_the_late_rank_is_not_slowed(ranks: list[dict[str, Any]]) -> None:
+    """Of the last iterations every second one trains, with the same drafter throughout."""
+    early, late = ranks
+    first = 4
+    assert [own["steps"] > 0 for own in early["own"][first:]] == [False, True] * 4
+    assert len({own["version"] for own in early["own"][first + 1 :]}) == 1
+    # By processor time: by the clock, a machine with other work to do slows whoever shares its cores with a rank.
+    paces = late["paces"]["cpu"]
+    alone, beside = paces[first::2], paces[first + 1 :: 2]
+    assert statistics.median(beside) > 0.7 * statistics.median(alone)
+
+
+def test_the_death_of_the_training_rank_ends_the_run_at_once(prompts_path: str, tmp_path: Path) -> None:
+    done = launch("die", prompts_path, tmp_path)
+    assert done.returncode != 0
+    assert "lost touch with rank 0, which has ended" in done.stderr
+    died, noticed = (float((tmp_path / f"ended{rank}").read_text()) for rank in (0, 1))
+    assert noticed - died < 10  # of a rollout that would have gone on for 20
