@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +55,9 @@ def test_the_late_rank_is_not_slowed(ranks: list[dict[str, Any]]) -> None:
     first = 4
     assert [own["steps"] > 0 for own in early["own"][first:]] == [False, True] * 4
     assert len({own["version"] for own in early["own"][first + 1 :]}) == 1
-    # By processor time: by the clock, a machine with other work to do slows whoever shares its cores with a rank.
+    # The best of each, by processor time: others may want the cores, too.
     paces = late["paces"]["cpu"]
-    alone, beside = paces[first::2], paces[first + 1 :: 2]
-    assert statistics.median(beside) > 0.7 * statistics.median(alone)
+    assert max(paces[first + 1 :: 2]) > 0.7 * max(paces[first::2]), late["paces"]
 
 
 def test_the_death_of_the_training_rank_ends_the_run_at_once(prompts_path: str, tmp_path: Path) -> None:

@@ -53,6 +53,9 @@ class Observer(RolloutCallback):
 
     def on_rollout_start(self, trainer, pl_module):
         self.steps = []
+        if trainer.current_epoch >= NUM_LEARNING:
+            self.drafting.every_n_iterations = 2
+            self.drafting._loop.optimizer.param_groups[0]["lr"] = 0.0  # set again after each decision not to publish
 
     def on_rollout_progress(self, trainer, pl_module, progress):
         self.steps.append((time.perf_counter(), time.process_time()))
@@ -71,9 +74,6 @@ class Observer(RolloutCallback):
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch:
             self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        if trainer.current_epoch == NUM_LEARNING:
-            self.drafting.every_n_iterations = 2
-            self.drafting._loop.optimizer.param_groups[0]["lr"] = 0.0
 
     def on_train_end(self, trainer, pl_module):
         self.on_train_epoch_start(trainer, pl_module)
