@@ -155,7 +155,7 @@ def render(results: Results, record: Mapping[str, Any]) -> str:
             "on the step times of a 7B model with an EAGLE-3 head on an H200 (`StepCosts`). Numbers are percent of",
             "makespan, mean over seeds and in parentheses the worst seed; positive is slower. A selector's first",
             "rollout starts from nothing, neither calibrated nor warmed up; the second goes on with what the first",
-            "taught it and is told of a new drafter. The defaults were tuned on other seeds (10 to 14).",
+            "taught it and is told of a new drafter. The defaults were tuned on other seeds (10 to 30).",
             "",
             "## Against the best fixed draft length of each seed, known in hindsight",
             "",

@@ -84,10 +84,13 @@ def test_nothing_is_read_before_it_is_looked_up_and_no_more_than_a_step_allows(
     assert made.indices["ngram"].num_tokens == 11
 
 
-def test_a_text_that_has_ended_is_read_to_its_end() -> None:
+def test_a_text_that_has_ended_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_texts, "READ_PER_STEP", 8)
     made = texts()
     made.grow("a", [20, 21, 22, 23])
     made.remove("a")
+    assert tokens(made, "b", [*PROMPT, 20, 21]) == []
+    made.next_step()
     assert tokens(made, "b", [*PROMPT, 20, 21]) == [22, 23]
     assert [text.request_id for text in made._members[0]] == ["b"]
 

@@ -1,8 +1,6 @@
 """The learning selectors against the best that does not learn, on rollouts whose costs are known.
 
-Tolerances are measured ones (`benchmarks/results/selector_regret.md`). BEG-MAB is allowed 5% below the best fixed arm
-in its very first rollout, because it must try every arm of every bucket there, and 3% in the next; the cost model 3%
-always.
+Tolerances are the goal, 3% below the best fixed arm; `benchmarks/results/selector_regret.md` has what is measured.
 """
 
 import random
@@ -49,18 +47,12 @@ def best_fixed(name: str) -> float:
     return min(simulator_of(name).run(FixedSelector(length)).makespan for length in (0, *LENGTHS))
 
 
+@pytest.mark.parametrize("make", [BEGMABSelector, CostModelSelector])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_cost_model_stays_within_3_percent_of_the_best_fixed_arm(name):
-    selector = CostModelSelector()
+def test_learning_selectors_stay_within_3_percent_of_the_best_fixed_arm(name, make):
+    selector = make()
     for version in (0, 1):
         assert simulator_of(name).run(selector, drafter_version=version).makespan < 1.03 * best_fixed(name)
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_bandit_stays_within_5_percent_of_the_best_fixed_arm_at_first_and_3_percent_later(name):
-    selector = BEGMABSelector()
-    assert simulator_of(name).run(selector).makespan < 1.05 * best_fixed(name)
-    assert simulator_of(name).run(selector).makespan < 1.03 * best_fixed(name)
 
 
 @pytest.mark.parametrize("make", [BEGMABSelector, CostModelSelector])

@@ -35,6 +35,8 @@ CATCH_UP_GAIN = 0.3
 class CostModelSelector(StrategySelector):
     """Chooses the draft length and drafter with the most expected tokens per second; the default selector.
 
+    Before its first rollout it wants to be told what some steps cost (`calibrate`), which `VLLMEngine` does.
+
     Args:
         num_draft_tokens: Draft lengths to choose among besides off.
         drafters: Who may propose; every draft length is an arm with each of them.
