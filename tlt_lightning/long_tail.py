@@ -22,7 +22,7 @@ from tlt_lightning.drafter.books import DrafterBooks
 from tlt_lightning.drafter.buffer import DrafterBuffer
 from tlt_lightning.drafter.drift import PolicyDrift
 from tlt_lightning.drafter.features import draft_sequences, rows_to_keep
-from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.serving import check_engine, serve
@@ -74,7 +74,7 @@ class LongTailIdleCallback(IterationCallback):
             `default_root_dir`.
 
     Example:
-        >>> from tlt_lightning.drafter.module import DrafterModule
+        >>> from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
         >>> drafter = DrafterModule("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
         >>> trainer = L.Trainer(callbacks=[LongTailIdleCallback(drafter)])  # doctest: +SKIP
     """
@@ -190,7 +190,7 @@ class LongTailIdleCallback(IterationCallback):
 
     def _has_policy_rows(self, pl_module: Any) -> bool:
         """True if the engine's copy of the drafter holds rows of the policy's head, and these are trained."""
-        travels = any(name == "lm_head.weight" for name, _ in self.drafter.trainable_tensors())
+        travels = any(name == POLICY_ROWS for name, _ in self.drafter.trainable_tensors())
         head = causal_lm(pl_module.policy).get_output_embeddings()
         return travels and any(parameter.requires_grad for parameter in head.parameters())
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.buffer import choose_rows
+from tlt_lightning.objectives.kl import k3
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
 
@@ -39,11 +40,11 @@ class PolicyDrift:
             rows = rows or [lengths.index(min(lengths))]
             self._answers = [batch.select([row]) for row in rows]
             self._logps = [score(answer).float().cpu() for answer in self._answers]
+            return 0.0
         now = [score(answer).float().cpu() for answer in self._answers]
         masks = [answer.response_mask.bool() for answer in self._answers]
-        moved = [(logps - before)[mask] for logps, before, mask in zip(now, self._logps, masks, strict=True)]
-        ratios = torch.cat(moved)
-        return (ratios.exp() - 1 - ratios).mean().item()  # the K3 estimate
+        terms = [k3(before, logps)[mask] for before, logps, mask in zip(self._logps, now, masks, strict=True)]
+        return torch.cat(terms).mean().item()
 
     def state_dict(self) -> dict[str, Any]:
         """The answers and what the policy thought of them, as tensors and primitives."""

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
-_OUTPUT = "lm_head.weight"
+POLICY_ROWS = "lm_head.weight"
+"""Travels to the engine with the trained weights where a head has rows of the policy's output head; never trained."""
 
 
 class DrafterModule(L.LightningModule):
@@ -238,7 +239,7 @@ class DrafterModule(L.LightningModule):
         head = self._built
         yield from ((name, parameter.detach()) for name, parameter in heads.trainable(head))
         if head.use_draft_vocab and self.follows_target:
-            yield _OUTPUT, head.lm_head.weight.detach()
+            yield POLICY_ROWS, head.lm_head.weight.detach()
 
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
@@ -265,7 +266,7 @@ class DrafterModule(L.LightningModule):
         """
         tensors = dict(self.trainable_tensors())
         if not self.follows_target:
-            tensors[_OUTPUT] = self._built.lm_head.weight.detach()
+            tensors[POLICY_ROWS] = self._built.lm_head.weight.detach()
         return write_head(self._built, tensors.items(), path, quality)
 
     @override

@@ -19,14 +19,13 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from tlt_lightning.drafter.buffer import DrafterBuffer
-from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, fill_pack, pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
 
 log = logging.getLogger(__name__)
 
 _PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then leave few gaps
-_TARGETS_OWN = "lm_head.weight"  # travels to the engine with the trained weights, but is the policy's
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -222,7 +221,7 @@ class DrafterTrainer:
             yield name, self._published.get(name, tensor)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != _TARGETS_OWN}
+        return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != POLICY_ROWS}
 
     def _copy_weights(self) -> dict[str, Tensor]:
         return {name: tensor.to("cpu", copy=True) for name, tensor in self._weights().items()}
