@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from results_file import about, heading
 from step_time_scales import LARGE, TINY, Scale
 from typing_extensions import override
 
@@ -260,7 +261,8 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
 
 def render(results: dict[str, Any], scale: Scale) -> str:
     """The report in Markdown."""
-    lines = [f"# Step times\n\n{results['device']}; ms per step, fastest of {scale.rounds} x {scale.steps} steps."]
+    lines = [*heading("Step times", results["about"])]
+    lines += [f"Random weights, head with the full vocabulary; ms per step, fastest of {scale.rounds} x {scale.steps}."]
     parts = [part for part in PARTS[1:] if part in results]
     for part in parts:
         lines += [f"\n## {part.capitalize()} graph pool\n", *step_table(results, part, scale)]
@@ -315,7 +317,7 @@ def main() -> None:
         print("RESULT " + json.dumps(run_part(arguments.part, scale)))
         return
     out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"device": device_name(arguments.tiny)}
+    results: dict[str, Any] = {"about": about("tiny" if arguments.tiny else "7b shape", "", 0)}
     for part in arguments.parts:
         command = [sys.executable, __file__, "--part", part, *(["--tiny"] if arguments.tiny else [])]
         finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -329,13 +331,6 @@ def main() -> None:
         (out / "step_time.json").write_text(json.dumps(results, indent=1))
         (out / "step_time.md").write_text(render(results, scale))
     print(render(results, scale))
-
-
-def device_name(tiny: bool) -> str:
-    """What this runs on."""
-    import torch
-
-    return "CPU" if tiny or not torch.cuda.is_available() else torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":
