@@ -20,6 +20,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -78,28 +79,29 @@ class Bench:
         self._end = time.perf_counter() + args.seconds
         self._began = time.perf_counter()
         self._lock = threading.Lock()
-        self._devices: queue.Queue[int] = queue.Queue()
-        for device in range(args.gpus):
-            self._devices.put(device)
+        self._specs = tempfile.TemporaryDirectory()
+        self._slots: queue.Queue[int] = queue.Queue()
+        for slot in range(args.parallel):
+            self._slots.put(slot)
 
     def run_all(self, runs: Sequence[Run]) -> None:
-        """Do these runs, `--gpus` at a time."""
+        """Do these runs, `--parallel` at a time."""
         wanted = [run for run in runs if run.key not in {old.key for old in self.runs}]
-        with ThreadPoolExecutor(self.args.gpus) as pool:
+        with ThreadPoolExecutor(self.args.parallel) as pool:
             list(pool.map(self._run, wanted))
 
     def _run(self, run: Run) -> None:
         if not self._has_time():
             self._say(f"{run.name}: no time left")
             return
-        device = self._devices.get()
+        slot = self._slots.get()
         try:
-            self._follow(run, device)
+            self._follow(run, slot)
             if run.arm == "trl" and run.error and not run.iterations and self._has_time():
                 run.note, run.error = f"with vLLM's V1 model runner; with V2 it did not start ({run.error})", ""
-                self._follow(run, device, VLLM_USE_V2_MODEL_RUNNER="0")
+                self._follow(run, slot, VLLM_USE_V2_MODEL_RUNNER="0")
         finally:
-            self._devices.put(device)
+            self._slots.put(slot)
         with self._lock:
             if run.iterations or run.error:
                 self.runs.append(run)
@@ -111,7 +113,7 @@ class Bench:
         known = [run.setup_seconds + count * run.seconds / len(run.iterations) for run in self.runs if run.iterations]
         return time.perf_counter() + max(known, default=0.0) + MARGIN < self._end
 
-    def _follow(self, run: Run, device: int, **environment: str) -> None:
+    def _follow(self, run: Run, slot: int, **environment: str) -> None:
         """Start the process of a run and listen to it."""
         seconds = self._end - time.perf_counter() - MARGIN
         self._say(f"{run.name}: starting, {seconds:.0f} s left")
@@ -122,18 +124,16 @@ class Bench:
             choices |= {"arm": run.arm, "head": self.args.head, "keep_lengths": keep}
             choices["draft_sampling"] = self.args.draft_sampling
         script = HERE / ("trl_peer.py" if run.arm == "trl" else "end_to_end_arm.py")
+        spec = Path(self._specs.name) / f"{slot}.json"
+        write_spec(spec, work, **choices)
         process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
+            [sys.executable, str(script), str(spec)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**self._environment(device), **environment},
+            env={**self._environment(slot), **environment},
         )
-        assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(write_spec(work, **choices))
-        process.stdin.close()
         killer = threading.Timer(seconds + MARGIN, process.kill)
         killer.start()
         finished, tail = False, deque[str](maxlen=40)
@@ -161,10 +161,12 @@ class Bench:
             parts = ", ".join(f"{name} {value:.2f}" for name, value in stages.items() if value >= 0.005)
             self._say(f"{run.name}: iteration {content['iteration']} {total:.2f} s ({parts})")
 
-    def _environment(self, device: int) -> dict[str, str]:
-        mine = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.args.gpus)))).split(",")
+    def _environment(self, slot: int) -> dict[str, str]:
+        each = self.args.devices
+        here = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(each * self.args.parallel)))).split(",")
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        environment["CUDA_VISIBLE_DEVICES"] = mine[device]  # one each: with more in sight TRL refuses to start
+        # No more than its own: with others in sight TRL refuses to start.
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(here[slot * each : (slot + 1) * each])
         return environment
 
     def _say(self, text: str) -> None:
@@ -177,8 +179,10 @@ class Bench:
         if work.is_tiny:
             notes.append("A tiny policy on a CPU: shows that it works, not how fast.")
         notes += filter(None, [padding_note(work.policy)])
-        if args.gpus > 1:
-            notes.append(f"{args.gpus} runs at a time, one per GPU.")
+        if args.devices > 1:
+            notes.append(f"Each run on {args.devices} devices, one process each.")
+        if args.parallel > 1:
+            notes.append(f"{args.parallel} runs at a time, on devices of their own.")
         record = {**about(args.name, " ".join(notes), args.seeds[0]), "warmup": args.warmup}
         results = {**record, "work": settings_of(work), "runs": [vars(run) for run in self.runs]}
         out = Path(args.out)
@@ -211,7 +215,7 @@ def plan(args: argparse.Namespace, *, has_lengths: bool) -> list[list[Run]]:
         if not has_lengths:
             phases[0].append(Run("plain", "natural", first))
     if "natural" in args.modes:
-        phases[0 if args.gpus > 1 else 1] += [run for run in natural if run.key not in {r.key for r in phases[0]}]
+        phases[0 if args.parallel > 1 else 1] += [run for run in natural if run.key not in {r.key for r in phases[0]}]
     return phases
 
 
@@ -238,7 +242,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="learning rate")
     parser.add_argument("--lengths", help="results of another rung whose recorded lengths are replayed")
     parser.add_argument("--previous", help="results of this rung to go on from; runs that are in it are not repeated")
-    parser.add_argument("--gpus", type=int, default=1, help="runs at a time, each on a GPU of its own")
+    parser.add_argument("--devices", type=int, default=1, help="devices of each run, one process each")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, each on devices of its own")
     parser.add_argument("--seconds", type=float, default=540.0, help="time for everything; runs are cut to fit")
     parser.add_argument("--note", default="", help="said below the title, for instance that the model is padded")
     parser.add_argument("--out", default=os.environ.get("OUT", str(HERE / "results")), help="directory of the results")
@@ -247,11 +252,15 @@ def parse() -> argparse.Namespace:
     if args.tiny:
         args.rung = "tiny"
     args.name = args.name or args.rung
-    without_head = [arm for arm in ARMS if args.head or arm not in WITH_HEAD]
-    args.arms = args.arms or without_head
+    possible = [arm for arm in ARMS if args.head or arm not in WITH_HEAD]
+    if args.devices > 1:
+        possible.remove("trl")
+    args.arms = args.arms or possible
     args.natural_arms = args.natural_arms or ["plain", "adaptive" if args.head else "siblings"]
     if needing := [arm for arm in (*args.arms, *args.natural_arms) if arm in WITH_HEAD and not args.head]:
         parser.error(f"the arms {needing} need `--head`")
+    if args.devices > 1 and "trl" in (*args.arms, *args.natural_arms):
+        parser.error("the arm `trl` runs on one device; leave it out of `--arms`, or set `--devices 1`")
     return args
 
 
@@ -281,7 +290,7 @@ def settings_of(work: Work) -> dict[str, Any]:
 def main() -> None:
     """Run everything that fits into the time."""
     args = parse()
-    given = ("prompts", "group_size", "micro_batch_size", "max_tokens", "lr")
+    given = ("prompts", "group_size", "micro_batch_size", "max_tokens", "lr", "devices")
     chosen = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
     settings = {**RUNGS[args.rung], **chosen, "iterations": args.natural_iterations or args.iterations}
     work = Work(policy=args.policy, train=args.train, **settings).fitted()

@@ -63,8 +63,8 @@ class ReplayEngine(VLLMEngine):
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
         if self.lengths is not None:
-            lengths = self.lengths[self._num_rollouts]
-            requests = [replace(request, max_tokens=lengths[request.id]) for request in requests]
+            lengths, first = self.lengths[self._num_rollouts], _rank() * len(requests)
+            requests = [replace(request, max_tokens=lengths[first + request.id]) for request in requests]
         self._num_rollouts += 1
         yield from super().generate(requests, sampling, seed=seed, on_progress=on_progress)
 
@@ -109,7 +109,11 @@ class Recorder(IterationCallback):
 
     @override
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
-        self._lengths = [len(rollout.response.token_ids) for rollout in rollouts]
+        lengths = [len(rollout.response.token_ids) for rollout in rollouts]
+        by_rank = [lengths] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(by_rank, lengths)
+        self._lengths = [length for each in by_rank for length in each]
 
     @override
     def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
@@ -118,9 +122,10 @@ class Recorder(IterationCallback):
         told: dict[str, Any] = {"iteration": iteration, "metrics": kept, "memory": self._memory.read()}
         if self._keep_lengths:
             told["lengths"] = self._lengths
-        self._tell(ITERATION, told)
-        if self._deadline.is_near(metrics["time/iteration"]):
-            trainer.should_stop = True
+        if trainer.is_global_zero:
+            self._tell(ITERATION, told)
+        is_over = self._deadline.is_near(metrics["time/iteration"])
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(is_over, all=False)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -166,7 +171,7 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
     """The policy and its data."""
     engine = ReplayEngine(
         dtype="float32" if work.is_tiny else "bfloat16",
-        max_num_seqs=work.prompts * work.group_size,
+        max_num_seqs=work.prompts * work.group_size // work.devices,
         gpu_memory_utilization=work.gpu_memory_utilization,
         kv_cache_gib=work.kv_cache_gib,
         enforce_eager=work.is_tiny,
@@ -205,7 +210,8 @@ def run_arm(
         recorder = Recorder(tell, deadline, keep_lengths=keep_lengths)
         trainer = L.Trainer(
             accelerator="cpu" if work.is_tiny else "gpu",
-            devices=1,
+            devices=work.devices,
+            strategy="ddp" if work.devices > 1 else "auto",
             precision=work.precision,  # type: ignore[arg-type]
             max_epochs=work.iterations,
             accumulate_grad_batches=work.accumulate,
@@ -221,7 +227,12 @@ def run_arm(
             callbacks=[RolloutProgressBar(), *callbacks_of(arm, head, work), recorder, _Ready(tell, started)],
         )
         trainer.fit(module, data)
-    tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})
+    if trainer.is_global_zero:
+        tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 class _Ready(L.Callback):
@@ -233,7 +244,8 @@ class _Ready(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seconds = round(time.perf_counter() - self._started, 1)
-        self._tell(STARTED, {"device": device_name(), "setup_seconds": seconds})
+        if trainer.is_global_zero:
+            self._tell(STARTED, {"device": device_name(), "setup_seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from results_file import heading, table
 
 Rows = list[dict[str, Any]]
 
-WORKING = ("rollout", "logprobs", "update", "drafter")
+WORKING = ("rollout", "idle", "logprobs", "update", "drafter")
 COLORS = {
     "rollout": "#0072b2",
     "logprobs": "#56b4e9",
@@ -51,7 +51,7 @@ def spread(numbers: Sequence[float], digits: int = 2) -> str:
 
 
 def overheads(rows: Rows) -> list[float]:
-    """Share of each iteration outside rollout, log-probs, update and the drafter's training."""
+    """Share of each iteration outside rollout, the wait for other ranks', log-probs, update and drafter's training."""
     return [
         1 - sum(row["metrics"].get(f"time/{stage}", 0.0) for stage in WORKING) / row["metrics"]["time/iteration"]
         for row in rows
@@ -90,6 +90,54 @@ def stage_table(runs: list[dict[str, Any]], warmup: int, *, is_paired: bool) -> 
         )
     header = ["arm", "iterations", "iteration s", "speedup", "of the rollout", *(f"{stage} s" for stage in present)]
     return table([*header, "overhead", "rollout tok/s", "acceptance length", "trainer/engine KL"], lines)
+
+
+def drafter_table(runs: list[dict[str, Any]], warmup: int) -> list[str]:
+    """How the drafts fare in the course of each run that has some, and what their drafter's training took."""
+    lines: list[list[Any]] = []
+    for run in runs:
+        rows = timed(run, warmup)
+        half = (len(rows) + 1) // 2
+        rates = [
+            [_middle(part, f"speculation/acceptance_rate_pos_{k}") for part in (rows[:half], rows[half:])]
+            for k in (1, 3)
+        ]
+        if rates[0][0] is None:
+            continue
+        decisions = values(run["iterations"], "drafter/published")
+        proxies = [values(run["iterations"], f"drafter/acceptance_{when}") for when in ("before", "after")]
+        lines.append(
+            [
+                f"{run['arm']} {run['mode']} {run['seed']}",
+                *(" -> ".join("-" if rate is None else f"{rate:.3f}" for rate in pair) for pair in rates),
+                f"{proxies[0][0]:.2f} -> {proxies[1][-1]:.2f}" if decisions else None,
+                f"{sum(decisions):.0f} of {len(decisions)}" if decisions else None,
+                *(
+                    _digits(_middle(rows, f"drafter/{name}"), 2)
+                    for name in ("idle_seconds_available", "idle_seconds_used")
+                ),
+                _digits(_middle(rows, "drafter/preemption_ms"), 0),
+                _digits(next(iter(values(rows[-1:], "drafter/policy_drift")), None), 4),
+            ]
+        )
+    if not lines:
+        return []
+    header = ["run", "draft 1 accepted", "draft 3 accepted", "held-out tokens per step", "published"]
+    header += ["idle s", "of it used", "left late by ms", "policy drift (KL)"]
+    lead = (
+        "Acceptance in the engine, median over the first and the second half of the iterations that count; on held-out "
+        "text before the first decision to publish and after the last; medians of idle time, drift at the end."
+    )
+    return ["## The drafter in the course of the run", "", lead, "", *table(header, lines)]
+
+
+def _middle(rows: Rows, name: str) -> float | None:
+    found = values(rows, name)
+    return statistics.median(found) if found else None
+
+
+def _digits(value: float | None, digits: int) -> str | None:
+    return None if value is None else f"{value:.{digits}f}"
 
 
 def memory_table(runs: list[dict[str, Any]]) -> list[str]:
@@ -171,8 +219,8 @@ def report(results: dict[str, Any]) -> str:
         f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "
         f"optimizer step of micro-batches of {work['micro_batch_size']}, "
         f"{'LoRA of rank ' + str(work['lora_rank']) if work['lora_rank'] else 'all weights trained'}. Medians and "
-        f"quartiles over iterations after the first {warmup}. Overhead is what is neither rollout, log-probs, update "
-        "nor the drafter's training. Sync counts the engine's sleep and wake.",
+        f"quartiles over iterations after the first {warmup}. Overhead is what is neither rollout, wait for another "
+        "rank's (idle), log-probs, update nor the drafter's training. Sync counts the engine's sleep and wake.",
         "",
     ]
     if any(timed(run, warmup) for run in replayed):
@@ -183,6 +231,7 @@ def report(results: dict[str, Any]) -> str:
         lines += [f"## Natural lengths, seed {results['seed']}: seconds by stage", ""]
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
+    lines += drafter_table(runs, warmup)
     lines += memory_table(replayed or natural)
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []

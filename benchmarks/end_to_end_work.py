@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 Emit = Callable[[str, dict[str, Any]], None]
@@ -40,6 +41,7 @@ class Work:
         sleep: Whether the engine gives its memory back while the policy is trained.
         drafter_lr: Learning rate of a drafter that is trained on from a good head.
         pack_tokens: Tokens of one training step of the drafter.
+        devices: Devices of the run, one process each.
         seed: Of everything.
         lengths: Tokens of every response, by iteration and request; None lets end tokens decide.
     """
@@ -61,13 +63,14 @@ class Work:
     sleep: bool = False
     drafter_lr: float = 3e-4
     pack_tokens: int = 4096
+    devices: int = 1
     seed: int = 0
     lengths: list[list[int]] | None = None
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of the iteration's optimizer step."""
-        return self.prompts * self.group_size // self.micro_batch_size
+        """Micro-batches of a device in the iteration's optimizer step."""
+        return self.prompts * self.group_size // self.devices // self.micro_batch_size
 
     @property
     def is_tiny(self) -> bool:
@@ -142,13 +145,13 @@ def emit(kind: str, content: dict[str, Any]) -> None:
 
 def read_spec() -> dict[str, Any]:
     """What `end_to_end.py` asks of this process, `work` already a `Work`."""
-    spec = json.loads(sys.stdin.readline())
+    spec = json.loads(Path(sys.argv[1]).read_text())
     return {**spec, "work": Work(**spec["work"])}
 
 
-def write_spec(work: Work, **choices: Any) -> str:
-    """The line that `read_spec` reads."""
-    return json.dumps({"work": asdict(work), **choices}) + "\n"
+def write_spec(path: Path, work: Work, **choices: Any) -> None:
+    """Write the file that `read_spec` reads: no pipe, since each rank of a run reads it."""
+    path.write_text(json.dumps({"work": asdict(work), **choices}))
 
 
 def device_name() -> str:

@@ -1,6 +1,6 @@
 """Train the benchmarks' policy and its draft heads from scratch: something to measure on without downloads.
 
-On one H200, in about five minutes with everything:
+On one H200, in about seven minutes with everything:
 
     python benchmarks/target.py --out target
 
@@ -167,7 +167,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory of the policy, the heads and the questions")
     parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=120, help="of the policy's training, start-up not counted")
+    parser.add_argument("--seconds", type=float, default=240, help="of the policy's training, start-up not counted")
     parser.add_argument("--head_seconds", type=float, default=45, help="of the head's training, start-up not counted")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to do")
     parser.add_argument("--seed", type=int, default=0)

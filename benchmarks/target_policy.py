@@ -18,7 +18,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from recipes.assets.make_countdown import EOS, PAD, WORDS, make_tokenizer
 
-UNTIMED_STEPS = 3  # kernels are compiled and memory is allocated
+UNTIMED_STEPS = 4  # kernels are compiled and memory is allocated
+SHORT_ROWS = 0.6  # share of the time that rows are short
 WARM_UP_STEPS = 50
 REPORT_STEPS = 100
 
@@ -35,6 +36,7 @@ class Scale:
         init_range: Standard deviation of its initial weights.
         rows: Rows of text in a batch.
         length: Tokens of a row.
+        short_length: Tokens of a row at first, a divisor of `length`; a batch has as many tokens of them.
         learning_rate: Of the policy, at its peak.
         workers: Processes that write text; 0 writes it between steps.
         head_rows: Rows of text in a batch of the draft head.
@@ -54,6 +56,7 @@ class Scale:
     init_range: float
     rows: int
     length: int
+    short_length: int
     learning_rate: float
     workers: int
     head_rows: int
@@ -72,9 +75,10 @@ LARGE = Scale(
     layers=8,
     heads=4,
     init_range=0.02,
-    rows=16,
+    rows=8,
     length=MAX_RESPONSE + 128,  # room for any prompt
-    learning_rate=1.5e-3,
+    short_length=384,
+    learning_rate=1.2e-3,
     workers=10,
     head_rows=2,
     head_length=4098,
@@ -93,6 +97,7 @@ TINY = Scale(
     init_range=0.05,
     rows=4,
     length=256,
+    short_length=64,
     learning_rate=3e-3,
     workers=0,
     head_rows=2,
@@ -234,23 +239,38 @@ def optimise(
 
 
 def train_policy(scale: Scale, held_out: Collection[Key], seconds: float, device: str, seed: int, path: Path) -> Any:
-    """Train a policy on fresh text for `seconds`, start-up not counted, and save it; what `optimise` returns."""
-    stream = DataLoader(Streams(scale.rows, scale.length, held_out, seed), batch_size=None, num_workers=scale.workers)
-    batches = iter(stream)
-    next(batches)  # the workers are forked before CUDA is touched
+    """Train a policy on fresh text for `seconds`, start-up not counted, and save it; what `optimise` returns.
+
+    Rows are short at first. A policy that sees only long ones, where the question asked last is one of dozens, learns
+    the form of a search but not in this time that it ends where the target is reached.
+    """
+    shapes = {"short": scale.short_length, "long": scale.length}
+    streams = {
+        name: iter(
+            DataLoader(
+                Streams(scale.rows * scale.length // length, length, held_out, seed + number),
+                batch_size=None,
+                num_workers=scale.workers,
+            )
+        )
+        for number, (name, length) in enumerate(shapes.items())
+    }
+    for stream in streams.values():
+        next(stream)  # the workers are forked before CUDA is touched
     torch.manual_seed(seed)
     model = make_policy(scale).to(device).train()
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     if device == "cuda":
         for layer in model.model.layers:
-            layer.compile(dynamic=False)  # one layer is compiled, all run it
+            layer.compile(dynamic=False)  # one layer is compiled for each of the two shapes, all run it
+    clock = Clock(seconds, scale.learning_rate)
 
     def loss() -> Tensor:
-        batch = next(batches)
+        is_long = clock.progress > SHORT_ROWS or clock.steps <= UNTIMED_STEPS // 2
+        batch = next(streams["long" if is_long else "short"])
         batch = (batch.pin_memory() if device == "cuda" else batch).to(device, non_blocking=True).long()
         return next_token_loss(model, batch)
 
-    clock = Clock(seconds, scale.learning_rate)
     result = optimise(model, loss, clock, scale.rows * scale.length)
     model.save_pretrained(path)  # in float32
     make_tokenizer().save_pretrained(path)

@@ -35,6 +35,13 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
             "Use `auto` on one device and `ddp` on several."
         )
+    device = strategy.root_device
+    if device.type == "cuda" and device.index != trainer.local_rank:
+        # The code that vLLM compiles is tied to a device, and kept by rank.
+        raise MisconfigurationException(
+            f"`Trainer(devices=...)` puts local rank {trainer.local_rank} on {device}; engines need rank and device to "
+            "agree. Choose GPUs with the environment variable CUDA_VISIBLE_DEVICES, and give their number as `devices`."
+        )
     all_batches = isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1.0
     if not all_batches or trainer.overfit_batches:  # type: ignore[attr-defined]  # an int of 1 is one batch, a float all of them
         raise MisconfigurationException(

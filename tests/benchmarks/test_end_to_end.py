@@ -32,7 +32,8 @@ def arguments(**given: Any) -> argparse.Namespace:
         "modes": ["replay", "natural"],
         "seeds": [5, 6],
         "warmup": 1,
-        "gpus": 1,
+        "devices": 1,
+        "parallel": 1,
         "seconds": 60.0,
         "head": None,
         "draft_sampling": "greedy",
@@ -71,8 +72,8 @@ def test_the_first_plain_run_records_lengths_unless_there_are_some() -> None:
     assert [each.arm for each in second] == ["plain", "siblings"]
 
 
-def test_with_several_gpus_natural_runs_do_not_wait_for_the_recording() -> None:
-    first, second = end_to_end.plan(arguments(gpus=4), has_lengths=False)
+def test_with_several_runs_at_a_time_natural_runs_do_not_wait_for_the_recording() -> None:
+    first, second = end_to_end.plan(arguments(parallel=4), has_lengths=False)
     assert len(first) == 4
     assert {each.mode for each in second} == {"replay"}
 
@@ -102,7 +103,7 @@ def test_what_a_replayed_response_says_after_its_end_does_not_count() -> None:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **given: Any) -> end_to_end.Bench:
     """A bench whose arms are `script`, which finds what was asked of it in `spec`."""
     for name in ("end_to_end_arm.py", "trl_peer.py"):
-        (tmp_path / name).write_text(f"import json, os, sys\nspec = json.loads(sys.stdin.readline())\n{script}\n")
+        (tmp_path / name).write_text(f"import json, os, sys\nspec = json.load(open(sys.argv[1]))\n{script}\n")
     monkeypatch.setattr(end_to_end, "HERE", tmp_path)
     return end_to_end.Bench(arguments(out=str(tmp_path), **given), tiny_work(), [])
 
@@ -171,7 +172,7 @@ def test_runs_at_a_time_each_see_a_gpu_of_their_own(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     note = "open(f\"{spec['work']['seed']}\", 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
     meet = "import time\nwhile len({*'89'} & {*os.listdir()}) < 2: time.sleep(0.01)"
-    made = bench(tmp_path, monkeypatch, f"{note}\n{meet}\nprint('FINISHED', 0)", gpus=2)
+    made = bench(tmp_path, monkeypatch, f"{note}\n{meet}\nprint('FINISHED', 0)", parallel=2)
     monkeypatch.chdir(tmp_path)
     made.run_all([run("plain", "replay", 8), run("plain", "replay", 9)])
     assert {(tmp_path / name).read_text() for name in "89"} == {"4", "7"}

@@ -132,6 +132,7 @@ class VLLMEngine(RolloutEngine):
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,
             enable_sleep_mode=self._can_sleep,
+            distributed_executor_backend="tlt_lightning.engine.vllm_executor.RankExecutor",
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
@@ -329,4 +330,4 @@ def _batched_tokens() -> int:
 
     Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
     """
-    return 16384 if torch.cuda.get_device_properties(0).total_memory >= 70 * 2**30 else 8192
+    return 16384 if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= 70 * 2**30 else 8192
