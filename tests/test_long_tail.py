@@ -222,12 +222,20 @@ def test_the_engine_starts_with_the_head_that_training_starts_from(random_head: 
         ({"patience": 0}, "`patience` must be at least 1"),
         ({"tail_requests": -1}, "`tail_requests` must be at least 0"),
         ({"buffer_gib": 0}, "`buffer_gib` must be positive"),
-        ({"pack_tokens": 100}, "multiple of 128"),
+        ({"pack_tokens": 100}, "`pack_tokens` must be a positive multiple of 128, got 100"),
     ],
 )
 def test_bad_arguments_name_themselves(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_callback(**arguments)
+
+
+def test_a_checkpoint_after_an_error_waits_for_no_other_rank() -> None:
+    callback = make_callback()
+    callback._group = SimpleNamespace()  # type: ignore[assignment]
+    checkpoint: dict[str, Any] = {"callbacks": {callback.state_key: {}}}
+    callback.on_save_checkpoint(SimpleNamespace(interrupted=True), SimpleNamespace(), checkpoint)  # type: ignore[arg-type]
+    assert checkpoint["callbacks"][callback.state_key] == {"history": {}}
 
 
 def test_when_the_drafter_trains() -> None:

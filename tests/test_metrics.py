@@ -50,12 +50,14 @@ def test_ranks_are_combined_as_the_names_say_even_where_one_lacks_a_metric() -> 
         "reward/mean": 1.0,
         "rollout/length_max": 9.0,
         "reward/a_errors": 1.0,
+        "rollout/groups_drawn": 4.0,
         "speculation/acceptance_rate_pos_3": 0.5,
     }
-    second = {"reward/mean": 2.0, "rollout/length_max": 7.0, "reward/a_errors": 2.0}
+    second = {"reward/mean": 2.0, "rollout/length_max": 7.0, "reward/a_errors": 2.0, "rollout/groups_drawn": 2.0}
     assert combine_ranks([first, second]) == {
         "reward/mean": 1.5,
         "rollout/length_max": 9.0,
         "reward/a_errors": 3.0,
+        "rollout/groups_drawn": 6.0,
         "speculation/acceptance_rate_pos_3": 0.5,
     }

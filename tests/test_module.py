@@ -26,7 +26,7 @@ from tlt_lightning import (
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import RolloutEngine
-from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, groups_with_spread
+from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, ObjectiveOutput, group_statistics
 from tlt_lightning.trainer_checks import check_trainer
 
 
@@ -442,32 +442,75 @@ def test_a_raising_callback_still_closes_the_engine(policy_path: str, prompts_pa
             super().close()
             raise RuntimeError("and closing fails, too")
 
+    data = make_data(prompts_path, Closable())
     with pytest.raises(ZeroDivisionError):
-        make_trainer(tmp_path, Raises()).fit(make_module(policy_path), make_data(prompts_path, Closable()))
+        make_trainer(tmp_path, Raises()).fit(make_module(policy_path), data)
     assert Closable.closed
+    with pytest.raises(RuntimeError, match="closed"):
+        data.pool.submit(0, "", "", {})
+
+
+def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="`RolloutDataModule`"):
+        make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])
+
+
+def test_metrics_of_the_loss_are_means_over_an_iterations_micro_batches(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    losses: list[float] = []
+
+    class Counted(GRPO):
+        def loss(self, *inputs: Any) -> ObjectiveOutput:
+            output = super().loss(*inputs)
+            losses.append(output.loss.item())
+            return ObjectiveOutput(output.loss, {"train/number": torch.tensor(float(len(losses)))})
+
+    class Interrupt(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ZeroDivisionError("after the first micro-batch of a step of two")
+
+    module = make_module(policy_path, objective=Counted())
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, Interrupt()).fit(module, make_data(prompts_path))
+    for num_iterations in (1, 2):  # of two steps of two micro-batches
+        losses.clear()
+        trainer = make_trainer(tmp_path, max_epochs=num_iterations)
+        trainer.fit(module, make_data(prompts_path))
+        last = range(4 * num_iterations - 3, 4 * num_iterations + 1)
+        assert len(losses) == last[-1]
+        assert trainer.callback_metrics["train/number"] == sum(last) / 4
+        assert trainer.callback_metrics["train/loss"].item() == pytest.approx(sum(losses[-4:]) / 4, abs=1e-6)
 
 
 def test_dynamic_sampling_replaces_groups_without_a_signal(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     def only_some(prompt: str, response: str, row: dict[str, Any]) -> float:
         return evenness(prompt, response, row) if int(prompt.split()[0]) % 2 else 0.0
 
-    def run(dynamic_sampling: DynamicSampling | None) -> tuple[list[RolloutBatch], dict[str, Any]]:
+    def run(dynamic_sampling: DynamicSampling | None) -> tuple[Recorder, dict[str, Any]]:
         L.seed_everything(11)
         recorder = Recorder()
         trainer = make_trainer(tmp_path, recorder, max_epochs=3)
         rewards = [RewardTerm(function=only_some)]
         data = make_data(prompts_path, rewards=rewards, dynamic_sampling=dynamic_sampling)
         trainer.fit(make_module(policy_path), data)
-        return recorder.batches, trainer.callback_metrics
+        return recorder, trainer.callback_metrics
+
+    def has_signal(batch: RolloutBatch) -> bool:
+        _, deviation, _ = group_statistics(batch.rewards, batch.groups)
+        return bool((deviation > 0).all())
 
     plain, _ = run(None)
     filtered, metrics = run(DynamicSampling(max_rounds=6))
-    assert all(len(batch) == 16 for batch in (*plain, *filtered))
-    assert not all(groups_with_spread(batch.rewards, batch.groups).all() for batch in plain)
-    assert all(groups_with_spread(batch.rewards, batch.groups).all() for batch in filtered)
-    assert all(len(batch.groups.unique()) == 4 for batch in filtered)
+    assert all(len(batch) == 16 for batch in (*plain.batches, *filtered.batches))
+    assert not all(map(has_signal, plain.batches))
+    assert all(map(has_signal, filtered.batches))
+    assert all(len(batch.groups.unique()) == 4 for batch in filtered.batches)
     assert metrics["rollout/groups_drawn"] > 4
     assert metrics["rollout/groups_without_signal_kept"] == 0
+    assert filtered.calls.count("start") > filtered.calls.count("end") == 3  # one end an iteration, with all of it
+    assert len(filtered.rollouts[-1]) == metrics["rollout/groups_drawn"] * 4
+    assert len({rollout.group for rollout in filtered.rollouts[-1]}) == metrics["rollout/groups_drawn"]
 
 
 def test_iteration_is_filled_up_when_no_group_has_a_signal(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

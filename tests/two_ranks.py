@@ -1,5 +1,6 @@
 """Run by test_two_ranks.py, once per rank: two iterations on two CPU processes, rank 1 writing longer responses."""
 
+import itertools
 import json
 import os
 import sys
@@ -13,12 +14,22 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import TransformersEngine, VLLMEngine
 from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
 
 
 def evenness(prompt: str, response: str, row: dict) -> float:
     return sum(word.isdigit() and int(word) % 2 == 0 for word in response.split()) / 8
+
+
+def late_signal(prompt: str, response: str, row: dict) -> float:
+    """All rewards differ, but for those of rank 1's first rollout, which are equal."""
+    number = next(NUMBERS)
+    return 0.0 if number < 8 and torch.distributed.get_rank() == 1 else float(number)
+
+
+NUMBERS = itertools.count()
 
 
 class Observer(RolloutCallback):
@@ -28,6 +39,16 @@ class Observer(RolloutCallback):
         self.prompts: list[int] = []
         self.versions: list[int] = []
         self.batches = 0
+        self.starts = 0
+        self.ends: list[int] = []
+        self.sums: list[tuple[float, float]] = []
+
+    def on_rollout_start(self, trainer, pl_module):
+        self.starts += 1
+
+    def on_rollout_scored(self, trainer, pl_module, batch):
+        own = torch.ones(())
+        self.sums.append((float(trainer.datamodule._sum_over_ranks(own)), float(own)))
 
     def on_rollout_progress(self, trainer, pl_module, progress):
         if trainer.global_rank == 1 and trainer.training:
@@ -43,6 +64,7 @@ class Observer(RolloutCallback):
         self.windows.append({"seconds": time.perf_counter() - started, "waiting_for": window.num_waiting_for})
 
     def on_rollout_end(self, trainer, pl_module, rollouts):
+        self.ends.append(len(rollouts))
         self.prompts += [rollout.prompt.index for rollout in rollouts[::4]]
         self.versions += [version for rollout in rollouts for version in rollout.response.policy_versions]
 
@@ -52,7 +74,8 @@ class Observer(RolloutCallback):
     def on_train_end(self, trainer, pl_module):
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         weights = [float(tensor.double().abs().sum()) for _, tensor in pl_module.policy_weights()]
-        state = {"windows": self.windows, "prompts": self.prompts, "versions": self.versions, "batches": self.batches}
+        names = ("windows", "prompts", "versions", "batches", "starts", "ends", "sums")
+        state = {name: getattr(self, name) for name in names}
         path = self.out / f"rank{trainer.global_rank}.json"
         path.write_text(json.dumps({**state, "weights": weights, "metrics": metrics}))
 
@@ -64,7 +87,8 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         vllm if engine == "vllm" else TransformersEngine(batch_size=4),
         train=PromptSource(path=prompts),
         val=PromptSource(path=prompts),
-        rewards=[RewardTerm(function=evenness)],
+        rewards=[RewardTerm(function=late_signal if mode == "dynamic" else evenness)],
+        dynamic_sampling=DynamicSampling() if mode == "dynamic" else None,
         group_size=4,
         prompts_per_iteration=4,
         micro_batch_size=4,
@@ -77,7 +101,7 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
-        max_epochs=2,
+        max_epochs=1 if mode == "dynamic" else 2,
         accumulate_grad_batches=2,
         callbacks=[Observer(Path(out), die=mode == "die")],
         logger=False,

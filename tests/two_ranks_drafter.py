@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.drafter_runs import fixed
@@ -87,14 +88,9 @@ def die(out: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(policy: str, prompts: str, out: str, mode: str) -> None:
-    L.seed_everything(3)
-    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
-    drafting = LongTailIdleCallback(drafter, pack_tokens=128)
-    if mode == "die" and os.environ.get("LOCAL_RANK", "0") == "0":
-        drafter.loss = lambda batch: die(Path(out))
+def make_data(prompts: str) -> RolloutDataModule:
     speculation = Speculation(selector=fixed(), cold_head=True, max_draft_tokens=3)
-    data = RolloutDataModule(
+    return RolloutDataModule(
         UnevenEngine(
             dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, speculation=speculation
         ),
@@ -106,21 +102,37 @@ def main(policy: str, prompts: str, out: str, mode: str) -> None:
         max_prompt_tokens=16,
         sampling=Sampling(max_tokens=LONG),
     )
-    trainer = L.Trainer(
+
+
+def make_trainer(out: Path, max_epochs: int, *callbacks: L.Callback) -> L.Trainer:
+    return L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
-        max_epochs=NUM_ITERATIONS,
+        max_epochs=max_epochs,
         accumulate_grad_batches=2,
-        callbacks=[drafting, Observer(Path(out), drafting, mode)],
+        callbacks=list(callbacks),
         logger=False,
         limit_val_batches=0,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=out,
     )
-    trainer.fit(RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4)), data)
+
+
+def make_module(policy: str) -> RLModule:
+    return RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4))
+
+
+def main(policy: str, prompts: str, out: str, mode: str) -> None:
+    L.seed_everything(3)
+    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    drafting = LongTailIdleCallback(drafter, pack_tokens=128)
+    if mode == "die" and os.environ.get("LOCAL_RANK", "0") == "0":
+        drafter.loss = lambda batch: die(Path(out))
+    trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, Observer(Path(out), drafting, mode))
+    trainer.fit(make_module(policy), make_data(prompts))
 
 
 if __name__ == "__main__":

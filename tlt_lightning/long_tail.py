@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from tlt_lightning.data.batch import RolloutBatch
@@ -25,13 +24,15 @@ from tlt_lightning.drafter.features import draft_sequences, rows_to_keep
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.ranks import gather_others, make_group, state_of_rank
 from tlt_lightning.drafter.serving import check_engine, serve
-from tlt_lightning.drafter.trainer import Decision, DrafterTrainer
+from tlt_lightning.drafter.trainer import DrafterTrainer
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.metrics import reduce_over_ranks
 from tlt_lightning.policy import causal_lm, response_logps
 from tlt_lightning.progress import IterationCallback
+from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.taps import HiddenStateRequest
 from tlt_lightning.timing import LapClock
 
@@ -44,8 +45,8 @@ class LongTailIdleCallback(IterationCallback):
     With several workers it trains while a worker waits for the others' rollouts, and stops within one pack of the end
     of the wait; the workers' weights are then averaged by how much each has trained. A single worker never waits: it
     trains after scoring, on a share of the iteration's tokens. What the drafter learns from are hidden states of the
-    policy's own log-prob pass. Everything needed to go on is in the run's checkpoints; with several workers, the
-    hidden states and optimizer of rank zero.
+    policy's own log-prob pass. Everything needed to go on is in the run's checkpoints, every worker's hidden states
+    and optimizer included. On another number of workers a run goes on too, but not exactly.
 
     The engine must be a `VLLMEngine` that speculates, with a selector that may choose the drafter `learned`. Without
     `drafter.head` the run starts from a random head. It drafts nothing before it was trained and published; until then
@@ -63,7 +64,8 @@ class LongTailIdleCallback(IterationCallback):
         drafter: What is trained, with its optimizer.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it.
-        buffer_gib: Host memory for hidden states, in GiB; a 7B policy takes 28.7 kB a token. Checkpoints grow by it.
+        buffer_gib: Each worker's host memory for hidden states, in GiB; a 7B policy takes 28.7 kB a token. Checkpoints
+            grow by it times the number of workers, and so does the host memory of rank zero while it saves one.
         share: With a single worker, train on this share of an iteration's tokens; above 1 sees them several times, 0
             never trains. A tenth costs under 1% of a rollout.
         tail_requests: With a single worker, begin with that share already between engine steps once no more requests
@@ -101,7 +103,7 @@ class LongTailIdleCallback(IterationCallback):
                 raise ValueError(f"`{name}` must be at least {least}, got {value}.")
         if buffer_gib <= 0:
             raise ValueError(f"`buffer_gib` must be positive, got {buffer_gib}.")
-        check_num_tokens(pack_tokens)
+        check_num_tokens(pack_tokens, "pack_tokens")
         self.drafter = drafter
         self.buffer = DrafterBuffer(int(buffer_gib * 2**30))
         self.pack_tokens = pack_tokens
@@ -119,6 +121,7 @@ class LongTailIdleCallback(IterationCallback):
         self._quality: DraftQuality | None = None
         self._iteration = -1
         self._books = DrafterBooks()
+        self._group: ProcessGroup | None = None
 
     # Set-up
 
@@ -136,6 +139,7 @@ class LongTailIdleCallback(IterationCallback):
             raise MisconfigurationException("`LongTailIdleCallback` needs a `RolloutDataModule`.")
         if self._trainer is None:
             add_up = partial(trainer.strategy.reduce, reduce_op="sum") if trainer.world_size > 1 else None
+            self._group = make_group() if trainer.world_size > 1 else None
             self._trainer = DrafterTrainer(
                 self.drafter,
                 self.buffer,
@@ -169,10 +173,7 @@ class LongTailIdleCallback(IterationCallback):
         """Decide on what was trained since the last rollout, while all workers are here and none writes yet."""
         self._iteration = epoch = trainer.current_epoch
         self._books = DrafterBooks()
-        self.drafter.refresh_target(pl_module.policy)
-        decision = self._loop.settle()
-        if decision is not None:
-            self._tell(trainer, decision)
+        self._decide(trainer, pl_module)
         is_cold = self.drafter.head_path is None and self._loop.version == 0
         if not is_cold and (self._loop.version > self._served or self._has_policy_rows(pl_module)):
             self._push()
@@ -194,7 +195,11 @@ class LongTailIdleCallback(IterationCallback):
         head = causal_lm(pl_module.policy).get_output_embeddings()
         return travels and any(parameter.requires_grad for parameter in head.parameters())
 
-    def _tell(self, trainer: L.Trainer, decision: Decision) -> None:
+    def _decide(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.drafter.refresh_target(pl_module.policy)
+        decision = self._loop.settle()
+        if decision is None:
+            return
         before, after = decision.before.acceptance_length, decision.after.acceptance_length
         self._quality = decision.quality
         self._books.decided(decision)
@@ -284,10 +289,7 @@ class LongTailIdleCallback(IterationCallback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
-        self.drafter.refresh_target(pl_module.policy)
-        decision = self._loop.settle()
-        if decision is not None:
-            self._tell(trainer, decision)
+        self._decide(trainer, pl_module)
         pl_module.hidden_state_request = None
         self.archive.finish(self._quality, is_trained=self.drafter.head_path is not None or self._loop.version > 0)
 
@@ -317,7 +319,15 @@ class LongTailIdleCallback(IterationCallback):
         finished = self._finished
         self.flush(trainer)
         self._finished = finished
-        checkpoint["callbacks"][self.state_key]["history"] = dict(self.archive.history)
+        state = checkpoint["callbacks"][self.state_key]
+        state["history"] = dict(self.archive.history)
+        if self._group is not None and not trainer.interrupted:  # the others may not come after an error
+            state["others"] = gather_others(state, self._group)
+
+    @override
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if (state := checkpoint["callbacks"].get(self.state_key)) is not None:
+            checkpoint["callbacks"][self.state_key] = state_of_rank(state, trainer.global_rank, trainer.world_size)
 
     @property
     def _loop(self) -> DrafterTrainer:
@@ -337,5 +347,4 @@ def _logps(trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> Tensor:
 
 def _seed(stage: str, trainer: L.Trainer) -> int:
     """A seed that a resumed run finds again, of its own for each iteration and rank."""
-    run = int(os.environ.get("PL_GLOBAL_SEED", 0))  # where `seed_everything` leaves it
-    return zlib.crc32(repr((run, "drafter", stage, trainer.current_epoch, trainer.global_rank)).encode())
+    return seed_of(run_seed(), "drafter", stage, trainer.current_epoch, trainer.global_rank)

@@ -14,6 +14,8 @@ from typing_extensions import override
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.dynamic_sampling import has_spread, split_groups
 
+_COUNTED = ("_errors", "_timeouts", "groups_drawn", "groups_without_signal_kept")
+
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Chance that at least one of `k` samples is correct, estimated without bias from `num_samples` (Chen et al. 2021).
@@ -116,7 +118,7 @@ def reduce_over_ranks(metrics: dict[str, float], world_size: int) -> dict[str, f
 
 
 def combine_ranks(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the ranks that have a metric; the largest of `_max`, the sum of counted errors and timeouts.
+    """Mean over the ranks that have a metric; the largest of `_max`, the sum of counts (failed rewards, groups).
 
     Ranks may have different ones: which draft lengths an engine used, for example, is its own affair.
     """
@@ -126,5 +128,5 @@ def combine_ranks(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
         if name.endswith("_max"):
             combined[name] = max(values)
         else:
-            combined[name] = sum(values) if name.endswith(("_errors", "_timeouts")) else sum(values) / len(values)
+            combined[name] = sum(values) if name.endswith(_COUNTED) else sum(values) / len(values)
     return combined

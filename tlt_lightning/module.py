@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
@@ -12,6 +11,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -22,8 +22,6 @@ from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 from tlt_lightning.taps import BatchTap, HiddenStateRequest
 from tlt_lightning.trainer_checks import check_trainer
-
-log = logging.getLogger(__name__)
 
 
 class RLModule(L.LightningModule):
@@ -87,7 +85,7 @@ class RLModule(L.LightningModule):
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_rollout_scored`
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
-        self._step_kl: list[Tensor] = []
+        self._step_metrics: list[dict[str, Tensor]] = []  # of the micro-batches since the last optimizer step
         self.val_accuracy = PassAtK()
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
@@ -95,6 +93,11 @@ class RLModule(L.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         check_trainer(self.trainer)
+        if stage == "fit" and self.trainer.datamodule is None:  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
+                "`trainer.fit(module, data)`."
+            )
 
     @override
     def configure_model(self) -> None:
@@ -204,19 +207,24 @@ class RLModule(L.LightningModule):
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
-        metrics = {"train/loss": output.loss.detach(), **output.metrics}
-        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-        if self.objective.stop_at_kl is not None:
-            self._step_kl.append(output.metrics["train/approx_kl"])
+        self._step_metrics.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 
-    def _check_kl(self) -> None:
+    def _log_step(self) -> dict[str, Tensor]:
+        """Log and return this rank's means over the optimizer step's micro-batches.
+
+        Logged one by one, the micro-batches of a small policy would spend over a hundredth of the update on it.
+        """
+        parts, self._step_metrics = self._step_metrics, []
+        metrics = {name: torch.stack([part[name] for part in parts]).mean() for name in parts[0]}
+        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        return metrics
+
+    def _check_kl(self, metrics: dict[str, Tensor]) -> None:
         """Stop updating for the rest of the iteration once the policy has moved by `objective.stop_at_kl`."""
         if self.objective.stop_at_kl is None:
             return
-        kl = torch.stack(self._step_kl).mean()  # each is its micro-batch's share of the step's
-        self._step_kl.clear()
-        if self.trainer.strategy.reduce(kl, reduce_op="mean") > self.objective.stop_at_kl:
+        if self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > self.objective.stop_at_kl:
             self._skip_updates = True
 
     @property
@@ -227,7 +235,7 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
-        self._check_kl()
+        self._check_kl(self._log_step())
         if self._skip_updates:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
@@ -241,8 +249,14 @@ class RLModule(L.LightningModule):
             self.log("train/grad_norm", norm, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
     @override
+    def on_train_start(self) -> None:
+        self._lap("setup")
+        self.trainer.datamodule.clock.read()  # type: ignore[attr-defined]  # loading belongs to no iteration
+
+    @override
     def on_train_epoch_start(self) -> None:
         self._skip_updates = False
+        self._step_metrics.clear()  # an earlier fit may have been interrupted within a step
 
     @override
     def on_train_epoch_end(self) -> None:
@@ -256,11 +270,6 @@ class RLModule(L.LightningModule):
     @override
     def validation_step(self, batch: list[Rollout], batch_idx: int) -> None:
         self.val_accuracy.update([(rollout.group, rollout.is_correct) for rollout in batch])
-
-    @override
-    def on_train_start(self) -> None:
-        self._lap("setup")
-        self.trainer.datamodule.clock.read()  # type: ignore[attr-defined]  # loading belongs to no iteration
 
     @override
     def on_validation_start(self) -> None:

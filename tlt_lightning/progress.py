@@ -168,8 +168,6 @@ def rollout_label(trainer: L.Trainer) -> str:
         label = "validation"
     elif trainer.predicting:
         label = "prediction"
-    elif trainer.testing:
-        label = "test"
     else:
         label = f"rollout {_of_total(trainer.current_epoch + 1, trainer.max_epochs)}"
     return label if trainer.world_size == 1 else f"{label} (rank {trainer.global_rank} of {trainer.world_size})"

@@ -27,7 +27,6 @@ from tlt_lightning.objectives import (
     SoftGate,
     TruncatedImportance,
     WhitenedRewardToGo,
-    groups_with_spread,
     overlong_punishment,
 )
 from tlt_lightning.objectives.advantages import discounted_sum
@@ -51,12 +50,6 @@ def test_dapo_punishes_truncated_responses_also_when_they_are_masked(random_vect
     assert shaped[2] == batch.rewards[2] - 1
     assert shaped[1] == pytest.approx(batch.rewards[1] - 1 / 3)  # 9 tokens less 2 masked
     assert shaped[0] == batch.rewards[0]
-
-
-def test_groups_with_spread_are_those_with_unequal_rewards() -> None:
-    rewards = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 0.5])
-    groups = torch.tensor([9, 4, 9, 4, 9, 2])
-    assert groups_with_spread(rewards, groups).tolist() == [False, True, False, True, False, False]
 
 
 def test_reward_lands_on_the_last_unmasked_token() -> None:

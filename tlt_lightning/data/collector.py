@@ -1,8 +1,7 @@
-"""One rollout from prompts to scored text: wake and sync the engine, write, reward while writing, report."""
+"""One rollout from prompts to scored text: wake and sync the engine, write, reward while writing."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tlt_lightning.data.idle import IdleCoordinator
-
-log = logging.getLogger(__name__)
 
 
 class RolloutCollector:
@@ -51,14 +48,22 @@ class RolloutCollector:
         self.clock = clock
         self.idle = idle
         self.metrics: dict[str, float] = {}
-        """Speed, tail and failed rewards since this collector was made, under the project's metric names."""
-        self._seconds, self._num_tokens = 0.0, 0
+        """Under the project's names: speed, tail and failed rewards since this collector was made, and what the engine
+        says of its last rollout."""
+        self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int, seed: int, first_group: int = 0
     ) -> list[Rollout]:
-        """Write and score `group_size` responses to each prompt; groups are numbered from `first_group`."""
-        self.sync_weights()
+        """Write and score `group_size` responses to each prompt; groups are numbered from `first_group`.
+
+        Without prompts this only waits for the other workers: the engine sleeps on, and `on_rollout_idle` is the only
+        hook.
+        """
+        if not prompts:
+            self._spend_idle_time()
+            return []
+        self._sync_weights()
         groups = [(first_group + number, prompt) for number, prompt in enumerate(prompts) for _ in range(group_size)]
         requests = [Request(id=i, prompt_ids=prompt.ids, group=group) for i, (group, prompt) in enumerate(groups)]
         call_rollout_hook(self.trainer, "on_rollout_start")
@@ -80,11 +85,9 @@ class RolloutCollector:
         for name, count in self.rewards.stats.items():
             self.metrics[name] = self.metrics.get(name, 0) + count
         self.clock.lap("reward")
-        ordered = [rollouts[number] for number in range(len(requests))]
-        call_rollout_hook(self.trainer, "on_rollout_end", ordered)
-        return ordered
+        return [rollouts[number] for number in range(len(requests))]
 
-    def sync_weights(self) -> None:
+    def _sync_weights(self) -> None:
         """Give the engine its memory and the policy's current weights; their version is the optimizer step."""
         self.engine.wake()
         version = self.trainer.global_step
@@ -105,11 +108,13 @@ class RolloutCollector:
         for response in self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress):
             self._num_tokens += len(response.token_ids)
             yield response
-        self._seconds += trace[-1][0] if trace else 0.0
+        seconds = trace[-1][0] if trace else 0.0
+        self._seconds += seconds
+        self._tail_seconds += seconds * tail_share(trace, len(requests))
         self.metrics |= {
             "rollout/seconds": self._seconds,
             "rollout/tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
-            "rollout/tail_share": tail_share(trace, len(requests)),
+            "rollout/tail_share": self._tail_seconds / self._seconds if self._seconds else 0.0,
             **self.engine.stats(),
         }
 
@@ -117,5 +122,6 @@ class RolloutCollector:
         if self.idle is None:
             return
         with self.idle.window() as window:
-            call_rollout_hook(self.trainer, "on_rollout_idle", window)
+            if window.num_waiting_for:
+                call_rollout_hook(self.trainer, "on_rollout_idle", window)
         self.clock.lap("idle")

@@ -36,5 +36,8 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """True if the rewards of a group differ, so that group-relative advantages are not all zero."""
+    """True if the rewards of a group differ, so that group-relative advantages are not all zero (DAPO, Eq. 11).
+
+    What an objective adds to the rewards, such as DAPO's overlong punishment, does not count.
+    """
     return len({rollout.reward for rollout in group}) > 1

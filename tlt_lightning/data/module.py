@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -28,6 +27,7 @@ from tlt_lightning.metrics import reduce_over_ranks, rollout_metrics
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.seeds import seed_of
 from tlt_lightning.timing import LapClock
 from tlt_lightning.trainer_checks import check_context, check_sizes, check_trainer
 
@@ -118,7 +118,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.clock = LapClock()
         self.idle: IdleCoordinator | None = None
         self.cursor: PromptCursor | None = None
-        self._restored: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
 
     # Set-up and tear-down
@@ -138,7 +137,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), self._seed)
-        self.cursor.position = self._restored.get("cursor", 0)
         self.pool = RewardPool(
             self.rewards, num_workers=self.reward_workers, timeout=self.reward_timeout, on_error=self.reward_on_error
         )
@@ -148,7 +146,6 @@ class RolloutDataModule(L.LightningDataModule):
         if self._world_size == 1:
             # An in-process vLLM opens a process group of one, at which Lightning advises to synchronise with nobody.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-        self.clock = LapClock()
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -160,7 +157,7 @@ class RolloutDataModule(L.LightningDataModule):
         )
         if name == "val" and len(prompts) < self._world_size:
             raise MisconfigurationException(
-                f"`data.val` has {len(prompts)} prompts, fewer than {self._world_size} ranks."
+                f"`data.val` has {len(prompts)} prompts, fewer than {self._world_size} ranks; give every rank one."
             )
         return prompts
 
@@ -181,20 +178,19 @@ class RolloutDataModule(L.LightningDataModule):
         """Free the engine and stop the reward workers; safe to call twice."""
         if self.idle is not None:
             self.idle.close()
-        self.engine.close()
         if hasattr(self, "pool"):
             self.pool.close()
+        self.engine.close()  # last: on a broken device it may raise
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        assert self.cursor is not None
+        assert self.cursor is not None, "`state_dict` before `setup`"
         return {"cursor": self.cursor.position, "engine": self.engine.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
-        if self.cursor is not None:
-            self.cursor.position = state_dict["cursor"]
+        assert self.cursor is not None, "`load_state_dict` before `setup`"
+        self.cursor.position = state_dict["cursor"]
         self.engine.load_state_dict(state_dict["engine"])
 
     # Loaders
@@ -256,12 +252,13 @@ class RolloutDataModule(L.LightningDataModule):
                 [self.train_prompts[i] for i in drawn],
                 self.sampling,
                 group_size=self.group_size,
-                seed=self._stage_seed(f"train {number}", self._rank),
+                seed=self._stage_seed(f"train {number}"),
                 first_group=len(informative) + len(others),
             )
             for group in split_groups(rollouts):
                 (informative if self.dynamic_sampling is None or has_spread(group) else others).append(group)
         everything = [rollout for group in (*informative, *others) for rollout in group]
+        call_rollout_hook(self._trainer, "on_rollout_end", everything)
         self._metrics = {**rollout_metrics(everything), **collector.metrics}
         if self.dynamic_sampling is not None:
             self._metrics["rollout/groups_drawn"] = len(informative) + len(others)
@@ -269,7 +266,7 @@ class RolloutDataModule(L.LightningDataModule):
         return [rollout for group in (*informative, *others)[:wanted] for rollout in group]
 
     def _minibatches(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
-        generator = torch.Generator().manual_seed(self._stage_seed("shuffle", self._rank))
+        generator = torch.Generator().manual_seed(self._stage_seed("shuffle"))
         accumulate = self._trainer.accumulate_grad_batches
         lengths = batch.prompt_lengths + batch.response_lengths
         num_steps = self._steps_per_pass(batch)
@@ -295,9 +292,11 @@ class RolloutDataModule(L.LightningDataModule):
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
         prompts = self.val_prompts[self._rank :: self._world_size]
         collector = self._collector(LapClock())  # the iteration's clock books all of this as validation
-        yield collector.collect(
-            prompts, self.val_sampling, group_size=self.val_group_size, seed=self._stage_seed("val", self._rank)
+        rollouts = collector.collect(
+            prompts, self.val_sampling, group_size=self.val_group_size, seed=self._stage_seed("val")
         )
+        call_rollout_hook(self._trainer, "on_rollout_end", rollouts)
+        yield rollouts
 
     def _collector(self, clock: LapClock) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
@@ -326,10 +325,10 @@ class RolloutDataModule(L.LightningDataModule):
         pad_id = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad_id is None else pad_id  # never seen by the loss
 
-    def _stage_seed(self, stage: str, rank: int) -> int:
-        """A seed that a resumed run finds again: a function of the run's seed, stage, iteration and rank."""
+    def _stage_seed(self, stage: str) -> int:
+        """A seed that a resumed run finds again: a function of the run's seed, stage, iteration and this rank."""
         iteration = self._trainer.current_epoch if stage != "val" else 0  # the same noise in every validation
-        return zlib.crc32(repr((self._seed, stage, iteration, rank)).encode())
+        return seed_of(self._seed, stage, iteration, self._rank)
 
     def _max_over_ranks(self, value: int) -> int:
         if self._world_size == 1:
@@ -340,8 +339,8 @@ class RolloutDataModule(L.LightningDataModule):
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self._world_size == 1:
             return value
-        reduced = self._trainer.strategy.reduce(value.to(self._trainer.strategy.root_device), reduce_op="sum")
-        return reduced.to(value)
+        summed = value.to(self._trainer.strategy.root_device, copy=True)  # it is reduced in place
+        return self._trainer.strategy.reduce(summed, reduce_op="sum").to(value)
 
 
 def _counts(batch: RolloutBatch, step: Sequence[Sequence[int]]) -> tuple[float, float]:

@@ -102,10 +102,10 @@ def pack(sequences: Sequence[DraftSequence], num_tokens: int) -> list[PackedBatc
     return [fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens) for plan in plans]
 
 
-def check_num_tokens(num_tokens: int) -> None:
-    """Raise ValueError unless `num_tokens` can be the length of a pack."""
+def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
+    """Raise ValueError, which names the `argument` that it was given as, unless `num_tokens` can be a pack's length."""
     if num_tokens < 128 or num_tokens % 128:
-        raise ValueError(f"`num_tokens` must be a positive multiple of 128, got {num_tokens}.")
+        raise ValueError(f"`{argument}` must be a positive multiple of 128, got {num_tokens}.")
 
 
 def fill_pack(pieces: Sequence[tuple[DraftSequence, Piece]], num_tokens: int) -> PackedBatch:

@@ -111,12 +111,16 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
     """
     from vllm.distributed import parallel_state
 
-    reach(engine, "engine_core.shutdown")()
+    destroy = reach(parallel_state, "destroy_distributed_environment")
     if keep_process_group:
-        reach(parallel_state, "destroy_model_parallel")()
+        # It would destroy the default group too, whose maker is not asked.
+        parallel_state.destroy_distributed_environment = lambda: None
+    try:
+        reach(engine, "engine_core.shutdown")()
+    finally:
+        parallel_state.destroy_distributed_environment = destroy
+    if keep_process_group:
         parallel_state._WORLD = None
-    else:
-        reach(parallel_state, "cleanup_dist_env_and_memory")()
 
 
 def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:

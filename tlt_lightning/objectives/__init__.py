@@ -33,7 +33,7 @@ from tlt_lightning.objectives.family import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from tlt_lightning.objectives.groups import group_statistics, groups_with_spread
+from tlt_lightning.objectives.groups import group_statistics
 from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty, StraightThrough
 from tlt_lightning.objectives.ppo import PPO, explained_variance
 from tlt_lightning.objectives.rewards import OverlongPunishment, overlong_punishment
@@ -92,7 +92,6 @@ __all__ = [
     "WhitenedRewardToGo",
     "explained_variance",
     "group_statistics",
-    "groups_with_spread",
     "overlong_punishment",
     "token_mean",
     "whiten",

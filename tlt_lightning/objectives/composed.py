@@ -115,7 +115,6 @@ class ComposedObjective(PolicyObjective):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * token_mean(entropy, batch)
         metrics |= {
-            "train/loss": loss,
             "train/entropy": token_mean(entropy, batch),
             "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
             "train/approx_kl": token_mean(k3(old_logps, logps), batch),

@@ -55,7 +55,7 @@ class DrGRPO(ComposedObjective):
 class DAPO(ComposedObjective):
     """DAPO (arXiv 2503.14476): clip-higher, token mean, soft overlong punishment.
 
-    Its dynamic sampling happens before the objective, where prompts are drawn (`groups_with_spread`). Without the
+    Its dynamic sampling happens before the objective, where prompts are drawn (`data.dynamic_sampling`). Without the
     punishment DAPO is GRPO with our defaults: use that.
 
     Args:

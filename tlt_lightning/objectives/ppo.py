@@ -106,5 +106,4 @@ class PPO(ComposedObjective):
         output = super().loss(batch, logps, entropy, values)
         value_loss = token_mean(clipped_value_loss(fill(values, mask), old_values, returns, self.value_clip), batch)
         loss = output.loss + self.value_coef * value_loss
-        metrics = {"train/loss": loss.detach(), "train/value_loss": value_loss.detach()}
-        return ObjectiveOutput(loss, output.metrics | metrics)
+        return ObjectiveOutput(loss, output.metrics | {"train/value_loss": value_loss.detach()})

@@ -1,0 +1,121 @@
+"""The collector alone, with an engine and workers that do as they are told."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tlt_lightning import RewardTerm
+from tlt_lightning.data.batch import Prompt
+from tlt_lightning.data.collector import RolloutCollector
+from tlt_lightning.engine import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
+from tlt_lightning.rewards import RewardPool
+from tlt_lightning.timing import LapClock
+
+PROMPTS = [Prompt("q", [2])] * 5
+
+
+class Scripted(RolloutEngine):
+    """Takes `fast` seconds for all requests but one, and `slow` for that one."""
+
+    policy_version = 0
+    fast, slow = 1.0, 3.0
+    num_unanswered = 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: Any = None
+    ) -> Iterator[Response]:
+        for running, seconds in ((1, self.fast), (0, self.fast + self.slow)):
+            on_progress(RolloutProgress(0, running, len(requests) - running, 0, 2, seconds))
+        for request in requests[self.num_unanswered :]:
+            yield Response(request.id, [1, 1], [-1.0, -1.0], "stop", (0,))
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None: ...
+
+    def update_weights(self, named_tensors: Any, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Idle:
+    """Other workers, of which `num_writing` still write."""
+
+    num_writing = 1
+
+    def check(self) -> None: ...
+
+    @contextmanager
+    def window(self) -> Iterator[IdleWindow]:
+        yield IdleWindow(lambda: False, self.num_writing)
+
+
+@pytest.fixture
+def hooks() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
+    callback = SimpleNamespace(**{name: lambda *_, name=name: hooks.append(name) for name in ROLLOUT_HOOKS})
+    trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, global_step=0)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
+    pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
+    idle: Any = Idle()
+    yield RolloutCollector(trainer, Scripted(), tokenizer, pool, LapClock(), idle)
+    pool.close()
+
+
+def collect(collector: RolloutCollector, prompts: Sequence[Prompt] = PROMPTS) -> list[Any]:
+    return collector.collect(prompts, Sampling(), group_size=2, seed=0, first_group=3)
+
+
+def test_responses_come_in_order_by_group_with_their_rewards(collector: RolloutCollector, hooks: list[str]) -> None:
+    rollouts = collect(collector)
+    assert [rollout.group for rollout in rollouts] == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+    assert all(rollout.rewards == {"one": 1.0} and rollout.reward == 0.5 for rollout in rollouts)
+    assert hooks == ["on_rollout_start", "on_rollout_progress", "on_rollout_progress", "on_rollout_idle"]
+    assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+def test_without_prompts_only_the_others_are_waited_for(collector: RolloutCollector, hooks: list[str]) -> None:
+    collect(collector)
+    hooks.clear()
+    before = dict(collector.metrics)
+    assert collect(collector, []) == []
+    assert hooks == ["on_rollout_idle"]
+    assert collector.metrics == before
+    assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+def test_the_last_worker_has_no_idle_window(collector: RolloutCollector, hooks: list[str]) -> None:
+    collector.idle.num_writing = 0  # type: ignore[union-attr]
+    collect(collector)
+    assert "on_rollout_idle" not in hooks
+
+
+def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -> None:
+    collect(collector)
+    assert collector.metrics["rollout/tail_share"] == pytest.approx(3 / 4)
+    collector.engine.slow = 0.0  # type: ignore[attr-defined]
+    collect(collector)
+    assert collector.metrics["rollout/tail_share"] == pytest.approx(3 / 5)
+    assert collector.metrics["rollout/seconds"] == 5.0
+    assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(40 / 5)
+
+
+def test_a_response_that_never_came_is_an_error(collector: RolloutCollector) -> None:
+    collector.engine.num_unanswered = 3  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="without answering 3 of 10 requests"):
+        collect(collector)
