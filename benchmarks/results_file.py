@@ -42,7 +42,10 @@ def about(rung: str, note: str, seed: int) -> dict[str, Any]:
 def padding_note(policy: str | Path) -> str:
     """What is to be said of a padded policy (`widen.py`) wherever its results appear; empty for others."""
     label = Path(policy) / "padded.json"
-    return f"Padded: {json.loads(label.read_text())['what']}." if label.exists() else ""
+    if not label.exists():
+        return ""
+    what = json.loads(label.read_text())["what"]
+    return f"Padded: {what} that know what a small one knows (benchmarks/widen.py says what is real)."
 
 
 def heading(title: str, record: dict[str, Any]) -> list[str]:

@@ -156,7 +156,7 @@ def test_results_of_a_padded_policy_say_so(tmp_path: Path, monkeypatch: pytest.M
     made.work = replace(made.work, policy=str(tmp_path))
     (tmp_path / "padded.json").write_text(json.dumps({"what": "policy of 7 weights"}))
     made.save()
-    assert "Padded: policy of 7 weights." in (tmp_path / "end_to_end_tiny.md").read_text()
+    assert "Padded: policy of 7 weights that know" in (tmp_path / "end_to_end_tiny.md").read_text()
 
 
 def test_each_mode_gets_its_lengths_and_each_seed_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
