@@ -45,5 +45,5 @@ def test_it_learns_and_is_measured_there(policy_path: str) -> None:
         found = drafter.evaluate(there)
     assert losses[-1] < 0.9 * losses[0]
     expected = drafter.cpu().evaluate(batches)
-    assert found.acceptance_length == pytest.approx(expected.acceptance_length, abs=0.03)
-    assert found.top3 == pytest.approx(expected.top3, abs=0.05)
+    assert found.acceptance_length == pytest.approx(expected.acceptance_length, abs=0.05)
+    assert found.top3 == pytest.approx(expected.top3, abs=0.1)
