@@ -173,7 +173,7 @@ def test_training_stops_in_time_and_slows_down_before(monkeypatch):
 def test_a_loss_that_is_not_a_number_ends_the_training():
     model = nn.Linear(2, 1)
     clock = target_policy.Clock(seconds=5.0, learning_rate=1e-3)
-    with pytest.raises(RuntimeError, match="loss is nan after 3 steps"):
+    with pytest.raises(RuntimeError, match="loss is nan after 4 steps"):
         target_policy.optimise(model, lambda: model(torch.full((1, 2), math.nan)).sum(), clock, 1)
 
 
