@@ -68,8 +68,9 @@ class Observer(RolloutCallback):
         self.prompts += [rollout.prompt.index for rollout in rollouts[::4]]
         self.versions += [version for rollout in rollouts for version in rollout.response.policy_versions]
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_batch_end(self, trainer, pl_module, *_):
         self.batches += 1
+        pl_module.log("rank", float(trainer.global_rank), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer, pl_module):
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -107,7 +108,7 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         logger=False,
         limit_val_batches=0,
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=True,  # which reads metrics on rank zero alone
         enable_model_summary=False,
         default_root_dir=out,
     )

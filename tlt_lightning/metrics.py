@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import comb
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -106,6 +107,18 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
     limit = max(1.0, fraction * num_requests)
     start = next((seconds for seconds, unfinished in trace if unfinished <= limit), trace[-1][0])
     return 1.0 - start / trace[-1][0]
+
+
+def combine_over_ranks(trainer: L.Trainer, metrics: dict[str, float]) -> dict[str, float]:
+    """Combine every rank's metrics in one collective, in `on_train_epoch_end` of all ranks; see `combine_ranks`."""
+    if trainer.world_size == 1:
+        return metrics
+    # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have done so
+    # on rank zero, which now waits for the other ranks: they must read it before they meet in a collective of ours.
+    _ = trainer.callback_metrics
+    gathered: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(gathered, metrics)
+    return combine_ranks(gathered)
 
 
 def reduce_over_ranks(metrics: dict[str, float], world_size: int) -> dict[str, float]:

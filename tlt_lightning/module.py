@@ -85,7 +85,8 @@ class RLModule(L.LightningModule):
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_rollout_scored`
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
-        self._step_metrics: list[dict[str, Tensor]] = []  # of the micro-batches since the last optimizer step
+        self._micro_metrics: list[dict[str, Tensor]] = []  # of the micro-batches since the last optimizer step
+        self._step_metrics: dict[str, list[Tensor]] = {}  # of the iteration's optimizer steps
         self.val_accuracy = PassAtK()
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
@@ -207,18 +208,24 @@ class RLModule(L.LightningModule):
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
-        self._step_metrics.append({"train/loss": output.loss.detach(), **output.metrics})
+        self._micro_metrics.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 
-    def _log_step(self) -> dict[str, Tensor]:
-        """Log and return this rank's means over the optimizer step's micro-batches.
-
-        Logged one by one, the micro-batches of a small policy would spend over a hundredth of the update on it.
-        """
-        parts, self._step_metrics = self._step_metrics, []
+    def _end_step(self) -> dict[str, Tensor]:
+        """Note and return this rank's means over the optimizer step's micro-batches."""
+        parts, self._micro_metrics = self._micro_metrics, []
         metrics = {name: torch.stack([part[name] for part in parts]).mean() for name in parts[0]}
-        self.log_dict(metrics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        self._note(metrics)
         return metrics
+
+    def _note(self, metrics: dict[str, Tensor]) -> None:
+        """Keep an optimizer step's metrics until the iteration's end, when all are logged.
+
+        Logged as they come they would take over a hundredth of a small policy's update, and with `sync_dist` a
+        collective each, which a progress bar begins on rank zero alone.
+        """
+        for name, value in metrics.items():
+            self._step_metrics.setdefault(name, []).append(value)
 
     def _check_kl(self, metrics: dict[str, Tensor]) -> None:
         """Stop updating for the rest of the iteration once the policy has moved by `objective.stop_at_kl`."""
@@ -235,7 +242,7 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
-        self._check_kl(self._log_step())
+        self._check_kl(self._end_step())
         if self._skip_updates:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
@@ -245,8 +252,7 @@ class RLModule(L.LightningModule):
                 parameter.grad = None
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         if gradients:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            self.log("train/grad_norm", norm, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+            self._note({"train/grad_norm": torch.nn.utils.get_total_norm(gradients)})
 
     @override
     def on_train_start(self) -> None:
@@ -256,14 +262,14 @@ class RLModule(L.LightningModule):
     @override
     def on_train_epoch_start(self) -> None:
         self._skip_updates = False
-        self._step_metrics.clear()  # an earlier fit may have been interrupted within a step
+        self._micro_metrics.clear()  # an earlier fit may have been interrupted within a step
+        self._step_metrics.clear()
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = self.trainer.datamodule.finish_iteration()  # type: ignore[attr-defined]
-        self.log_dict(metrics, sync_dist=True)
-        # Lightning takes this one as the x-axis: iterations, not micro-batches.
-        self.log("step", float(self.current_epoch), sync_dist=True)
+        update = {name: float(torch.stack(values).mean()) for name, values in self._step_metrics.items()}
+        self.log_dict(self.trainer.datamodule.finish_iteration(update))  # type: ignore[attr-defined]
+        self.log("step", float(self.current_epoch))  # Lightning's x-axis: iterations, not micro-batches
 
     # Evaluation
 
@@ -291,10 +297,10 @@ class RLModule(L.LightningModule):
     @override
     def on_validation_epoch_end(self) -> None:
         accuracy = {f"val/{name}": value for name, value in self.val_accuracy.compute().items()}
-        self.log_dict(accuracy, sync_dist=True)
+        self.log_dict(accuracy)
         self.val_accuracy.reset()
         if self._is_fitting:
-            self.log("step", float(self.current_epoch), sync_dist=True)
+            self.log("step", float(self.current_epoch))
 
     @override
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:

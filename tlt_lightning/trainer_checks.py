@@ -67,13 +67,20 @@ def check_sizes(trainer: L.Trainer, data: RolloutDataModule, objective: PolicyOb
             f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` "
             f"{data.prompts_per_iteration} / {trainer.world_size} ranks * `data.group_size` {data.group_size}) are not "
             f"divisible by {per_step} per optimizer step (`data.micro_batch_size` {data.micro_batch_size} * "
-            f"`trainer.accumulate_grad_batches` {trainer.accumulate_grad_batches})."
+            f"`trainer.accumulate_grad_batches` {trainer.accumulate_grad_batches}). {_one_step(num_sequences, data)}"
         )
     if data.group_size < objective.min_group_size:
         raise MisconfigurationException(
             f"`data.group_size` {data.group_size} is too small for {type(objective).__name__}, whose advantages "
             f"compare the responses to one prompt: use at least {objective.min_group_size}."
         )
+
+
+def _one_step(num_sequences: int, data: RolloutDataModule) -> str:
+    if num_sequences % data.micro_batch_size:
+        return "Choose a `data.micro_batch_size` that divides the responses."
+    steps = num_sequences // data.micro_batch_size
+    return f"`trainer.accumulate_grad_batches` {steps} makes one optimizer step of all."
 
 
 def check_context(policy: str, max_model_len: int) -> None:

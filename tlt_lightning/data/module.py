@@ -23,7 +23,7 @@ from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import reduce_over_ranks, rollout_metrics
+from tlt_lightning.metrics import combine_over_ranks, rollout_metrics
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
@@ -143,9 +143,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.idle = IdleCoordinator(self._trainer) if self._world_size > 1 else None
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         self.engine.setup(policy, max_model_len=max_model_len, seed=self._seed + self._rank)
-        if self._world_size == 1:
-            # An in-process vLLM opens a process group of one, at which Lightning advises to synchronise with nobody.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        # What is logged has been combined over the ranks, at which Lightning advises to do it.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -302,14 +301,18 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
         return RolloutCollector(self._trainer, self.engine, self.tokenizer, self.pool, clock, self.idle)
 
-    def finish_iteration(self) -> dict[str, float]:
-        """Close the iteration's books: its rollout metrics and where its time went, over all ranks."""
+    def finish_iteration(self, update: dict[str, float]) -> dict[str, float]:
+        """Close the iteration's books: all metrics and where the time went, over all ranks.
+
+        Args:
+            update: This rank's metrics of the update.
+        """
         if self._trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         self.clock.lap("update")
         seconds = {f"time/{stage}": value for stage, value in self.clock.read().items()}
         seconds["time/iteration"] = sum(seconds.values())
-        return reduce_over_ranks({**self._metrics, **seconds}, self._world_size)
+        return combine_over_ranks(self._trainer, {**self._metrics, **update, **seconds})
 
     @property
     def _trainer(self) -> L.Trainer:
