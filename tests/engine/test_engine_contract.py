@@ -1,11 +1,16 @@
 """What every engine must do, run on both with the same tiny policy."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from tests.conftest import save_policy
 from tlt_lightning.engine import Request, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.policy import causal_lm, load_policy, stream_weights
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
@@ -150,6 +155,62 @@ def test_giving_up_in_the_middle_leaves_a_usable_engine(engine: RolloutEngine, p
     next(stream)
     stream.close()
     assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt_ids": [5] * MAX_MODEL_LEN}, f"prompt of {MAX_MODEL_LEN} tokens .*`max_model_len`"),
+        ({"prompt_ids": []}, "prompt of 0 tokens"),
+        ({"prompt_ids": [3, 32]}, r"token 32 .*0 to 31"),
+        ({"prompt_ids": [-1, 3]}, r"token -1 .*0 to 31"),
+        ({"prompt_ids": PROMPTS[0], "id": 0}, "repeats ids"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_leaves_a_usable_engine(
+    engine: RolloutEngine, policy: torch.nn.Module, bad: dict[str, Any], message: str
+) -> None:
+    expected = run(engine, Sampling(max_tokens=16, temperature=0))
+    with pytest.raises(ValueError, match=message):
+        list(engine.generate([Request(id=0, prompt_ids=PROMPTS[0]), Request(**{"id": 1, **bad})], Sampling(), seed=0))
+    assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
+
+
+def test_an_error_of_the_progress_callback_leaves_a_usable_engine(
+    engine: RolloutEngine, policy: torch.nn.Module
+) -> None:
+    def fail(progress: RolloutProgress) -> None:
+        raise KeyError("the callback's")
+
+    expected = run(engine, Sampling(max_tokens=16, temperature=0))
+    with pytest.raises(KeyError, match="the callback's"):
+        list(engine.generate(requests(), Sampling(max_tokens=16), seed=0, on_progress=fail))
+    assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
+
+
+def test_a_response_ends_where_the_context_is_full(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    asked = [Request(id=i, prompt_ids=[5] * (MAX_MODEL_LEN - room)) for i, room in enumerate((1, 4))]
+    responses = {r.request_id: r for r in engine.generate(asked, Sampling(max_tokens=24), seed=0)}
+    assert len(responses[0].token_ids) == 1
+    assert len(responses[1].token_ids) <= 4
+    assert all(r.finish_reason == "length" or r.token_ids[-1] == 1 for r in responses.values())
+
+
+def test_what_a_checkpoint_says_about_generation_does_not_change_what_is_sampled(tmp_path: Path) -> None:
+    path = save_policy(tmp_path / "policy")
+    model = load_policy(str(path))
+    model.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=2, min_p=0.3, do_sample=True)
+    own = model.generation_config
+    engine = TransformersEngine()
+    engine.setup(str(path), max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.attach(model)
+    engine.update_weights(stream_weights(model), 0)
+    tokens, logps, _ = run(engine, Sampling(max_tokens=8))[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*PROMPTS[0], *tokens]])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+    assert logps == pytest.approx(expected.tolist(), abs=1e-4)
+    assert model.generation_config is own
 
 
 def test_generate_before_any_weights_is_an_error() -> None:

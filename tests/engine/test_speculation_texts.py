@@ -123,3 +123,22 @@ def test_scores_start_from_a_prior_and_forget() -> None:
     for _ in range(200):
         scores.update(LEARNED, 0)
     assert scores.expected(LEARNED, 5) < 0.1
+
+
+def test_kept_texts_that_the_index_forgot_are_forgotten() -> None:
+    texts = RunningTexts(siblings=True, ngram=True, keeps=True)
+    texts.indices["sibling"].max_tokens = 40
+    for number in range(10):
+        texts.add(str(number), [*prompt_of(number), *range(8)])
+        texts.end_rollout()
+    assert len(texts._groups) <= 4
+    assert not texts._members
+    again, newest = [*prompt_of(0), *range(8)], [*prompt_of(9), *range(8)]
+    for request_id, tokens in (("again", again), ("newest", newest)):
+        texts.add(request_id, tokens)
+    assert texts._texts["again"].group != texts._texts["newest"].group
+    assert texts._texts["again"].read["sibling"] == 0  # read from its start: nobody remembers its prompt
+
+
+def prompt_of(number: int) -> list[int]:
+    return [100 + number, 200 + number]

@@ -20,6 +20,7 @@ from tlt_lightning.engine.base import (
     RolloutProgress,
     Sampling,
 )
+from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.policy import end_token_ids
 
@@ -71,10 +72,11 @@ class TransformersEngine(RolloutEngine):
     ) -> Iterator[Response]:
         if self._model is None or self._policy_version < 0:
             raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
+        check_requests(requests, max_model_len=self._max_model_len, vocab_size=self._model.config.vocab_size)
         started, finished, tokens, longest = time.perf_counter(), 0, 0, 0
         with seeded(seed):
-            for batch in self._batches(requests, sampling):
-                responses = self._generate_batch(batch, sampling)
+            for batch, limit in self._batches(requests, sampling):
+                responses = self._generate_batch(batch, limit, sampling)
                 finished += len(batch)
                 tokens += sum(len(response.token_ids) for response in responses)
                 longest = max(longest, *(len(response.token_ids) for response in responses))
@@ -92,33 +94,38 @@ class TransformersEngine(RolloutEngine):
                     )
                 yield from responses
 
-    def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Request]]:
-        """Requests of equal prompt length and limit together, so that no prompt needs padding."""
+    def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[list[Request], int]]:
+        """Requests of equal prompt length and limit together, so that no prompt needs padding; and that limit."""
 
         def shape(request: Request) -> tuple[int, int]:
-            return len(request.prompt_ids), request.max_tokens or sampling.max_tokens
+            room = self._max_model_len - len(request.prompt_ids)
+            return len(request.prompt_ids), min(request.max_tokens or sampling.max_tokens, room)
 
-        for _, same in groupby(sorted(requests, key=shape), key=shape):
+        for (_, limit), same in groupby(sorted(requests, key=shape), key=shape):
             batch = list(same)
             for start in range(0, len(batch), self.batch_size):
-                yield batch[start : start + self.batch_size]
+                yield batch[start : start + self.batch_size], limit
 
     @torch.no_grad()
-    def _generate_batch(self, batch: Sequence[Request], sampling: Sampling) -> list[Response]:
+    def _generate_batch(self, batch: Sequence[Request], limit: int, sampling: Sampling) -> list[Response]:
+        from transformers import GenerationConfig
+
         assert self._model is not None
         model = self._model
         input_ids = torch.tensor([list(request.prompt_ids) for request in batch], device=model.device)
-        is_training = model.training
+        is_training, own_config = model.training, model.generation_config
         model.eval()
+        # Whatever the checkpoint asks for beside `Sampling` (a repetition penalty, say) would change what is sampled.
+        model.generation_config = GenerationConfig()
         try:
             output = model.generate(  # type: ignore[operator]
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=batch[0].max_tokens or sampling.max_tokens,
+                max_new_tokens=limit,
                 do_sample=sampling.temperature > 0,
                 temperature=sampling.temperature or None,
                 top_p=sampling.top_p if sampling.temperature > 0 else None,
-                top_k=(sampling.top_k or None) if sampling.temperature > 0 else None,
+                top_k=sampling.top_k if sampling.temperature > 0 else None,
                 eos_token_id=[*self._end_token_ids, *sampling.stop_token_ids],
                 pad_token_id=self._end_token_ids[0],
                 return_dict_in_generate=True,
@@ -126,6 +133,7 @@ class TransformersEngine(RolloutEngine):
             )
         finally:
             model.train(is_training)
+            model.generation_config = own_config
         tokens = output.sequences[:, input_ids.shape[1] :]  # (B, T)
         logps = torch.stack([scores.float().log_softmax(-1) for scores in output.scores], dim=1)  # (B, T, V)
         logps = logps.gather(-1, tokens[..., None]).squeeze(-1)

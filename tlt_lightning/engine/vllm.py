@@ -23,6 +23,7 @@ from tlt_lightning.engine.base import (
     RolloutProgress,
     Sampling,
 )
+from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.engine.vllm_session import SpeculationSession
 from tlt_lightning.engine.vllm_speculation import Speculation
@@ -32,11 +33,12 @@ from tlt_lightning.speculation.base import OFF
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
 
-_ASLEEP = -1  # no weights in the engine
+_NO_WEIGHTS = -1  # the version of an engine that holds none, or not all of them
 
 
 class VLLMEngine(RolloutEngine):
@@ -72,6 +74,8 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(f"`max_num_seqs` must be at least 1, got {max_num_seqs}.")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
+        if kv_cache_gib is not None and kv_cache_gib <= 0:
+            raise ValueError(f"`kv_cache_gib` must be positive, or None to derive it, got {kv_cache_gib}.")
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -82,7 +86,8 @@ class VLLMEngine(RolloutEngine):
         self.speculation = speculation
         self._session: SpeculationSession | None = None
         self._engine: LLMEngine | None = None
-        self._policy_version = _ASLEEP
+        self._set_up_for: tuple[str, int, int] | None = None
+        self._policy_version = _NO_WEIGHTS
         self._asleep = False
 
     # Life
@@ -90,7 +95,11 @@ class VLLMEngine(RolloutEngine):
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         vllm_internals.check_version()
+        wanted = (policy, max_model_len, seed)
         if self._engine is not None:
+            if self._set_up_for != wanted:
+                held = f"(policy, max_model_len, seed) {self._set_up_for}"
+                raise RuntimeError(f"`setup` asks for {wanted} of an engine set up for {held}; call `close` first.")
             return
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
@@ -111,11 +120,11 @@ class VLLMEngine(RolloutEngine):
             graphs = self.speculation.planned_graphs(self.max_num_seqs)
         with seeded(seed), nullcontext() if graphs is None else graphs.installed():
             self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
-        self._scheduler = vllm_internals.scheduler_of(self._engine)
         if self.speculation is not None:
             if self._is_cpu:
                 vllm_cpu.repair_cpu_sampling()
             self._session = SpeculationSession(self.speculation, self._engine, head, graphs)
+        self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", vllm_internals.installed_version(), time.perf_counter() - started)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
@@ -127,7 +136,7 @@ class VLLMEngine(RolloutEngine):
             seed=seed,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=None if self._is_cpu else _batched_tokens(),
+            max_num_batched_tokens=None if self._is_cpu else vllm_internals.offline_batched_tokens(),
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,
@@ -144,13 +153,12 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         if self._asleep and self._engine is not None:
             self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
-        engine, self._engine = self._engine, None
-        self._policy_version, self._asleep = _ASLEEP, False
+        engine, self._engine, self._set_up_for = self._engine, None, None
+        self._policy_version, self._asleep = _NO_WEIGHTS, False
         if self._session is not None:
             self._session.close()
             self._session = None
         if engine is not None:
-            del self._scheduler
             vllm_internals.shut_down(engine, keep_process_group=not self._owns_process_group)
             del engine
             gc.collect()  # its cycles hold device memory
@@ -161,7 +169,7 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         if self._can_sleep and not self._asleep:
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
-            self._policy_version, self._asleep = _ASLEEP, True
+            self._policy_version, self._asleep = _NO_WEIGHTS, True
 
     @override
     def wake(self) -> None:
@@ -179,6 +187,10 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
         return self._engine
 
+    @property
+    def _scheduler(self) -> Scheduler:
+        return vllm_internals.scheduler_of(self._live)
+
     # Weights
 
     @property
@@ -188,10 +200,15 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        self._policy_version = _ASLEEP  # were the update to break half-way, nothing may claim to be current
-        vllm_internals.reload_weights(self._live, named_tensors)
-        if not self._live.reset_prefix_cache():
-            raise RuntimeError("Weights were replaced while requests are running; finish `generate` first.")
+        engine = self._live
+        if self._asleep:
+            raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped; call `wake` first.")
+        if engine.has_unfinished_requests():
+            raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
+        self._policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
+        vllm_internals.reload_weights(engine, named_tensors)
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
         if self._session is not None:
             self._session.policy_changed()
         self._policy_version = version
@@ -244,8 +261,10 @@ class VLLMEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
-        if self._policy_version == _ASLEEP:
+        if self._policy_version == _NO_WEIGHTS:
             raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
+        config = self._live.vllm_config.model_config
+        check_requests(requests, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
         params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
         with seeded(seed):
             yield from self._generate(requests, params, on_progress)
@@ -256,16 +275,12 @@ class VLLMEngine(RolloutEngine):
         params: Mapping[int | None, SamplingParams],
         on_progress: OnProgress | None,
     ) -> Iterator[Response]:
-        engine, scheduler, session = self._live, self._scheduler, self._session
+        engine, session = self._live, self._session
+        started, num_finished, finished_tokens, longest = time.perf_counter(), 0, 0, 0
         if session is not None:
             session.begin_rollout()
-        for request in requests:
-            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
-            internal_id = engine.add_request(str(request.id), prompt, params[request.max_tokens])
-            if session is not None:
-                session.add(internal_id)
-        started, num_finished, finished_tokens, longest = time.perf_counter(), 0, 0, 0
         try:
+            self._add(requests, params)
             while engine.has_unfinished_requests():
                 step_started = time.perf_counter()
                 outputs: Any = engine.step()
@@ -275,26 +290,36 @@ class VLLMEngine(RolloutEngine):
                 if on_progress is not None:
                     num_finished += len(finished)
                     finished_tokens += sum(len(response.token_ids) for response in finished)
-                    lengths = [request.num_output_tokens for request in scheduler.running]
+                    lengths = [request.num_output_tokens for request in self._scheduler.running]
                     longest = max([longest, *lengths, *(len(response.token_ids) for response in finished)])
-                    on_progress(
-                        RolloutProgress(
-                            waiting=len(scheduler.waiting),
-                            running=len(scheduler.running),
-                            finished=num_finished,
-                            tokens=finished_tokens + sum(lengths),
-                            longest=longest,
-                            elapsed=time.perf_counter() - started,
-                            strategy=OFF if session is None else session.strategy,
-                            acceptance_length=1.0 if session is None else session.acceptance_length,
-                        )
-                    )
+                    tokens = finished_tokens + sum(lengths)
+                    on_progress(self._progress(num_finished, tokens, longest, time.perf_counter() - started))
                 yield from finished
         finally:
             if engine.has_unfinished_requests():  # the consumer gave up, or an exception passed through
                 engine.abort_request([str(request.id) for request in requests])
             if session is not None:
                 session.end_rollout()
+
+    def _add(self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams]) -> None:
+        for request in requests:
+            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
+            internal_id = self._live.add_request(str(request.id), prompt, params[request.max_tokens])
+            if self._session is not None:
+                self._session.add(internal_id)
+
+    def _progress(self, num_finished: int, tokens: int, longest: int, elapsed: float) -> RolloutProgress:
+        scheduler, session = self._scheduler, self._session
+        return RolloutProgress(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            finished=num_finished,
+            tokens=tokens,
+            longest=longest,
+            elapsed=elapsed,
+            strategy=OFF if session is None else session.strategy,
+            acceptance_length=1.0 if session is None else session.acceptance_length,
+        )
 
     def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
         from vllm import SamplingParams
@@ -323,11 +348,3 @@ class VLLMEngine(RolloutEngine):
             finish_reason=completion.finish_reason,
             policy_versions=(self._policy_version,),
         )
-
-
-def _batched_tokens() -> int:
-    """Tokens of one step on a GPU: what vLLM takes for offline use.
-
-    Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
-    """
-    return 16384 if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= 70 * 2**30 else 8192

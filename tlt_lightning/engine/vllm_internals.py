@@ -9,6 +9,7 @@ import importlib.metadata
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from packaging.version import Version
 
 from tlt_lightning.engine.base import NamedTensors
@@ -102,6 +103,15 @@ def claim_sleep_mode() -> None:
     _sleep_mode_claimed = True
 
 
+def offline_batched_tokens() -> int:
+    """Tokens of one step on a GPU: what vLLM takes for offline use.
+
+    Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
+    """
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return 16384 if memory >= 70 * 2**30 else 8192
+
+
 def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
     """Stop the engine and free what it holds, vLLM's parallel groups included.
 
@@ -124,16 +134,32 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
 
 
 def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:
-    """Replace the target model's weights in place, CUDA graphs and all that points at them staying valid."""
+    """Replace the target model's weights in place, CUDA graphs and all that points at them staying valid.
+
+    If `named_tensors` raises, the weights are neither the old ones nor the new; a later call can still replace them.
+    """
     noisy = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = noisy.level
     noisy.setLevel(logging.ERROR)  # it warns of rotary caches and tied heads, which no checkpoint holds
     try:
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+    except BaseException:
+        _end_reload(engine)
+        raise
     finally:
         noisy.setLevel(level)
     if is_cpu_build():
         _repack_tied_head(reach(model_runner_of(engine), "get_model")())
+
+
+def _end_reload(engine: LLMEngine) -> None:
+    """Close a reload that broke: layers that wait for the rest of their weights would refuse the next ones."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import reload
+
+    config = reach(worker_of(engine), "vllm_config")
+    with set_current_vllm_config(config):
+        reload.finalize_layerwise_reload(reach(model_runner_of(engine), "get_model")(), config.model_config)
 
 
 def _repack_tied_head(model: Any) -> None:

@@ -62,30 +62,35 @@ class SpeculationSession:
                 siblings=speculation.siblings, ngram=speculation.ngram, keeps=speculation.keep_siblings == "run"
             )
         runner = vllm_internals.model_runner_of(engine)
-        defers = speculation.catch_up == "deferred"
-        self.steering: HostSteering | DeviceSteering
-        if is_v2:
-            self.steering = DeviceSteering(self.control, self.texts)
-            self.steering.drafter = V2Drafter(
-                runner,
-                has_head=speculation.head is not None,
-                defers=defers,
-                strategy=lambda: self.steering.strategy,
-                look_up=None if self.texts is None else self.steering.look_up,
-            )
-        else:
-            sample_plainly_without_drafts(runner)
-            self.steering = HostSteering(self.control, self.texts)
-            if speculation.head is None:
-                step_plainly_without_drafts(runner, lambda: self.steering.strategy.is_off)
-            else:
-                self.steering.drafter = V1Drafter(runner, defers=defers)
+        self.steering: HostSteering | DeviceSteering = (
+            self._steer_v2(runner, speculation) if is_v2 else self._steer_v1(runner, speculation)
+        )
         if graphs is not None and graphs.plan is not None:
             graphs.attach(runner)
             log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
         scheduler: Any = vllm_internals.scheduler_of(engine)
         scheduler.steering = self.steering
         self._scheduler = scheduler
+
+    def _steer_v2(self, runner: Any, speculation: Speculation) -> DeviceSteering:
+        steering = DeviceSteering(self.control, self.texts)
+        steering.drafter = V2Drafter(
+            runner,
+            has_head=speculation.head is not None,
+            defers=speculation.catch_up == "deferred",
+            strategy=lambda: steering.strategy,
+            look_up=None if self.texts is None else steering.look_up,
+        )
+        return steering
+
+    def _steer_v1(self, runner: Any, speculation: Speculation) -> HostSteering:
+        steering = HostSteering(self.control, self.texts)
+        sample_plainly_without_drafts(runner)
+        if speculation.head is None:
+            step_plainly_without_drafts(runner, lambda: steering.strategy.is_off)
+        else:
+            steering.drafter = V1Drafter(runner, defers=speculation.catch_up == "deferred")
+        return steering
 
     @contextmanager
     def calibrating(self) -> Iterator[Dial]:

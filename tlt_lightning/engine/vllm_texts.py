@@ -88,6 +88,7 @@ class RunningTexts:
         self.keeps = keeps
         self.scores = SourceScores()
         self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its answers
+        self._num_groups = 0  # ever made
         self._members: dict[int, list[_Text]] = {}  # texts of a group that run or are not read to their end
         self._texts: dict[str, _Text] = {}
         self._read_groups: set[int] = set()  # in this step
@@ -98,7 +99,10 @@ class RunningTexts:
         """Begin a text: `tokens` is its prompt, and by reference whatever is written after it."""
         prompt = tuple(tokens)
         is_first = prompt not in self._groups
-        group = self._groups.setdefault(prompt, len(self._groups))
+        if is_first:
+            self._groups[prompt] = self._num_groups
+            self._num_groups += 1
+        group = self._groups[prompt]
         read = {
             drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - index.match_lengths[0])
             for drafter, index in self.indices.items()
@@ -163,6 +167,9 @@ class RunningTexts:
             for members in self._members.values():
                 self._allowance = sum(len(text.tokens) for text in members)
                 self._read_group(members)
+            self._members.clear()
+            siblings = self.indices.get("sibling", ())
+            self._groups = {prompt: group for prompt, group in self._groups.items() if group in siblings}
 
     def clear(self) -> None:
         """Forget all texts that have ended; call it between rollouts."""

@@ -16,12 +16,13 @@ class StepTrace:
     (no prompt was read).
 
     Args:
-        path: File that is appended to; its directory is made.
+        path: File that is appended to; its directory is made. Rollouts are numbered on from those that it holds.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._rollout, self._step = -1, 0
+        self._first, self._has_written = 0, False  # rollouts that others have left in the file
         self._file: TextIO | None = None
 
     def begin_rollout(self) -> None:
@@ -31,10 +32,17 @@ class StepTrace:
     def write(self, row: dict[str, Any]) -> None:
         """Append one step."""
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a")
-        self._file.write(json.dumps({"rollout": self._rollout, "step": self._step, **row}) + "\n")
+            self._file = self._open()
+        rollout = self._first + self._rollout
+        self._file.write(json.dumps({"rollout": rollout, "step": self._step, **row}) + "\n")
         self._step += 1
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._has_written and self.path.is_file():
+            self._first = 1 + max((row["rollout"] for row in _rows(self.path)), default=-1)
+        self._has_written = True
+        return self.path.open("a")
 
     def flush(self) -> None:
         """Make all rows readable from outside."""
@@ -50,7 +58,11 @@ class StepTrace:
 
 def read_trace(path: str | Path, rollout: int = -1) -> list[dict[str, Any]]:
     """The rows of one rollout of a trace file; -1 is the last one written."""
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    rows = _rows(Path(path))
     last = max((row["rollout"] for row in rows), default=0)
     wanted = last if rollout < 0 else rollout
     return [row for row in rows if row["rollout"] == wanted]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -16,9 +16,8 @@ class AcceptanceEstimator:
     """Chance that a draft token is accepted given that those before it were, for each position.
 
     A position never tried is taken to be like the one before it, and one not tried any more to change like the last one
-    that is. Forgetting widens the uncertainty of what is not
-    tried any more and leaves its estimate alone: a drafter that was switched off is not thought better of with time,
-    only known less well.
+    that is. Forgetting widens the uncertainty of what is not tried any more and leaves its estimate alone: a drafter
+    that was switched off is not thought better of with time, only known less well.
 
     Args:
         max_draft_tokens: Longest draft.

@@ -40,7 +40,7 @@ NOISE = 0.1
 """Relative standard deviation of a single step's time around the model."""
 
 CALIBRATION_NOISE = 0.02
-"""The same for a calibration step, which is a mean over repetitions."""
+"""The same for a calibration step, which is the fastest of several."""
 
 LEAST_UNITS = 0.05
 """No step is cheaper: far from anything seen, negative costs can come out."""
