@@ -2,8 +2,8 @@
 
 On a GPU, a head for a policy of 7B shape; the policy's embedding and output head and the hidden states are random:
 
-    python benchmarks/drafter_costs.py --device cuda
-    python benchmarks/drafter_costs.py --device cuda --draft-vocab-size 32000
+    python benchmarks/drafter_costs.py
+    python benchmarks/drafter_costs.py --draft-vocab-size 32000
 
 Snapshots: a full one written while training waits, as trainers do it (head, target's frozen tensors, optimizer),
 against one of the trained tensors only, written in the background. Packing: the same long-tailed sequences in packs
@@ -16,22 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from math import log
 from pathlib import Path
 from typing import Any
 
 import torch
 from drafter_costs_report import ratios, render
+from results_file import about, save
 from safetensors.torch import save_file
 from step_time_scales import LARGE, TINY
 from torch import Tensor
@@ -41,7 +39,7 @@ from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, num_ent
 from tlt_lightning.drafter.sequence import DraftSequence
 from tlt_lightning.drafter.snapshots import SnapshotWriter
 
-PARTS = ("snapshots", "packing")
+PARTS = ("packing", "snapshots")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +193,10 @@ def time_passes(
             synchronize(device)
             seconds.append(time.perf_counter() - started)
     except torch.OutOfMemoryError:
-        drafter.zero_grad(set_to_none=True)
         return None, computed
+    finally:
+        drafter.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()  # what this setting left behind must not be what the next one lacks
     return min(seconds[1:]), computed
 
 
@@ -221,8 +221,8 @@ def measure_snapshots(drafter: DrafterModule, scale: Scale, device: torch.device
         "full, synchronous (safetensors)": lambda: save_file(dict(full), path),
     }
     rows: dict[str, dict[str, float]] = {}
-    for name, save in save_ways.items():
-        times = [clock(save, device) for _ in range(1 + scale.repeats)][1:]
+    for name, write in save_ways.items():
+        times = [clock(write, device) for _ in range(1 + scale.repeats)][1:]
         median = statistics.median(times)
         rows[name] = {"mib": total_mib(full), "blocked_ms": median, "added_ms": median, "written_ms": median}
     path.unlink()
@@ -296,17 +296,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "benchmarks/results"), help="directory of the results")
     parser.add_argument("--folder", help="where snapshots are written; the system's temporary directory if not given")
-    parser.add_argument("--device", default="cpu", help="`cpu` or `cuda`")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--draft-vocab-size", type=int, help="tokens the head can draft; all if not given")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     arguments = parser.parse_args(argv)
-    scale, device = TINY_SCALE if arguments.tiny else GPU_SCALE, torch.device(arguments.device)
-    results = {
-        "command": " ".join(["python benchmarks/drafter_costs.py", *(sys.argv[1:] if argv is None else argv)]),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}",
-        "versions": {name: version(name) for name in ("torch", "transformers", "speculators", "safetensors")},
-    }
+    scale, device = GPU_SCALE, torch.device(arguments.device)
+    if arguments.tiny:
+        scale, device = TINY_SCALE, torch.device("cpu")
+    results = about("tiny" if arguments.tiny else "7b shape", "", 0, on_cpu=device.type == "cpu")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         save_target(scale.shape, Path(folder), device)
         drafter = build_drafter(Path(folder), device, arguments.draft_vocab_size)
@@ -314,15 +312,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"hidden size {scale.shape['hidden_size']}, {scale.shape['vocab_size']} tokens, of which "
             f"{arguments.draft_vocab_size or scale.shape['vocab_size']} can be drafted, {drafter.strategy}"
         )
-        if "packing" in arguments.parts:
-            results["packing"] = measure_packing(drafter, scale, device)
-        if "snapshots" in arguments.parts:
-            results["snapshots"] = measure_snapshots(drafter, scale, device, Path(folder))
-    results["ratios"] = ratios(results)
-    out = Path(arguments.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "drafter_costs.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "drafter_costs.md").write_text(render(results))
+        measurements: dict[str, Callable[[], dict[str, Any]]] = {
+            "packing": lambda: measure_packing(drafter, scale, device),
+            "snapshots": lambda: measure_snapshots(drafter, scale, device, Path(folder)),
+        }
+        for part in arguments.parts:
+            results[part] = measurements[part]()
+            results["ratios"] = ratios(results)
+            save(Path(arguments.out) / "drafter_costs.json", results)
+            Path(arguments.out, "drafter_costs.md").write_text(render(results))
     print(render(results))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from results_file import heading
+
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
     """The comparisons, each side at its best setting."""
@@ -33,10 +35,8 @@ def best(speeds: dict[int, float | None]) -> float:
 
 def render(results: dict[str, Any]) -> str:
     """The report in Markdown."""
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     found = results["ratios"]
-    lines = ["# What the drafter's training costs", "", f"`{results['command']}`", ""]
-    lines += [f"{results['device']}; {versions}; {results['head']}."]
+    lines = [*heading("What the drafter's training costs", results), f"Head: {results['head']}."]
     if "snapshots" in results:
         lines += ["", "## Snapshots", "", *snapshot_table(results["snapshots"]), ""]
         lines += [

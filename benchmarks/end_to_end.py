@@ -1,8 +1,8 @@
 """What a whole GRPO iteration costs, stage by stage, with speculation and drafter off and on, and under TRL.
 
-    python benchmarks/end_to_end.py --rung 25m --policy POLICY --train TRAIN.jsonl --head HEAD
-    python benchmarks/end_to_end.py --rung 7b --policy POLICY7B --train TRAIN.jsonl --head HEAD7B \
-        --lengths benchmarks/results/end_to_end_25m.json --modes replay --iterations 5 --warmup 1
+    python benchmarks/end_to_end.py --rung 25m
+    python benchmarks/end_to_end.py --rung 7b --lengths benchmarks/results/end_to_end_25m.json --modes replay \
+        --iterations 5 --warmup 1
 
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
 an `adaptive` one, trained along; the same from a `random` one; `trl`, GRPOTrainer with colocated vLLM and no
@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,56 +27,55 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from end_to_end_report import write_report
+from end_to_end_runs import Run, commands_of, read_runs, recorded_lengths, settings_of
 from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, write_spec
-from results_file import about, padding_note, save
+from results_file import about, note_of, save
+from rungs import FILES, existing
 
 HERE = Path(__file__).parent
-ASSETS = HERE.parent / "recipes/assets/countdown"
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
 WITH_HEAD = ("frozen", "adaptive")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 
 
-@dataclass
-class Run:
-    """One arm with one seed, and what came of it."""
+class Excerpt:
+    """What is shown of a failed process: the ends of its first tracebacks, and its last lines.
 
-    arm: str
-    mode: str
-    seed: int
-    setup_seconds: float = 0.0
-    device: str = ""
-    error: str = ""
-    note: str = ""
-    iterations: list[dict[str, Any]] = field(default_factory=list)
+    Alone the last lines would not do: after a Python error torch may print a hundred frames of C++.
+    """
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.arm} {self.mode} seed {self.seed}"
+    def __init__(self) -> None:
+        self._tracebacks: list[deque[str]] = []
+        self._is_inside = False
+        self._last = deque[str](maxlen=20)
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Tells runs apart."""
-        return self.arm, self.mode, self.seed
+    def add(self, line: str) -> None:
+        """Take in a line; ranks may have put their number before it."""
+        self._last.append(line)
+        if "Traceback (most recent call last)" in line:
+            self._is_inside = True
+            self._tracebacks.append(deque(maxlen=16))
+        elif not self._is_inside:
+            return
+        self._tracebacks[-1].append(line)
+        self._is_inside = re.match(r"(\[.*?\]:|\(.*?\))?\s*(Traceback|\s\s)", line) is not None
 
-    @property
-    def seconds(self) -> float:
-        """What its iterations took."""
-        return sum(row["metrics"]["time/iteration"] for row in self.iterations)
+    def lines(self) -> list[str]:
+        """The excerpt."""
+        return [*(line for lines in self._tracebacks[:3] for line in lines), "[...]", *self._last]
 
 
 class Bench:
     """Runs what was asked for, as long as there is time, and saves after each run."""
 
-    def __init__(self, args: argparse.Namespace, work: Work, runs: Sequence[Run]) -> None:
-        self.args, self.work, self.replayed = args, work, work
-        self.runs = list(runs)
+    def __init__(self, args: argparse.Namespace, work: Work, runs: Sequence[Run], earlier: Sequence[str] = ()) -> None:
+        self.args, self.work, self.replayed, self.earlier = args, work, work, earlier
+        self.runs, self.left_out = list(runs), list[str]()
         self._end = time.perf_counter() + args.seconds
         self._began = time.perf_counter()
         self._lock = threading.Lock()
@@ -91,13 +91,12 @@ class Bench:
             list(pool.map(self._run, wanted))
 
     def _run(self, run: Run) -> None:
-        if not self._has_time():
-            self._say(f"{run.name}: no time left")
+        if not self._has_time(run):
             return
         slot = self._slots.get()
         try:
             self._follow(run, slot)
-            if run.arm == "trl" and run.error and not run.iterations and self._has_time():
+            if run.arm == "trl" and run.error and not run.iterations and self._has_time(run):
                 run.note, run.error = f"with vLLM's V1 model runner; with V2 it did not start ({run.error})", ""
                 self._follow(run, slot, VLLM_USE_V2_MODEL_RUNNER="0")
         finally:
@@ -107,11 +106,17 @@ class Bench:
                 self.runs.append(run)
             self.save()
 
-    def _has_time(self) -> bool:
-        """True if a run like those before would get two iterations to measure."""
+    def _has_time(self, run: Run) -> bool:
+        """True if the run would get two iterations to measure, were it as slow as the slowest one so far."""
         count = self.args.warmup + 2
-        known = [run.setup_seconds + count * run.seconds / len(run.iterations) for run in self.runs if run.iterations]
-        return time.perf_counter() + max(known, default=0.0) + MARGIN < self._end
+        known = [old.setup_seconds + count * old.seconds / len(old.iterations) for old in self.runs if old.iterations]
+        needed, left = max(known, default=0.0) + MARGIN, self._end - time.perf_counter()
+        if needed < left:
+            return True
+        self._say(f"{run.name}: left out, it may need {needed:.0f} s and {left:.0f} s are left")
+        with self._lock:
+            self.left_out.append(f"{run.name} ({needed:.0f} s needed, {left:.0f} s left)")
+        return False
 
     def _follow(self, run: Run, slot: int, **environment: str) -> None:
         """Start the process of a run and listen to it."""
@@ -122,7 +127,6 @@ class Bench:
         if run.arm != "trl":
             keep = run.arm == "plain" and run.mode == "natural" and run.seed == self.args.seeds[0]
             choices |= {"arm": run.arm, "head": self.args.head, "keep_lengths": keep}
-            choices["draft_sampling"] = self.args.draft_sampling
         script = HERE / ("trl_peer.py" if run.arm == "trl" else "end_to_end_arm.py")
         spec = Path(self._specs.name) / f"{slot}.json"
         write_spec(spec, work, **choices)
@@ -136,19 +140,19 @@ class Bench:
         assert process.stdout is not None
         killer = threading.Timer(seconds + MARGIN, process.kill)
         killer.start()
-        finished, tail = False, deque[str](maxlen=40)
+        finished, output = False, Excerpt()
         for line in process.stdout:
             kind, _, content = line.rstrip().partition(" ")
             if kind in (STARTED, ITERATION, FINISHED):
                 finished |= kind == FINISHED
                 self._take(run, kind, json.loads(content))
             elif line.strip():
-                tail.append(line.rstrip())
+                output.add(line.rstrip())
         status = process.wait()
         killer.cancel()
         if not finished:
             run.error = f"exit status {status} after {len(run.iterations)} iterations"
-            self._say(f"{run.name}: {run.error}\n  " + "\n  ".join(tail))
+            self._say(f"{run.name}: {run.error}\n  " + "\n  ".join(output.lines()))
 
     def _take(self, run: Run, kind: str, content: dict[str, Any]) -> None:
         if kind == STARTED:
@@ -175,28 +179,19 @@ class Bench:
     def save(self) -> None:
         """Write everything known so far."""
         args, work = self.args, self.work
-        notes = [args.note] if args.note else []
+        notes = [args.note]
         if work.is_tiny:
             notes.append("A tiny policy on a CPU: shows that it works, not how fast.")
-        notes += filter(None, [padding_note(work.policy)])
         if args.devices > 1:
             notes.append(f"Each run on {args.devices} devices, one process each.")
         if args.parallel > 1:
             notes.append(f"{args.parallel} runs at a time, on devices of their own.")
-        record = {**about(args.name, " ".join(notes), args.seeds[0]), "warmup": args.warmup}
-        results = {**record, "work": settings_of(work), "runs": [vars(run) for run in self.runs]}
+        record = {**about(args.name, note_of(work.policy, *notes), args.seeds[0]), "warmup": args.warmup}
+        record |= {"earlier": self.earlier, "left_out": self.left_out, "work": settings_of(work)}
+        results = {**record, "runs": [vars(run) for run in self.runs]}
         out = Path(args.out)
         save(out / f"end_to_end_{args.name}.json", results)
         write_report(results, out)
-
-
-def recorded_lengths(runs: Sequence[Run]) -> list[list[int]] | None:
-    """Lengths of the plain natural run, by iteration and request; None if there is none."""
-    for run in runs:
-        lengths = [row["lengths"] for row in run.iterations if "lengths" in row]
-        if run.arm == "plain" and run.mode == "natural" and lengths:
-            return lengths
-    return None
 
 
 def plan(args: argparse.Namespace, *, has_lengths: bool) -> list[list[Run]]:
@@ -224,10 +219,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rung", choices=list(RUNGS), default="25m", help="settings that the others below change")
     parser.add_argument("--name", help="of the result files; the rung by default")
-    parser.add_argument("--policy", default=str(ASSETS / "policy"), help="directory of the policy")
-    parser.add_argument("--train", default=str(ASSETS / "train.jsonl"), help="file of prompts to train on")
+    parser.add_argument("--policy", help="directory of the policy; the rung's by default, as are the next two")
+    parser.add_argument("--train", help="file of prompts to train on")
     parser.add_argument("--head", help="directory of an EAGLE-3 head, for the arms that need one")
-    parser.add_argument("--draft-sampling", choices=["greedy", "probabilistic"], default="greedy")
+    parser.add_argument("--draft-sampling", choices=["greedy", "probabilistic"], default="greedy", help="of heads")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="arms of mode replay")
     parser.add_argument("--natural-arms", nargs="+", choices=ARMS, help="arms of mode natural")
     parser.add_argument("--modes", nargs="+", choices=["replay", "natural"], default=["replay", "natural"])
@@ -247,11 +242,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540.0, help="time for everything; runs are cut to fit")
     parser.add_argument("--note", default="", help="said below the title, for instance that the model is padded")
     parser.add_argument("--out", default=os.environ.get("OUT", str(HERE / "results")), help="directory of the results")
-    parser.add_argument("--tiny", action="store_true", help="--rung tiny: seconds on a CPU")
+    parser.add_argument("--tiny", dest="rung", action="store_const", const="tiny", help="--rung tiny: on a CPU")
     args = parser.parse_args()
-    if args.tiny:
-        args.rung = "tiny"
-    args.name = args.name or args.rung
+    args.name, files = args.name or args.rung, FILES[args.rung]
+    args.policy, args.train = existing(args.policy or files.policy), args.train or files.train
+    args.head = args.head or next(iter(files.heads), None)
     possible = [arm for arm in ARMS if args.head or arm not in WITH_HEAD]
     if args.devices > 1:
         possible.remove("trl")
@@ -261,40 +256,24 @@ def parse() -> argparse.Namespace:
         parser.error(f"the arms {needing} need `--head`")
     if args.devices > 1 and "trl" in (*args.arms, *args.natural_arms):
         parser.error("the arm `trl` runs on one device; leave it out of `--arms`, or set `--devices 1`")
+    import torch
+
+    if args.rung != "tiny" and torch.cuda.device_count() < (wanted := args.devices * args.parallel):
+        parser.error(
+            f"`--devices` {args.devices} x `--parallel` {args.parallel} take {wanted} GPUs, and "
+            f"{torch.cuda.device_count()} are in sight; lower them, or try it with `--tiny`"
+        )
     return args
-
-
-def read_runs(path: str | None, work: Work | None = None) -> list[Run]:
-    """The runs in a file of results; none without a file. Runs that failed are left out, to be tried again.
-
-    Raises:
-        ValueError: They did other work than `work`; where files lie and how many iterations there are may differ.
-    """
-    if path is None:
-        return []
-    results = json.loads(Path(path).read_text())
-    for name, value in {} if work is None else settings_of(work).items():
-        if name not in ("policy", "train", "iterations") and results["work"].get(name) != value:
-            raise ValueError(
-                f"`--previous` {path} was measured with `{name}` {results['work'].get(name)}, this run has {value}; "
-                "give this one a `--name` of its own."
-            )
-    return [run for run in (Run(**found) for found in results["runs"]) if not run.error]
-
-
-def settings_of(work: Work) -> dict[str, Any]:
-    """What all runs share."""
-    return {name: value for name, value in vars(work).items() if name not in ("lengths", "seed")}
 
 
 def main() -> None:
     """Run everything that fits into the time."""
     args = parse()
-    given = ("prompts", "group_size", "micro_batch_size", "max_tokens", "lr", "devices")
+    given = ("prompts", "group_size", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices")
     chosen = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
     settings = {**RUNGS[args.rung], **chosen, "iterations": args.natural_iterations or args.iterations}
     work = Work(policy=args.policy, train=args.train, **settings).fitted()
-    bench = Bench(args, work, read_runs(args.previous, work))
+    bench = Bench(args, work, read_runs(args.previous, work), commands_of(args.previous))
     lengths = recorded_lengths(read_runs(args.lengths) if args.lengths else bench.runs)
     first, second = plan(args, has_lengths=lengths is not None)
     bench.run_all(first)

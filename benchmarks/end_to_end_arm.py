@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from bench_engines import EndlessEngine
 from end_to_end_work import (
     FINISHED,
     ITERATION,
@@ -18,18 +19,18 @@ from end_to_end_work import (
     Emit,
     MemoryWatch,
     Work,
-    device_name,
     emit,
     read_spec,
     score,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from results_file import hardware
 from typing_extensions import override
 
 from tlt_lightning import RLModule, RolloutDataModule
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.prompts import PromptSource
-from tlt_lightning.engine import Request, Response, Sampling, VLLMEngine
+from tlt_lightning.engine import Request, Response, Sampling
 from tlt_lightning.engine.base import OnProgress
 from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.objectives import GRPO
@@ -43,20 +44,14 @@ KEPT = ("time/", "rollout/", "reward/mean", "reward/zero", "speculation/", "draf
 """Metrics that go into the results."""
 
 
-class ReplayEngine(VLLMEngine):
+class ReplayEngine(EndlessEngine):
     """An engine that can be told how long every response is, so that all arms write equally much.
 
-    Set `lengths` before `setup`: tokens by rollout and request. End tokens then end nothing.
+    Set `lengths` before `generate`: tokens by rollout and request.
     """
 
     lengths: list[list[int]] | None = None
     _num_rollouts = 0
-
-    @override
-    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        super().setup(policy, max_model_len=max_model_len, seed=seed)
-        if self.lengths is not None:
-            self._end_token_ids = []
 
     @override
     def generate(
@@ -67,11 +62,6 @@ class ReplayEngine(VLLMEngine):
             requests = [replace(request, max_tokens=lengths[first + request.id]) for request in requests]
         self._num_rollouts += 1
         yield from super().generate(requests, sampling, seed=seed, on_progress=on_progress)
-
-    def _params(self, sampling: Sampling, max_tokens: int | None) -> Any:
-        params = super()._params(sampling, max_tokens)
-        params.ignore_eos = self.lengths is not None
-        return params
 
 
 class WatchedClock(LapClock):
@@ -133,7 +123,7 @@ class Recorder(IterationCallback):
             self._memory.close()
 
 
-def speculation_of(arm: str, head: str | None, draft_sampling: str) -> Speculation | None:
+def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None:
     """How `arm` speculates; None for the plain engine."""
     if arm == "plain":
         return None
@@ -143,7 +133,7 @@ def speculation_of(arm: str, head: str | None, draft_sampling: str) -> Speculati
         head=head if arm == "frozen" else None,
         cold_head=arm != "frozen",  # the callback that trains the head brings it
         selector=CostModelSelector(drafters=("learned",)),
-        draft_sampling=draft_sampling,  # type: ignore[arg-type]
+        draft_sampling=work.draft_sampling,
     )
 
 
@@ -178,7 +168,7 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
         sleep=work.sleep,
         speculation=speculation,
     )
-    engine.lengths = work.lengths
+    engine.lengths, engine.ignores_ends = work.lengths, work.lengths is not None
     data = RolloutDataModule(
         engine=engine,
         rewards=[RewardTerm(function=score, name="countdown")],
@@ -199,14 +189,12 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
     return module, data
 
 
-def run_arm(
-    work: Work, arm: str, *, head: str | None, draft_sampling: str, until: float, keep_lengths: bool, tell: Emit
-) -> None:
+def run_arm(work: Work, arm: str, *, head: str | None, until: float, keep_lengths: bool, tell: Emit) -> None:
     """Train for `work.iterations` iterations, or until the time is up, telling of each."""
     started, deadline = time.perf_counter(), Deadline(until)
     L.seed_everything(work.seed, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
-        module, data = modules_of(work, speculation_of(arm, head, draft_sampling))
+        module, data = modules_of(work, speculation_of(arm, head, work))
         recorder = Recorder(tell, deadline, keep_lengths=keep_lengths)
         trainer = L.Trainer(
             accelerator="cpu" if work.is_tiny else "gpu",
@@ -245,7 +233,7 @@ class _Ready(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seconds = round(time.perf_counter() - self._started, 1)
         if trainer.is_global_zero:
-            self._tell(STARTED, {"device": device_name(), "setup_seconds": seconds})
+            self._tell(STARTED, {"device": hardware(), "setup_seconds": seconds})
 
 
 if __name__ == "__main__":

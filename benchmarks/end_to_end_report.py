@@ -215,10 +215,14 @@ def report(results: dict[str, Any]) -> str:
     replayed = [run for run in runs if run["mode"] == "replay"]
     natural = [run for run in runs if run["mode"] == "natural"]
     lines = heading("End to end", results)
+    for command in results.get("earlier", []):
+        lines += [f"Goes on from `{command}`.", ""]
+    trained = f"LoRA of rank {work['lora_rank']}" if work["lora_rank"] else "all weights trained"
+    drafts = "; heads sample their drafts" if work.get("draft_sampling") == "probabilistic" else ""
     lines += [
         f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "
         f"optimizer step of micro-batches of {work['micro_batch_size']}, "
-        f"{'LoRA of rank ' + str(work['lora_rank']) if work['lora_rank'] else 'all weights trained'}. Medians and "
+        f"{trained}{drafts}. Medians and "
         f"quartiles over iterations after the first {warmup}. Overhead is what is neither rollout, wait for another "
         "rank's (idle), log-probs, update nor the drafter's training. Sync counts the engine's sleep and wake.",
         "",
@@ -240,6 +244,8 @@ def report(results: dict[str, Any]) -> str:
             lines += [f"{run['arm']} {run['mode']} seed {run['seed']} ran {run['note']}.", ""]
         if run["error"]:
             lines += [f"Incomplete: {run['arm']} {run['mode']} seed {run['seed']}, {run['error']}.", ""]
+    if left_out := results.get("left_out"):
+        lines += [f"Left out, the time being up: {'; '.join(left_out)}.", ""]
     return "\n".join(lines)
 
 

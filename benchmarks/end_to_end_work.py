@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Emit = Callable[[str, dict[str, Any]], None]
 
@@ -41,6 +41,7 @@ class Work:
         sleep: Whether the engine gives its memory back while the policy is trained.
         drafter_lr: Learning rate of a drafter that is trained on from a good head.
         pack_tokens: Tokens of one training step of the drafter.
+        draft_sampling: How a head drafts, as in `Speculation`.
         devices: Devices of the run, one process each.
         seed: Of everything.
         lengths: Tokens of every response, by iteration and request; None lets end tokens decide.
@@ -63,6 +64,7 @@ class Work:
     sleep: bool = False
     drafter_lr: float = 3e-4
     pack_tokens: int = 4096
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     devices: int = 1
     seed: int = 0
     lengths: list[list[int]] | None = None
@@ -78,8 +80,17 @@ class Work:
         return self.precision == "32-true"
 
     def fitted(self) -> Work:
-        """The same with `max_tokens` filled in, and no more iterations than there are recorded lengths."""
+        """The same with `max_tokens` filled in, and no more iterations than there are recorded lengths.
+
+        Raises:
+            ValueError: The devices cannot share the work, or the lengths are not those of such work.
+        """
         work = self
+        if work.prompts % work.devices or work.prompts // work.devices * work.group_size % work.micro_batch_size:
+            raise ValueError(
+                f"`--prompts` {work.prompts} x `--group-size` {work.group_size} cannot be dealt to `--devices` "
+                f"{work.devices} in micro-batches of {work.micro_batch_size}; change one of them."
+            )
         if not work.max_tokens:
             from transformers import AutoConfig
 
@@ -152,18 +163,6 @@ def read_spec() -> dict[str, Any]:
 def write_spec(path: Path, work: Work, **choices: Any) -> None:
     """Write the file that `read_spec` reads: no pipe, since each rank of a run reads it."""
     path.write_text(json.dumps({"work": asdict(work), **choices}))
-
-
-def device_name() -> str:
-    """What this process computes on."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    import os
-    import platform
-
-    return f"{os.cpu_count()} CPU cores, {platform.machine()}"
 
 
 class MemoryWatch:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
+
+from results_file import about, heading, save
 
 ROOT = Path(__file__).parents[1]
 OVERRIDES = {
@@ -73,22 +73,6 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def hardware(accelerator: str) -> str:
-    """What the numbers were measured on."""
-    if accelerator == "gpu":
-        import torch
-
-        return torch.cuda.get_device_name()
-    return f"{os.cpu_count()} CPU cores, {platform.machine()}"
-
-
-def vllm_version() -> str:
-    """Version of the installed build of vLLM."""
-    from tlt_lightning.engine.vllm_internals import installed_version
-
-    return str(installed_version())
-
-
 def main() -> None:
     """Run everything and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,23 +82,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--name", default="learning", help="name of the result files")
     parser.add_argument("--folder", type=Path, default=Path("outputs/learning"), help="where the runs write")
-    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
     args = parser.parse_args()
     runs = [(objective, seed) for seed in args.seeds for objective in args.objectives]
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(lambda item: run(*item, args), runs))
     results.sort(key=lambda row: (args.objectives.index(str(row["objective"])), row["seed"]))
-    packages = ("torch", "transformers", "lightning")
-    about = {
-        "command": f"python benchmarks/learning.py {' '.join(sys.argv[1:])}",
-        "hardware": hardware(args.accelerator),
-        "versions": {**{name: version(name) for name in packages}, "vllm": vllm_version()},
-    }
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / f"{args.name}.json").write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    text = f"`{about['command']}`\n\n{about['hardware']}; {versions}\n\n{table(results)}\n"
-    (args.results / f"{args.name}.md").write_text(text)
+    note = f"{args.jobs} runs at a time: their seconds are not those of a run alone." if args.jobs > 1 else ""
+    record = about(args.name, note, args.seeds[0], on_cpu=args.accelerator == "cpu")
+    save(args.out / f"{args.name}.json", {**record, "runs": results})
+    text = "\n".join([*heading("Learning", record), table(results), ""])
+    (args.out / f"{args.name}.md").write_text(text)
     print(f"\n{text}")
 
 

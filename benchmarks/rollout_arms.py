@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,12 @@ class Arm:
     siblings: bool = False
     ngram: bool = False
     head: str | None = None
+
+
+def is_modelled(arm: Arm, heads: Sequence[str]) -> bool:
+    """True if the arm drafts as those that the limit is modelled on, if at all: one-hot drafts of the first head."""
+    drafts_alike = arm.engine in ("plain", "defaults", "steered", "table") and arm.head in (None, *heads[:1])
+    return drafts_alike and not arm.siblings and not arm.ngram
 
 
 def arms_of(heads: tuple[str, ...]) -> dict[str, Arm]:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from bench_engines import Enough
 from rollout_arms import KS, RANDOM_HEAD, Arm, Tour, arms_of
 from rollout_engine import MeasuredEngine, MemoryTrace
 from rollout_heads import head_tensors, redrawn
 from rollout_setup import CELL_STEPS, SETTLE_STEPS, Setup
-from rollout_steps import StepRecorder, WatchedScheduler, acceptance_by_phase, summarize
+from rollout_steps import EDGES, StepRecorder, WatchedScheduler, acceptance_by_phase, summarize
 
 from tlt_lightning.engine import Request, RolloutProgress, Sampling
 from tlt_lightning.engine.vllm_counters import SpeculationCounters
@@ -23,10 +25,8 @@ from tlt_lightning.engine.vllm_texts import RunningTexts
 from tlt_lightning.speculation import OFF, FullGraphPool, StrategySelector
 
 Table = Sequence[Sequence[int]]
-
-
-class Enough(Exception):
-    """Ends a rollout from its progress callback."""
+WARM_UP_TOKENS = 64
+"""Response tokens in each range of batch sizes while warming up: two dozen steps, a turn for each strategy."""
 
 
 class Bench:
@@ -39,14 +39,14 @@ class Bench:
     """
 
     def __init__(self, setup: Setup, kind: str, table: Table = ()) -> None:
-        self.setup = setup
+        self.setup, self.table = setup, table
         of = "steered" if kind == "full_pool" else kind
         self.arms = {name: arm for name, arm in arms_of(setup.heads).items() if arm.engine == of}
         makers = [arm.selector for arm in self.arms.values() if arm.selector is not None]
         self.tour = Tour([make() for make in makers])
         self.selectors: dict[str, StrategySelector] = {}
         self.head: str | None = setup.heads[0] if setup.heads else None
-        self.engine = MeasuredEngine(self._speculation(kind), self._arguments(kind, table), setup)
+        self.engine = MeasuredEngine(self._speculation(kind), self._arguments(kind), setup)
         began = time.perf_counter()
         self.engine.setup(setup.policy, max_model_len=setup.max_model_len, seed=setup.seed)
         self.start_seconds = time.perf_counter() - began
@@ -72,18 +72,18 @@ class Bench:
             graph_pool=FullGraphPool() if kind == "full_pool" else None,
         )
 
-    def _arguments(self, kind: str, table: Table) -> dict[str, Any]:
+    def _arguments(self, kind: str) -> dict[str, Any]:
         if kind == "defaults":
-            return {}
+            return {"max_num_batched_tokens": None}  # `VLLMEngine` would choose more than vLLM does
         arguments: dict[str, Any] = {"max_num_batched_tokens": self.setup.max_num_batched_tokens}
         if kind == "table":
             arguments["speculative_config"] = {
                 "method": "eagle3",
                 "model": self.head,
-                "num_speculative_tokens": max(k for *_, k in table),
+                "num_speculative_tokens": max(k for *_, k in self.table),
                 "draft_sample_method": "greedy",
                 "rejection_sample_method": "standard",
-                "num_speculative_tokens_per_batch_size": [tuple(entry) for entry in table],
+                "num_speculative_tokens_per_batch_size": [tuple(entry) for entry in self.table],
             }
         return arguments
 
@@ -98,7 +98,9 @@ class Bench:
             seed: Of the sampling.
             texts: Whether to return the responses' tokens too.
         """
+        began = time.perf_counter()
         trace = self._steer(self.arms[arm])
+        steered = time.perf_counter() - began
         self.engine.ignores_ends = lengths is not None
         self._live.reset_prefix_cache()  # a new policy has read no prompt yet
         recorder = StepRecorder(max(lengths or [self.setup.max_tokens]), self._counters())
@@ -111,7 +113,7 @@ class Bench:
         written = [len(response.token_ids) for response in responses]
         result = summarize(recorder.rows, len(requests), seconds, sum(written)) | self._speculated()
         result["acceptance_by_phase"] = acceptance_by_phase(recorder.phases)
-        result["lengths"] = written
+        result |= {"lengths": written, "steer_seconds": round(steered, 3)}
         if trace is not None:
             result["trace"] = trace.rows
         if texts:
@@ -193,6 +195,8 @@ class Bench:
             "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else 0.0,
             "device_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if cuda else 0.0,
         }
+        if self.table:
+            result["table"] = [list(entry) for entry in self.table]
         graphs = None if self.engine._session is None else self.engine._session.graphs
         if graphs is not None and graphs.plan is not None:
             report = graphs.report()
@@ -264,9 +268,15 @@ class Bench:
         self.head = head
 
     def _warm_up(self) -> None:
-        """Run every strategy at every batch size once, with what is compiled on first use."""
-        num = self.setup.num_requests
-        lengths = [8 + int(min(192, self.setup.max_tokens) * (i / num) ** 3) for i in range(num)]
+        """Run every strategy at every batch size, with what is compiled on first use, by a rollout with a long tail."""
         self.engine.ignores_ends = True
+        lengths = warm_up_lengths(self.setup.num_requests, self.setup.max_tokens)
         for _ in self.engine.generate(self.setup.requests(lengths), self.setup.sampling, seed=1):
             pass
+
+
+def warm_up_lengths(num_requests: int, max_tokens: int) -> list[int]:
+    """Lengths under which a rollout spends `WARM_UP_TOKENS` in each range of batch sizes, down to a single request."""
+    tokens = min(WARM_UP_TOKENS, max_tokens // len(EDGES))
+    bins = np.interp(range(1, num_requests + 1), EDGES, range(len(EDGES)))  # request n ends while n are running
+    return [round(tokens * (len(EDGES) - place)) for place in bins]

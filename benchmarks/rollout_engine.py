@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from bench_engines import UnsyncedEngine
 from rollout_setup import Setup
 from typing_extensions import override
 
-from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.engine.vllm_trace import StepTrace
 
 
-class MeasuredEngine(VLLMEngine):
-    """An engine with the weights that are on disk, which can be told to write on after an end.
+class MeasuredEngine(UnsyncedEngine):
+    """An engine with the weights that are on disk.
 
     Args:
         speculation: How to speculate; None decodes plainly.
@@ -33,21 +33,9 @@ class MeasuredEngine(VLLMEngine):
             speculation=speculation,
         )
         self.arguments = arguments
-        self.ignores_ends = False
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
         return replace(super()._engine_args(policy, max_model_len, seed), **self.arguments)
-
-    @override
-    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        super().setup(policy, max_model_len=max_model_len, seed=seed)
-        self._policy_version = 0  # vLLM has read the weights itself
-
-    def _params(self, sampling: Sampling, max_tokens: int | None) -> Any:
-        params = super()._params(sampling, max_tokens)
-        if self.ignores_ends:
-            params.ignore_eos, params.stop_token_ids = True, []
-        return params
 
 
 class MemoryTrace(StepTrace):

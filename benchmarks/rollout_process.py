@@ -163,7 +163,7 @@ class Engines:
     def _start(self, kind: str) -> None:
         if self._failures.get(kind, 0) >= 2:
             raise EngineError(f"The {kind} engine failed twice and is not started again.")
-        self._live[kind] = EngineProcess(self.setup, kind, self.table)
+        self._live[kind] = EngineProcess(self.setup, kind, self.table if kind == "table" else [])
 
     def _wait(self) -> None:
         """Let the engines that are starting finish, however it ends."""

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from results_file import heading, table
-from rollout_arms import ENGINES, FIXED_ARMS
+from rollout_arms import ENGINES, FIXED_ARMS, arms_of, is_modelled
+from rollout_steps import stall_seconds
 
 from tlt_lightning.engine.vllm_picture import draw_rollout
 
 Runs = list[dict[str, Any]]
+STALLED = 0.1
+"""Share of a turn's seconds that stalls may take before the report warns of it."""
 
 
 def render(results: dict[str, Any]) -> str:
@@ -84,15 +87,20 @@ def arms_table(results: dict[str, Any], mode: str, title: str, subtitle: str) ->
         return []
     plain = middle(arms.get("plain", []), "seconds")
     limit = results.get("limit", {}).get("limit_seconds") if mode == "replayed" else None
-    header = ["arm", "turns", "seconds", "least to most", "speedup", "tau", "speedup / tau", "of the limit"]
-    header += ["K mean", "off", "tokens/s", "tail share", "kept by position"]
-    rows = [[name, *arm_row(runs, plain, limit)] for name, runs in arms.items()]
-    lines = [
-        f"## {title}",
-        "",
-        f"Median over turns; {subtitle}. tau: tokens per request and step that verified drafts.",
-    ]
-    return [*lines, "", *table(header, rows)]
+    heads = tuple(results["setup"]["heads"])
+    modelled = {name for name, arm in arms_of(heads).items() if is_modelled(arm, heads)}
+    header = ["arm", "turns", "seconds", "least to most", "stalls s", "speedup", "tau", "speedup / tau"]
+    header += ["of the limit", "K mean", "off", "graphs", "tokens/s", "tail share", "kept by position"]
+    rows = [[name, *arm_row(runs, plain, limit if name in modelled else None)] for name, runs in arms.items()]
+    lines = [f"## {title}", "", f"Median over turns; {subtitle}. tau: tokens per request and step with drafts."]
+    lines += ["stalls: the most that a turn took beyond its prompts and the medians of its steps. of the limit: for"]
+    lines += ["arms that draft as those it is modelled on. graphs: share of steps with a CUDA graph.", ""]
+    lines += table(header, rows)
+    for name, runs in arms.items():
+        for run in runs:
+            if (stalled := stall_seconds(run)) > STALLED * run["seconds"]:
+                lines += [f"**{name} #{run['turn']} stood still for {stalled:.1f} of its {run['seconds']:.1f} s.**", ""]
+    return lines
 
 
 def arm_row(runs: Runs, plain: float | None, limit: float | None) -> list[Any]:
@@ -101,7 +109,7 @@ def arm_row(runs: Runs, plain: float | None, limit: float | None) -> list[Any]:
     Args:
         runs: Of one mode.
         plain: Seconds of the plain arm.
-        limit: Seconds of the modelled limit.
+        limit: Seconds of the modelled limit, if it is one for this arm.
     """
     seconds = [run["seconds"] for run in runs]
     median = statistics.median(seconds)
@@ -111,12 +119,14 @@ def arm_row(runs: Runs, plain: float | None, limit: float | None) -> list[Any]:
         len(runs),
         f"{median:.2f}",
         f"{min(seconds):.2f} to {max(seconds):.2f}",
+        f"{max(map(stall_seconds, runs)):.2f}",
         _number(speedup, ".2f"),
         _number(tau, ".2f"),
         _number(speedup and tau and speedup / tau, ".2f"),
         _number(limit and limit / median, ".0%"),
         _number(middle(runs, "k_mean"), ".2f"),
         _number(middle(runs, "off_share"), ".0%"),
+        _number(middle(runs, "graph_hits"), ".0%"),
         _number(middle(runs, "tokens_per_s"), ",.0f"),
         _number(middle(runs, "tail_share"), ".0%"),
         " ".join(f"{value:.2f}" for value in positions if value is not None) or None,
@@ -131,16 +141,20 @@ def comparisons(results: dict[str, Any]) -> list[str]:
     """The adaptive arm against the best fixed one, TLT's rule and vLLM's table."""
     arms = by_arm(results, "replayed")
     medians = {name: statistics.median(run["seconds"] for run in runs) for name, runs in arms.items()}
+    least = {name: min(run["seconds"] for run in runs) for name, runs in arms.items()}
     if "adaptive" not in medians:
         return []
     lines, fixed = [], {name: medians[name] for name in FIXED_ARMS if name in medians}
     others = {"the best fixed arm": min(fixed, key=lambda name: fixed[name])} if fixed else {}
     others |= {name: name for name in ("TLT rule", "TLT rule K=3", "BEG-MAB", "vLLM table", "off") if name in medians}
     for label, name in others.items():
-        faster = medians[name] / medians["adaptive"] - 1
-        lines.append(f"- against {label}{f' ({name})' if label != name else ''}: {faster:+.1%}")
+        faster, fastest = (found[name] / found["adaptive"] - 1 for found in (medians, least))
+        lines.append(f"- against {label}{f' ({name})' if label != name else ''}: {faster:+.1%} ({fastest:+.1%})")
     turns = ", ".join(f"{run['seconds']:.2f}" for run in arms["adaptive"])
-    return ["The adaptive arm is faster by:", "", *lines, "", f"Its turns, the first untaught: {turns} s.", ""]
+    told = f"Its turns, the first untaught: {turns} s."
+    if spent := arms["adaptive"][0].get("steer_seconds"):
+        told += f" Not counted: {spent:.1f} s before the first, in which it measures steps once a run."
+    return ["The adaptive arm is faster, by the medians (and by the fastest turns):", "", *lines, "", told, ""]
 
 
 def limit_section(results: dict[str, Any]) -> list[str]:
@@ -161,10 +175,12 @@ def limit_section(results: dict[str, Any]) -> list[str]:
     rows = [
         [f"{batch:.0f}", f"{plain:.2f}", *(f"{value:.2f}" for value in values)]
         for batch, plain, values in zip(steps["batch"], steps["plain"], steps["speculative"], strict=True)
+        if batch <= len(results["lengths"])  # the model's last row is an extrapolation
     ]
-    lines += ["Milliseconds per step, where replayed rollouts met these batch sizes:", "", *table(header, rows)]
+    lines += ["Milliseconds per step, where replayed rollouts met these batch sizes. As in vLLM, a step of more tokens"]
+    lines += ["(batch x (K + 1)) than the largest graph has none:", "", *table(header, rows)]
     best = ", ".join(f"{first}-{last}: {k}" for first, last, k in limit["best_k"])
-    return [*lines, f"Best K by batch size, which is vLLM's table too: {best}.", ""]
+    return [*lines, f"Best K by batch size: {best}.", ""]
 
 
 def cells_section(results: dict[str, Any]) -> list[str]:
@@ -232,7 +248,9 @@ def engines_section(results: dict[str, Any]) -> list[str]:
     for kind, found in engines.items():
         if "graph_table" in found:
             lines += [f"Graphs of the {kind} engine:", "", found["graph_table"], ""]
-    return [*lines, f"vLLM's table: {results.get('table')}.", ""]
+    if "table" in engines:
+        lines += [f"vLLM's table: {engines['table'].get('table', results.get('table'))}.", ""]
+    return lines
 
 
 def capacity_of(engine: dict[str, Any]) -> int | None:

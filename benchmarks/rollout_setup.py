@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+from rungs import FILES, existing
 
 from tlt_lightning.engine import Request, Sampling
 from tlt_lightning.policy import load_tokenizer
 
-ASSETS = Path(__file__).parents[1] / "recipes/assets/countdown"
 SETTLE_STEPS, CELL_STEPS = 48, 145  # steps of a batch x context cell before it is timed, and in all
 ROOM = 8 * CELL_STEPS + 120  # tokens that a request of a batch x context cell may write
 SLACK = 64  # beyond the longest sequence: near the end of the positions an engine drafts less
@@ -105,10 +106,10 @@ def _prompt_ids(policy: str, prompts: str, num: int) -> list[list[int]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that make a `Setup`, and where results go."""
-    parser.add_argument("--policy", default=str(ASSETS / "policy"), help="directory of the policy")
-    parser.add_argument("--head", nargs="+", default=[], help="directories of EAGLE-3 heads of one shape, best first")
-    parser.add_argument("--prompts", default=str(ASSETS / "val.jsonl"), help="file of prompts, JSON lines")
-    parser.add_argument("--rung", default="tiny", help="name of the rung in the results' titles and file names")
+    parser.add_argument("--rung", choices=list(FILES), default="25m", help="whose files are taken; in results' names")
+    parser.add_argument("--policy", help="directory of the policy; the rung's by default, as are the next two")
+    parser.add_argument("--head", nargs="+", help="directories of EAGLE-3 heads of one shape, best first")
+    parser.add_argument("--prompts", help="file of prompts, JSON lines")
     parser.add_argument("--note", default="", help="said below the title, for instance that the model is padded")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
@@ -116,34 +117,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-gib", type=float, default=18.0, help="KV cache of each engine; up to three live at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=540.0, help="budget after which nothing new is begun")
-    parser.add_argument("--tiny", action="store_true", help="the quickstart's policy on a CPU, to see that it works")
+    parser.add_argument(
+        "--tiny", dest="rung", action="store_const", const="tiny", help="--rung tiny: the quickstart's policy on a CPU"
+    )
 
 
 def setup_of(args: argparse.Namespace, contexts: tuple[int, ...] = ()) -> Setup:
     """The setup that the arguments ask for."""
-    if args.tiny:
-        return Setup(
-            policy=args.policy,
-            heads=tuple(args.head),
-            prompts=args.prompts,
-            num_prompts=4,
-            group_size=4,
-            max_tokens=48,
-            contexts=contexts,
-            dtype="float32",
-            kv_cache_gib=0.25,
-            max_num_batched_tokens=2048,
-            enforce_eager=True,
-            seed=args.seed,
-        )
-    return Setup(
-        policy=args.policy,
-        heads=tuple(args.head),
-        prompts=args.prompts,
+    files = FILES[args.rung]
+    setup = Setup(
+        policy=existing(args.policy or files.policy),
+        heads=tuple(args.head or files.heads),
+        prompts=args.prompts or files.val,
         num_prompts=args.num_prompts,
         group_size=args.group_size,
         max_tokens=args.max_tokens,
         contexts=contexts,
         kv_cache_gib=args.kv_gib,
         seed=args.seed,
+    )
+    if args.rung != "tiny":
+        return setup
+    return replace(
+        setup,
+        num_prompts=4,
+        group_size=4,
+        max_tokens=48,
+        dtype="float32",
+        kv_cache_gib=0.25,
+        max_num_batched_tokens=2048,
+        enforce_eager=True,
     )

@@ -21,6 +21,8 @@ PHASES = 8
 """Parts of a rollout, by the length of its longest response, that acceptance is counted in."""
 
 CURVE_POINTS = 120
+NUM_SLOWEST = 5
+"""Steps that are kept one by one, to see what a stalled rollout waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,27 @@ def summarize(rows: Sequence[Row], num_requests: int, seconds: float, tokens: in
         "most_running": max(row.running for row in rows),
         "preempted": max((row.waiting for row in rows[start:]), default=0),
         "by_batch": by_batch(rows[start:]),
+        "slowest": slowest(rows[start:]),
         "curve": [[round(row.elapsed, 4), row.running] for row in rows[::every]],
     }
+
+
+def stall_seconds(run: dict[str, Any]) -> float:
+    """Seconds of a summarized rollout beyond its prompts and the medians of its steps: compilations, pauses.
+
+    A little is always left, as batches of a bin differ; below zero it says nothing.
+    """
+    steps = sum(count * milliseconds for _, count, milliseconds, _ in run["by_batch"]) / 1e3
+    return max(0.0, run["seconds"] - run["prefill_seconds"] - steps)
+
+
+def slowest(rows: Sequence[Row]) -> list[list[float]]:
+    """[seconds since the start, requests running, milliseconds] of the slowest steps, the slowest first."""
+    steps = [
+        [round(after.elapsed, 3), before.running, round(1e3 * (after.elapsed - before.elapsed), 2)]
+        for before, after in pairwise(rows)
+    ]
+    return sorted(steps, key=lambda step: step[2], reverse=True)[:NUM_SLOWEST]
 
 
 def by_batch(rows: Sequence[Row]) -> list[list[float]]:

@@ -168,7 +168,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--seconds", type=float, default=240, help="of the policy's training, start-up not counted")
-    parser.add_argument("--head_seconds", type=float, default=45, help="of the head's training, start-up not counted")
+    parser.add_argument("--head-seconds", type=float, default=45, help="of the head's training, start-up not counted")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to do")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny policy on the CPU")

@@ -32,11 +32,11 @@ from end_to_end_work import (
     Emit,
     MemoryWatch,
     Work,
-    device_name,
     emit,
     read_spec,
     score,
 )
+from results_file import hardware
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -184,7 +184,7 @@ def callback(work: Work, stages: Stages, deadline: Deadline, tell: Emit, started
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seconds = round(time.perf_counter() - started, 1)
-            tell(STARTED, {"device": device_name(), "setup_seconds": seconds})
+            tell(STARTED, {"device": hardware(), "setup_seconds": seconds})
             self.memory = MemoryWatch()
             stages.end_iteration()
 

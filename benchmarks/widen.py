@@ -18,7 +18,7 @@ What is padded:
 - The tokens above the small vocabulary have random embeddings and are never sampled: one residual dimension holds a
   constant that puts their logits far below all others.
 - The head is widened like a layer. It drafts the first 32,000 tokens, as many as EAGLE-3 heads of 7B models do and all
-  that occur among them; `--draft_vocab 152064` drafts all.
+  that occur among them; `--draft-vocab 152064` drafts all.
 - Training it is not training a 7B model: what an optimizer does to the copies of a weight adds up, so that learning
   rates do not carry over, and the cancelling layers wake up.
 """
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--draft_vocab", type=int, default=32000, help="tokens that the wide heads can draft")
+    parser.add_argument("--draft-vocab", type=int, default=32000, help="tokens that the wide heads can draft")
     parser.add_argument("--seed", type=int, default=0, help="of the random padding")
     parser.add_argument("--tiny", action="store_true", help="a few hundred dimensions in float32 on the CPU")
     args = parser.parse_args()

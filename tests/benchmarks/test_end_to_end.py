@@ -2,25 +2,19 @@
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import end_to_end
+import end_to_end_report
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # where scripts of that folder find each other
-
-import end_to_end  # noqa: E402
-import end_to_end_report  # noqa: E402
-from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, score  # noqa: E402
-
-COUNTDOWN = ROOT / "recipes/assets/countdown"
+from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, score
+from rungs import ASSETS
 
 
 def tiny_work(**settings: Any) -> Work:
-    policy, train = str(COUNTDOWN / "policy"), str(COUNTDOWN / "train.jsonl")
+    policy, train = str(ASSETS / "policy"), str(ASSETS / "train.jsonl")
     return Work(policy=policy, train=train, **{**RUNGS["tiny"], **settings})
 
 
@@ -36,7 +30,6 @@ def arguments(**given: Any) -> argparse.Namespace:
         "parallel": 1,
         "seconds": 60.0,
         "head": None,
-        "draft_sampling": "greedy",
         "note": "",
     }
     return argparse.Namespace(**{**defaults, **given})
@@ -82,6 +75,12 @@ def test_lengths_of_a_larger_run_are_cut_to_this_one() -> None:
     work = tiny_work(lengths=[[3] * 20, [4] * 20, [5] * 20], iterations=2).fitted()
     assert work.lengths == [[3] * 16, [4] * 16]
     assert tiny_work(lengths=[[3] * 16], iterations=9).fitted().iterations == 1
+
+
+def test_work_that_devices_cannot_share_is_refused() -> None:
+    assert tiny_work(devices=2).fitted().accumulate == 2
+    with pytest.raises(ValueError, match="`--prompts` 4 x `--group-size` 4 cannot be dealt to `--devices` 3"):
+        tiny_work(devices=3).fitted()
 
 
 @pytest.mark.parametrize(("lengths", "message"), [([[3] * 8], "for 8 responses"), ([[99] * 16], "up to 99")])
@@ -144,11 +143,18 @@ def test_a_finished_run_is_not_repeated_and_its_lengths_are_replayed(
 
 def test_results_of_other_work_are_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench(tmp_path, monkeypatch, "")
+    made.earlier = ["the command before"]
     made.save()
+    assert "Goes on from `the command before`." in (tmp_path / "end_to_end_tiny.md").read_text()
     path = str(tmp_path / "end_to_end_tiny.json")
     assert end_to_end.read_runs(path, replace(made.work, iterations=3, policy="elsewhere")) == []
-    with pytest.raises(ValueError, match="measured with `prompts` 4, this run has 8"):
-        end_to_end.read_runs(path, replace(made.work, prompts=8))
+    assert end_to_end.commands_of(path)[0] == "the command before"
+    for changed, message in (
+        (replace(made.work, prompts=8), "`prompts` 4, this run has 8"),
+        (replace(made.work, draft_sampling="probabilistic"), "`draft_sampling` greedy, this run has probabilistic"),
+    ):
+        with pytest.raises(ValueError, match=f"measured with {message}"):
+            end_to_end.read_runs(path, changed)
 
 
 def test_results_of_a_padded_policy_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +200,43 @@ def test_no_run_is_begun_that_could_not_be_measured(tmp_path: Path, monkeypatch:
     made = bench(tmp_path, monkeypatch, f"{BEGIN}\n{says(ITERATION, row)}\n{says(FINISHED, {})}", seconds=100.0)
     made.run_all([run("plain"), run("siblings")])
     assert [each.arm for each in made.runs] == ["plain"]
+
+
+def test_a_run_that_was_left_out_is_reported_with_what_it_would_have_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = iteration(1, rollout=60.0)
+    made = bench(tmp_path, monkeypatch, f"{BEGIN}\n{says(ITERATION, row)}\n{says(FINISHED, {})}", seconds=100.0)
+    made.run_all([run("plain"), run("siblings")])
+    made.save()
+    report = (tmp_path / "end_to_end_tiny.md").read_text()
+    assert "Left out, the time being up: siblings replay seed 5 (205 s needed, " in report  # 2 + 3 * 61.1 + 20
+
+
+def test_the_error_of_a_run_that_dies_is_seen_though_much_is_printed_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chatter = "import atexit\natexit.register(lambda: print('frame of C++\\n' * 200))"
+    made = bench(tmp_path, monkeypatch, f"{chatter}\nraise KeyError('the real reason')")
+    made.run_all([run("plain")])
+    shown = capfd.readouterr().out
+    assert "KeyError: 'the real reason'" in shown
+    assert shown.count("frame of C++") == 20
+
+
+def test_only_the_ends_of_the_first_tracebacks_are_kept() -> None:
+    excerpt = end_to_end.Excerpt()
+    for number in range(5):
+        excerpt.add("[rank1]: Traceback (most recent call last):")
+        for frame in range(40):
+            excerpt.add(f"[rank1]:   frame {frame}")
+        excerpt.add(f"[rank1]: ValueError: {number}")
+        excerpt.add("noise")
+    lines = excerpt.lines()
+    assert [line for line in lines[:48] if "Error" in line] == [f"[rank1]: ValueError: {n}" for n in range(3)]
+    assert "noise" not in lines[:48]
+    assert lines[0] == "[rank1]:   frame 25"
+    assert lines[-1] == "noise"
 
 
 # What is reported
@@ -253,7 +296,6 @@ def test_arms_write_the_lengths_they_are_told_on_the_prompts_the_peer_would_take
         work,
         "siblings",
         head=None,
-        draft_sampling="greedy",
         until=2**40,
         keep_lengths=True,
         tell=lambda kind, content: told.append((kind, content)),

@@ -1,12 +1,16 @@
 """`benchmarks/lossless.py`: both checks are made with every arm, and one that fails takes no other with it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lossless
 import pytest
 from rollout_process import EngineError
+from rungs import FILES
+
+alive: list[list[str]] = []
 
 
 class FakeEngines:
@@ -16,7 +20,7 @@ class FakeEngines:
         self.num_prompts = setup.num_prompts
 
     def need(self, kinds: Any, *, wait: bool) -> None:
-        assert list(kinds) == ["plain", "steered", "probabilistic"]
+        alive.append(list(kinds))
         assert not wait
 
     def get(self, kind: str) -> "FakeEngines":
@@ -36,6 +40,8 @@ class FakeEngines:
 def test_every_arm_is_checked_and_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lossless, "Engines", FakeEngines)
     lossless.main(["--tiny", "--head", "some", "--out", str(tmp_path)])
+    kinds = ["plain", "steered", "probabilistic"]
+    assert alive[-4:] == [kinds[:2], kinds[:2], kinds[1:], kinds[2:]]  # the device holds two and the trainer
     results = json.loads((tmp_path / "lossless_tiny.json").read_text())
     parted = {row["arm"]: (row["parted"], row["first"]) for row in results["greedy"]}
     nothing = (0, None)
@@ -50,10 +56,10 @@ def test_every_arm_is_checked_and_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     assert len(results["greedy"][3]["gaps"]) == 4
     assert [row["arm"] for row in results["logps"]] == ["plain", *lossless.SAMPLED_ARMS]
     assert {row["tokens"] for row in results["logps"]} == {4 * 4 * 4}
-    assert [failure["arm"] for failure in results["failures"]] == ["K=7"]
+    assert [failure["arm"] for failure in results["failures"]] == ["greedy, K=7"]
     report = (tmp_path / "lossless_tiny.md").read_text()
     assert "4 of 4" in report
-    assert "K=7 failed: `rollout_process.EngineError: RuntimeError: out of luck`" in report
+    assert "greedy, K=7 failed: `rollout_process.EngineError: RuntimeError: out of luck`" in report
 
 
 def test_nothing_is_written_beyond_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -61,4 +67,26 @@ def test_nothing_is_written_beyond_the_budget(monkeypatch: pytest.MonkeyPatch, t
     lossless.main(["--tiny", "--head", "some", "--out", str(tmp_path), "--seconds", "-1"])
     results = json.loads((tmp_path / "lossless_tiny.json").read_text())
     assert results["greedy"] == results["logps"] == []
-    assert results["left_out"][0] == "plain"
+    assert results["left_out"][0] == "the plain texts"
+
+
+def test_a_trainer_that_fails_takes_no_other_check_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def score(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(lossless, "Engines", FakeEngines)
+    monkeypatch.setattr(lossless, "score", score)
+    lossless.main(["--tiny", "--head", "some", "--out", str(tmp_path)])
+    report = (tmp_path / "lossless_tiny.md").read_text()
+    assert "| K=3, sampled drafts |" in report
+    assert "Log-probs: not compared." in report
+    assert "log-probs, plain failed: `RuntimeError: out of memory`" in report
+
+
+def test_results_of_a_padded_policy_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(FILES["tiny"].policy, policy)
+    (policy / "padded.json").write_text(json.dumps({"what": "policy of 7 weights"}))
+    monkeypatch.setattr(lossless, "Engines", FakeEngines)
+    lossless.main(["--tiny", "--policy", str(policy), "--head", "some", "--out", str(tmp_path)])
+    assert "**Padded: policy of 7 weights that know" in (tmp_path / "lossless_tiny.md").read_text()

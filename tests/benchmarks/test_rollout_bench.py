@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from rollout_bench import Bench
+from rollout_bench import WARM_UP_TOKENS, Bench, warm_up_lengths
 from rollout_heads import head_tensors, redrawn
 from rollout_setup import Setup
+from rollout_steps import EDGES
 
 from tests.conftest import save_policy
 from tests.engine.eagle_head import make_head, save_head
@@ -80,6 +82,16 @@ def test_vllms_own_table_is_obeyed_and_counted(setup: Setup) -> None:
         assert 1 < result["k_mean"] < 3
         assert result["acceptance_length"] > 1
         assert {"acceptance_rate_pos_1", "acceptance_rate_pos_3"} <= result.keys()
+
+
+def test_warming_up_spends_as_long_at_each_batch_size_down_to_one() -> None:
+    lengths = warm_up_lengths(256, 4096)
+    in_bins = [sorted(lengths)[-edge] - sorted(lengths)[-after] for edge, after in pairwise(EDGES)]
+    assert in_bins == [WARM_UP_TOKENS] * (len(EDGES) - 1)  # from `after` requests left to `edge`
+    assert min(lengths) == WARM_UP_TOKENS
+    assert max(lengths) < 4096
+    assert len(set(lengths)) > 100  # batches of all sizes in between
+    assert max(warm_up_lengths(16, 48)) <= 48
 
 
 def test_a_random_head_has_the_shapes_and_scales_of_the_trained_one(setup: Setup) -> None:

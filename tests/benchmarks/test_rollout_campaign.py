@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import rollout
-from rollout_arms import KS, Tour, arms_of
+from rollout_arms import KS, Tour, arms_of, is_modelled
 from rollout_process import EngineError
+from rollout_report import arms_table
 from rollout_steps import Row, summarize
 
 from tlt_lightning.speculation import FixedSelector, ThresholdSelector
@@ -104,7 +105,7 @@ def test_everything_is_measured_compared_and_written(run: Any, tmp_path: Path) -
     results, report, engines = run("--note", "Padded.")
     measured = [(job["arm"], job["turn"]) for job in results["runs"] if job["part"] == "core"]
     arms = ["plain", "adaptive", "K=3", "K=5", "K=1", "K=7", "TLT rule", "BEG-MAB"]
-    assert measured == [("plain", 0), *((arm, turn) for turn in (0, 1) for arm in arms)]  # recorded, then in turns
+    assert measured == [("plain", 0), *((arm, turn) for turn in range(3) for arm in arms)]  # recorded, then in turns
     assert engines.needed == [
         *(["plain", "steered"],) * 3,
         ["steered"],
@@ -130,6 +131,10 @@ def test_everything_is_measured_compared_and_written(run: Any, tmp_path: Path) -
     ):
         assert text in report
     assert "Failed" not in report
+    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.count(" | ") > 12]
+    of_the_limit = {row[0]: row[rows[0].index("of the limit")] for row in rows[: len(arms_of(("best", "early")))]}
+    assert of_the_limit["K=3"].endswith("%")
+    assert of_the_limit["K=3, sampled drafts"] == of_the_limit["siblings"] == "-"
     assert (tmp_path / "rollout_tiny.png").stat().st_size > 10_000
 
 
@@ -137,8 +142,8 @@ def test_an_arm_that_fails_takes_no_other_with_it(run: Any, monkeypatch: pytest.
     monkeypatch.setattr(FakeEngines, "broken", "K=5")
     results, report, engines = run("--parts", "core")
     assert [failure["job"] for failure in results["failures"]] == ["core: K=5, replayed #0"]
-    assert results["left_out"] == ["core: K=5, replayed #1"]
-    assert len([call for call in engines.calls if call[2] == "K=7"]) == 2
+    assert results["left_out"] == [f"core: K=5, replayed #{turn}" for turn in (1, 2)]
+    assert len([call for call in engines.calls if call[2] == "K=7"]) == 3
     assert "out of luck" in report
     assert "## Limit" not in report  # it needs every fixed arm
 
@@ -148,6 +153,36 @@ def test_nothing_is_begun_beyond_the_budget(run: Any) -> None:
         run("--seconds", "0")
     assert made[-1].calls == []
     assert made[-1].needed == [[]]  # no engine is started either
+
+
+def test_a_turn_that_stalled_is_told_and_does_not_move_the_median(run: Any) -> None:
+    results, report, _ = run("--parts", "core")
+    assert "stood still" not in report
+    first = next(found for found in results["runs"] if found["arm"] == "K=3")
+    first["seconds"] += 30.0
+    (row,) = [line for line in arms_table(results, "replayed", "", "") if line.startswith("| K=3 |")]
+    assert row.startswith("| K=3 | 3 | 0.60 | 0.60 to 30.60 | 30.00 |")
+    assert "**K=3 #0 stood still for 30.0 of its 30.6 s.**" in arms_table(results, "replayed", "", "")
+
+
+def test_only_arms_that_draft_alike_are_held_to_the_limit() -> None:
+    heads = ("best", "early")
+    held = {name for name, arm in arms_of(heads).items() if is_modelled(arm, heads)}
+    assert {"plain", "K=3", "adaptive", "TLT rule", "off", "vLLM table"} <= held
+    assert held.isdisjoint({"siblings", "n-gram", "adaptive, siblings too", "K=3, early", "K=3, sampled drafts"})
+
+
+def test_results_of_other_work_are_not_gone_on_from(run: Any, tmp_path: Path) -> None:
+    first, _, _ = run("--parts", "core", "--repeats", "1")
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(first | {"setup": first["setup"] | {"group_size": 8}}))
+    with pytest.raises(SystemExit, match="measured with `group_size` 8, this run has 4"):
+        run("--resume", str(earlier))
+
+
+def test_a_policy_that_is_not_there_is_an_early_error(run: Any) -> None:
+    with pytest.raises(SystemExit, match="nowhere holds no policy"):
+        run("--policy", "nowhere")
 
 
 def test_a_run_is_gone_on_with(run: Any, tmp_path: Path) -> None:

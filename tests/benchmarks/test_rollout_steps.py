@@ -3,7 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
-from rollout_steps import Row, StepRecorder, WatchedScheduler, acceptance_by_phase, by_batch, summarize
+from rollout_steps import (
+    Row,
+    StepRecorder,
+    WatchedScheduler,
+    acceptance_by_phase,
+    by_batch,
+    slowest,
+    stall_seconds,
+    summarize,
+)
 
 from tlt_lightning.engine import RolloutProgress
 from tlt_lightning.engine.vllm_counters import SpeculationCounters
@@ -14,6 +23,16 @@ def test_step_times_are_medians_of_each_batch_size_and_do_not_see_pauses() -> No
     rows = [Row(0.010 * i, 5, 0, 10 * i) for i in range(9)]
     rows += [Row(1.0, 1, 0, 90), *(Row(1.0 + 0.004 * i, 1, 0, 90 + 2 * i) for i in range(1, 6))]
     assert by_batch(rows) == [[1.0, 5, 4.0, 2.0], [5.0, 9, 10.0, 2.0]]
+
+
+def test_a_stall_is_what_medians_do_not_explain_and_its_step_is_kept() -> None:
+    times = [0.5 + 0.01 * i + (7.0 if i > 6 else 0.0) for i in range(20)]
+    rows = [Row(seconds, 4, 0, 4 + 4 * i) for i, seconds in enumerate(times)]
+    found = summarize([*rows, Row(times[-1] + 0.01, 0, 0, 90)], 4, times[-1] + 0.01, 90)
+    assert stall_seconds(found) == pytest.approx(7.0)
+    assert slowest(rows)[0] == [pytest.approx(7.57), 4, pytest.approx(7010)]
+    assert len(found["slowest"]) == 5
+    assert stall_seconds(found | {"seconds": 0.6}) == 0.0
 
 
 def test_a_rollout_is_summarized() -> None:

@@ -7,21 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import target
 import target_head
 import target_policy
 import target_text
+import torch
 import widen
 import widen_check
 import widen_maps
 import widen_plan
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from recipes.assets.make_countdown import EOS, HIT, START, WORDS, make_tokenizer
 from tlt_lightning.drafter.module import DrafterModule
@@ -138,7 +135,7 @@ def test_parts_leave_a_policy_heads_questions_and_a_report(tmp_path, monkeypatch
     monkeypatch.setattr(target, "run_part", lambda part, args: target.finish_part(part, args, scale))
     monkeypatch.setattr(target_head, "MEASURED_ROWS", 2)
     out, results = tmp_path / "out", tmp_path / "results"
-    arguments = ["--tiny", "--out", str(out), "--results", str(results), "--seconds", "2", "--head_seconds", "1"]
+    arguments = ["--tiny", "--out", str(out), "--results", str(results), "--seconds", "2", "--head-seconds", "1"]
     monkeypatch.setattr(sys, "argv", ["target.py", *arguments])
     target.main()
     written = json.loads((results / "target.json").read_text())

@@ -1,20 +1,14 @@
 """`benchmarks/trl_peer.py`: it gives TRL the same work, and splits its iterations as ours are split."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # where scripts of that folder find each other
-
-import trl_peer  # noqa: E402
-from end_to_end_work import Work  # noqa: E402
-
-COUNTDOWN = ROOT / "recipes/assets/countdown"
+import trl_peer
+from end_to_end_work import Work
+from rungs import ASSETS
 
 
 def test_stages_tell_the_two_log_prob_passes_apart_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +72,10 @@ def test_every_request_gets_its_recorded_length() -> None:
 
 
 def test_the_policy_is_declared_bfloat16_for_vllm_without_being_copied(tmp_path: Path) -> None:
-    linked = Path(trl_peer.as_bfloat16(str(COUNTDOWN / "policy"), str(tmp_path)))
+    linked = Path(trl_peer.as_bfloat16(str(ASSETS / "policy"), str(tmp_path)))
     assert json.loads((linked / "config.json").read_text())["dtype"] == "bfloat16"
-    assert (linked / "model.safetensors").resolve() == (COUNTDOWN / "policy/model.safetensors").resolve()
-    assert json.loads((COUNTDOWN / "policy/config.json").read_text())["dtype"] == "float32"
+    assert (linked / "model.safetensors").resolve() == (ASSETS / "policy/model.safetensors").resolve()
+    assert json.loads((ASSETS / "policy/config.json").read_text())["dtype"] == "float32"
 
 
 def test_rewards_are_given_row_by_row() -> None:

@@ -1,0 +1,44 @@
+"""Where each rung's files lie unless the command line says otherwise: where `target.py` and `widen.py` leave them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ASSETS = Path(__file__).parents[1] / "recipes/assets/countdown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a rung.
+
+    Args:
+        policy: Directory of the policy.
+        heads: Directories of its EAGLE-3 heads.
+        train: Prompts to train on, JSON lines.
+        val: Held-out prompts, JSON lines.
+    """
+
+    policy: str
+    heads: tuple[str, ...]
+    train: str
+    val: str
+
+
+FILES = {
+    "tiny": Files(
+        policy=str(ASSETS / "policy"), heads=(), train=str(ASSETS / "train.jsonl"), val=str(ASSETS / "val.jsonl")
+    ),
+    "25m": Files(policy="target/policy", heads=("target/head",), train="target/train.jsonl", val="target/val.jsonl"),
+    "7b": Files(policy="wide/policy", heads=("wide/head",), train="target/train.jsonl", val="target/val.jsonl"),
+}
+
+
+def existing(policy: str) -> str:
+    """The same path; exits with what to do if nothing is there."""
+    if not Path(policy, "config.json").exists():
+        raise SystemExit(
+            f"`--policy` {policy} holds no policy. `benchmarks/target.py --out target` and `benchmarks/widen.py` make "
+            "those of the rungs; `--tiny` takes the quickstart's."
+        )
+    return policy
