@@ -31,6 +31,7 @@ from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.long_tail import LongTailIdleCallback
 from tlt_lightning.policy import load_policy
 from tlt_lightning.speculation import FixedSelector
+from tlt_lightning.timing import LapClock
 
 
 @dataclass
@@ -235,7 +236,23 @@ def test_a_checkpoint_after_an_error_waits_for_no_other_rank() -> None:
     callback._group = SimpleNamespace()  # type: ignore[assignment]
     checkpoint: dict[str, Any] = {"callbacks": {callback.state_key: {}}}
     callback.on_save_checkpoint(SimpleNamespace(interrupted=True), SimpleNamespace(), checkpoint)  # type: ignore[arg-type]
-    assert checkpoint["callbacks"][callback.state_key] == {"history": {}}
+    assert "others" not in checkpoint["callbacks"][callback.state_key]
+
+
+def test_another_run_of_the_same_callback_begins_its_first_iteration_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = make_callback()
+    callback._trainer = SimpleNamespace(version=0, data_version=-1, num_stale=0, begin=int)  # type: ignore[assignment]
+    monkeypatch.setattr(callback, "_decide", lambda trainer, pl_module: None)
+    for _ in range(2):  # the first is interrupted in the iteration that the second begins with
+        module = SimpleNamespace(hidden_state_request=None)
+        trainer: Any = SimpleNamespace(training=True, current_epoch=0, world_size=1, global_step=0, global_rank=0)
+        trainer.is_global_zero, trainer.datamodule = False, SimpleNamespace(clock=LapClock())
+        callback.on_fit_start(trainer, module)  # type: ignore[arg-type]
+        for _ in range(2):  # rollouts of one iteration
+            callback.on_rollout_start(trainer, module)
+        assert module.hidden_state_request is not None
 
 
 def test_when_the_drafter_trains() -> None:

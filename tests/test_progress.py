@@ -7,7 +7,8 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
 from tests.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
 from tlt_lightning.progress import (
@@ -53,6 +54,20 @@ def test_iteration_callback_hands_on_validation_only_where_it_ran(tmp_path: Path
     make_trainer(tmp_path, [recorder]).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
     accuracies = [metrics.get("val/accuracy") for _, metrics in recorder.seen]
     assert accuracies == [None, pytest.approx(0.2), None]
+
+
+def test_a_state_is_up_to_date_in_the_checkpoint_of_an_iteration(tmp_path: Path) -> None:
+    class Stateful(Recorder):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": [iteration for iteration, _ in self.seen]}
+
+    recorder, stateful = Recorder(), Stateful()
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = make_trainer(tmp_path, [recorder, stateful, checkpoints], enable_checkpointing=True)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
+    assert saved[stateful.state_key]["seen"][-1] == 2
+    assert [iteration for iteration, _ in recorder.seen] == [1, 2, 3]  # what is printed is printed once
 
 
 def test_iteration_callback_leaves_out_an_unfinished_iteration(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ class Observer(RolloutCallback):
         self.steps = []
         if trainer.current_epoch >= NUM_LEARNING:
             self.drafting.every_n_iterations = 2
-            self.drafting._loop.optimizer.param_groups[0]["lr"] = 0.0  # set again after each decision not to publish
+            self.drafting._loop._warmup.base_lrs = [0.0]
+            self.drafting._loop.optimizer.param_groups[0]["lr"] = 0.0
 
     def on_rollout_progress(self, trainer, pl_module, progress):
         self.steps.append((time.perf_counter(), time.process_time()))
@@ -127,7 +128,7 @@ def make_module(policy: str) -> RLModule:
 
 def main(policy: str, prompts: str, out: str, mode: str) -> None:
     L.seed_everything(3)
-    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=5e-2))
     drafting = LongTailIdleCallback(drafter, pack_tokens=128)
     if mode == "die" and os.environ.get("LOCAL_RANK", "0") == "0":
         drafter.loss = lambda batch: die(Path(out))

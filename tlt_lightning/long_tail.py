@@ -21,9 +21,8 @@ from tlt_lightning.drafter.books import DrafterBooks
 from tlt_lightning.drafter.buffer import DrafterBuffer
 from tlt_lightning.drafter.drift import PolicyDrift
 from tlt_lightning.drafter.features import draft_sequences, rows_to_keep
-from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
+from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
-from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.ranks import gather_others, make_group, state_of_rank
 from tlt_lightning.drafter.serving import check_engine, serve
 from tlt_lightning.drafter.trainer import DrafterTrainer
@@ -61,11 +60,12 @@ class LongTailIdleCallback(IterationCallback):
     this cost; time in idle windows costs nothing and is part of `time/idle`.
 
     Args:
-        drafter: What is trained, with its optimizer.
+        drafter: What is trained, with its optimizer, whose learning rate rises over the first 50 training steps.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it.
-        buffer_gib: Each worker's host memory for hidden states, in GiB; a 7B policy takes 28.7 kB a token. Checkpoints
-            grow by it times the number of workers, and so does the host memory of rank zero while it saves one.
+        buffer_gib: Each worker's host memory for hidden states, in GiB, and twice that while an iteration's are taken
+            over; a 7B policy takes 28.7 kB a token. Checkpoints grow by it times the number of workers, and so does the
+            host memory of rank zero while it saves one.
         share: With a single worker, train on this share of an iteration's tokens; above 1 sees them several times, 0
             never trains. A tenth costs under 1% of a rollout.
         tail_requests: With a single worker, begin with that share already between engine steps once no more requests
@@ -76,7 +76,7 @@ class LongTailIdleCallback(IterationCallback):
             `default_root_dir`.
 
     Example:
-        >>> from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
+        >>> from tlt_lightning import DrafterModule
         >>> drafter = DrafterModule("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
         >>> trainer = L.Trainer(callbacks=[LongTailIdleCallback(drafter)])  # doctest: +SKIP
     """
@@ -118,7 +118,6 @@ class LongTailIdleCallback(IterationCallback):
         self._served = 0
         self._trainer: DrafterTrainer | None = None
         self._drift = PolicyDrift()
-        self._quality: DraftQuality | None = None
         self._iteration = -1
         self._books = DrafterBooks()
         self._group: ProcessGroup | None = None
@@ -147,15 +146,10 @@ class LongTailIdleCallback(IterationCallback):
                 device=trainer.strategy.root_device,
                 sum_over_ranks=add_up,
             )
-        if stage == "fit" and trainer.world_size == 1 and self.share:
-            log.info(
-                "A single worker has no idle time: the drafter trains after scoring, on %.0f%% of an iteration's "
-                "tokens (`share`).",
-                100 * self.share,
-            )
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._iteration = -1  # an earlier run may have ended in the iteration that this one begins with
         if trainer.is_global_zero:
             self.archive.open(self.dirpath or Path(trainer.default_root_dir) / "drafter")
 
@@ -175,12 +169,19 @@ class LongTailIdleCallback(IterationCallback):
         self._books = DrafterBooks()
         self._decide(trainer, pl_module)
         is_cold = self.drafter.head_path is None and self._loop.version == 0
-        if not is_cold and (self._loop.version > self._served or self._has_policy_rows(pl_module)):
+        if not is_cold and (self._loop.version > self._served or self._policy_rows_move(pl_module)):
             self._push()
         if self._loop.data_version >= 0:
             self._books.noted["drafter/policy_lag"] = trainer.global_step - self._loop.data_version
-        wants_states = self.trains(trainer, epoch if trainer.world_size == 1 else epoch + 1)
-        choose = partial(self._choose, trainer)
+        is_alone = trainer.world_size == 1
+        choose = partial(
+            rows_to_keep,
+            buffer=self.buffer,
+            hidden_size=self.drafter.target_config.hidden_size,
+            share=self.share if is_alone else None,  # idle time is not known beforehand
+            seed=_seed("choose", trainer),
+        )
+        wants_states = self.trains(trainer, epoch if is_alone else epoch + 1)
         pl_module.hidden_state_request = HiddenStateRequest(self.drafter.layer_ids, choose) if wants_states else None
         self._loop.begin(_seed("idle", trainer))
 
@@ -189,37 +190,19 @@ class LongTailIdleCallback(IterationCallback):
         self._engine.update_drafter(self._loop.published(), self._loop.version)
         self._served = self._loop.version
 
-    def _has_policy_rows(self, pl_module: Any) -> bool:
-        """True if the engine's copy of the drafter holds rows of the policy's head, and these are trained."""
-        travels = any(name == POLICY_ROWS for name, _ in self.drafter.trainable_tensors())
+    def _policy_rows_move(self, pl_module: Any) -> bool:
         head = causal_lm(pl_module.policy).get_output_embeddings()
-        return travels and any(parameter.requires_grad for parameter in head.parameters())
+        return self.drafter.has_policy_rows and any(parameter.requires_grad for parameter in head.parameters())
 
     def _decide(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.drafter.refresh_target(pl_module.policy)
         decision = self._loop.settle()
         if decision is None:
             return
-        before, after = decision.before.acceptance_length, decision.after.acceptance_length
-        self._quality = decision.quality
         self._books.decided(decision)
-        if not trainer.is_global_zero:
-            return
-        outcome = "is published" if decision.is_published else "is not published, training goes on from the last one"
-        log.info("The drafter %s: %.2f -> %.2f tokens per step on held-out text.", outcome, before, after)
-        if decision.is_published:
-            self._books.noted["drafter/snapshot_ms"] = self.archive.snapshot(self._loop.version)
-        if self._is_over:
+        self._books.noted |= self.archive.decided(decision, self._loop.version)
+        if self._is_over and trainer.is_global_zero:
             log.info("The drafter has not improved in %d decisions: it is trained no more.", self._loop.num_stale)
-
-    def _choose(self, trainer: L.Trainer, batch: RolloutBatch) -> list[int]:
-        return rows_to_keep(
-            batch,
-            self.buffer,
-            hidden_size=self.drafter.target_config.hidden_size,
-            share=self.share if trainer.world_size == 1 else None,  # idle time is not known beforehand
-            seed=_seed("choose", trainer),
-        )
 
     @override
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
@@ -291,7 +274,7 @@ class LongTailIdleCallback(IterationCallback):
         super().on_train_end(trainer, pl_module)
         self._decide(trainer, pl_module)
         pl_module.hidden_state_request = None
-        self.archive.finish(self._quality, is_trained=self.drafter.head_path is not None or self._loop.version > 0)
+        self.archive.finish(is_trained=self.drafter.head_path is not None or self._loop.version > 0)
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -315,13 +298,9 @@ class LongTailIdleCallback(IterationCallback):
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # As in `RunReport`: a checkpoint at an iteration's end comes before the hook that reports the iteration.
-        finished = self._finished
-        self.flush(trainer)
-        self._finished = finished
-        state = checkpoint["callbacks"][self.state_key]
-        state["history"] = dict(self.archive.history)
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._group is not None and not trainer.interrupted:  # the others may not come after an error
+            state = checkpoint["callbacks"][self.state_key]
             state["others"] = gather_others(state, self._group)
 
     @override

@@ -19,6 +19,9 @@ class CompletionsWriter(BasePredictionWriter):
 
     Args:
         dirpath: Folder of the file.
+
+    Example:
+        >>> trainer = L.Trainer(callbacks=[CompletionsWriter("outputs")])  # doctest: +SKIP
     """
 
     def __init__(self, dirpath: str) -> None:

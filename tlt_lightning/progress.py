@@ -43,7 +43,7 @@ class IterationCallback(RolloutCallback):
         self._has_validated = False
 
     def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
-        """Called once per finished iteration.
+        """Called once per finished iteration; if the callback has a state, before a checkpoint of the iteration too.
 
         Args:
             trainer: The Trainer.
@@ -81,6 +81,16 @@ class IterationCallback(RolloutCallback):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.flush(trainer)
+
+    @override
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # A checkpoint at an iteration's end is saved before the hook that reports that iteration. The iteration stays
+        # unreported, so that values logged later are read again.
+        if self.state_key in checkpoint["callbacks"]:
+            finished = self._finished
+            self.flush(trainer)
+            self._finished = finished
+            checkpoint["callbacks"][self.state_key] = self.state_dict()
 
 
 class RolloutProgressBar(IterationCallback):

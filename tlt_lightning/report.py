@@ -95,15 +95,6 @@ class RunReport(IterationCallback):
             log.exception("The report of the interrupted run could not be written to %s.", self.dirpath)
 
     @override
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # A checkpoint at an iteration's end is written before the hook that reports that iteration. The iteration
-        # stays unreported, so that values logged later are read again.
-        finished = self._finished
-        self.flush(trainer)
-        self._finished = finished
-        checkpoint["callbacks"][self.state_key] = self.state_dict()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         return {
             "history": {iteration: dict(values) for iteration, values in self.history.items()},

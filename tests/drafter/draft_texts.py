@@ -35,6 +35,11 @@ def read_by_target(
     return [DraftSequence(*row, prompt_length) for row in zip(ids, layers, last[0], strict=True)]
 
 
+def draft_logits(head: Any, features: torch.Tensor) -> torch.Tensor:
+    """Logits over the draft vocabulary of features before the norm."""
+    return head.norm(features) @ head.lm_head.weight.T
+
+
 def make_drafter(policy: str, **arguments: object) -> DrafterModule:
     drafter = DrafterModule(policy, **arguments)  # type: ignore[arg-type]
     drafter.configure_model()

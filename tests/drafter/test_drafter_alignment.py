@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafter.draft_texts import read_by_target, train
+from tests.drafter.draft_texts import draft_logits, read_by_target, train
 from tests.engine.speculation_engines import (
     GREEDY,
     PROMPTS,
@@ -24,7 +24,6 @@ from tlt_lightning.drafter.packing import pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.sequence import DraftSequence
 from tlt_lightning.drafter.unroll import unroll
-from tlt_lightning.drafter.vocabulary import draft_logits
 from tlt_lightning.engine import Request, VLLMEngine, vllm_internals
 from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights

@@ -197,12 +197,12 @@ def test_the_same_sequences_are_kept_whenever_they_are_added():
     assert same(buffers[0].training, buffers[1].training)
 
 
-def test_the_policy_lag_is_per_token():
-    buffer = DrafterBuffer(1 << 20, held_out_share=0)
-    assert buffer.policy_lag(3) != buffer.policy_lag(3)
-    buffer.add([sequence(30, 1, version=2)])
-    buffer.add([sequence(10, 2, version=6)])
-    assert buffer.policy_lag(6) == pytest.approx(30 * 4 / 40)
+def test_what_is_too_short_to_draft_anything_is_not_held():
+    buffer = DrafterBuffer(1 << 20)
+    buffer.add([sequence(2, i) for i in range(9)])
+    assert len(buffer) == len(buffer.held_out) == 0
+    buffer.add([sequence(2 + i % 2, i) for i in range(9)])
+    assert {len(sequence) for sequence in (*buffer.training, *buffer.held_out)} == {3}
 
 
 def test_a_sample_has_the_tokens_asked_for_of_all_lengths_and_nothing_twice():

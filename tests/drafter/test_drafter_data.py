@@ -108,6 +108,11 @@ def test_a_reduced_vocabulary_is_chosen_from_what_the_training_texts_hold(
     assert int(counts[9]) == written.count(9)
 
 
+def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"`draft_vocab_size` needs to know.*DrafterDataModule"):
+        make_trainer(tmp_path, max_epochs=1).fit(make_module(policy, draft_vocab_size=12), [])
+
+
 def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str, tmp_path: Path) -> None:
     whole, first, second = (make_module(policy) for _ in range(3))
     make_data = lambda: DrafterDataModule(completions, num_tokens=128)  # noqa: E731

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import save_policy
-from tests.drafter.draft_texts import alone, make_drafter, random_sequence, read_by_target, train
+from tests.drafter.draft_texts import alone, draft_logits, make_drafter, random_sequence, read_by_target, train
 from tlt_lightning.drafter import vocabulary
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import pack
@@ -117,7 +117,7 @@ def test_predictions_are_compared_with_those_of_the_target(drafter: DrafterModul
         found, total = vocabulary.predict(drafter.head, features, last_states, terms, torch.full((2, 50), 0.5))
         targets = drafter.head.verifier_lm_head(drafter.head.verifier_norm(last_states))
         for step in range(2):
-            logits = vocabulary.draft_logits(drafter.head, features[step, : 50 - step])
+            logits = draft_logits(drafter.head, features[step, : 50 - step])
             goals = targets[step:].argmax(-1, keepdim=True)
             assert torch.equal(found.drafts[step, : 50 - step], logits.argmax(-1))
             assert torch.equal(found.top1[step, : 50 - step], (logits.topk(1).indices == goals).any(-1))

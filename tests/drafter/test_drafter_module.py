@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
-from tests.drafter.draft_texts import alone, make_drafter, random_sequence, read_by_target
+from tests.drafter.draft_texts import alone, draft_logits, make_drafter, random_sequence, read_by_target
 from tests.engine.eagle_head import make_head, save_head
 from tlt_lightning.drafter.head import drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
@@ -17,7 +17,7 @@ from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.strategies import EAGLE, EAGLE3, HASS
 from tlt_lightning.drafter.target import choose_layer_ids
 from tlt_lightning.drafter.unroll import step_masks, unroll
-from tlt_lightning.drafter.vocabulary import draft_logits, predict
+from tlt_lightning.drafter.vocabulary import predict
 from tlt_lightning.engine.vllm_head import read_head
 from tlt_lightning.engine.vllm_head_update import check_tensors
 from tlt_lightning.policy import LoRA, load_policy, stream_weights

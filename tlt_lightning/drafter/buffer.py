@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_lightning.drafter.packing import num_entries
 from tlt_lightning.drafter.sequence import DraftSequence
 
 log = logging.getLogger(__name__)
 
-NUM_STRATA = 4
-"""Classes of length that `choose_rows` serves alike; each holds as many tokens as any other."""
+_NUM_STRATA = 4  # classes of length that `choose_rows` serves alike; each holds as many tokens as any other
 
 
 def choose_rows(lengths: Sequence[int], max_tokens: int, generator: torch.Generator) -> list[int]:
@@ -38,17 +38,17 @@ def choose_rows(lengths: Sequence[int], max_tokens: int, generator: torch.Genera
     Returns:
         Row numbers, ascending. All rows if they fit, none if even the shortest does not.
     """
-    strata: list[list[int]] = [[] for _ in range(NUM_STRATA)]
+    strata: list[list[int]] = [[] for _ in range(_NUM_STRATA)]
     total, seen = sum(lengths), 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        strata[min(seen * NUM_STRATA // max(total, 1), NUM_STRATA - 1)].append(row)
+        strata[min(seen * _NUM_STRATA // max(total, 1), _NUM_STRATA - 1)].append(row)
         seen += lengths[row]
     for stratum in strata:
         stratum[:] = [stratum[index] for index in torch.randperm(len(stratum), generator=generator).tolist()]
     chosen: list[int] = []
-    taken = [0] * NUM_STRATA
+    taken = [0] * _NUM_STRATA
     while any(strata):
-        poorest = min((index for index in range(NUM_STRATA) if strata[index]), key=lambda index: taken[index])
+        poorest = min((index for index in range(_NUM_STRATA) if strata[index]), key=lambda index: taken[index])
         row = strata[poorest].pop()
         if sum(taken) + lengths[row] <= max_tokens:
             chosen.append(row)
@@ -113,23 +113,19 @@ class DrafterBuffer:
         """Tokens to train on."""
         return sum(map(len, self.training))
 
-    def policy_lag(self, version: int) -> float:
-        """How many policy versions the training tokens are behind `version`, on average; NaN if there are none."""
-        lag = sum(len(sequence) * (version - sequence.policy_version) for sequence in self.training)
-        return lag / self.num_tokens if self.num_tokens else float("nan")
-
     def add(self, sequences: Sequence[DraftSequence]) -> None:
         """Take one iteration's sequences; of the one before only long ones stay, of older ones nothing.
 
-        What does not fit is left out, of every length alike (see `choose_rows`). An iteration without sequences
-        changes nothing. With a single prompt, sequences of it are held out.
+        What does not fit is left out, of every length alike (see `choose_rows`), and so are sequences too short to
+        draft anything in. An iteration without sequences changes nothing. With a single prompt, sequences of it are
+        held out.
 
         Args:
             sequences: One iteration's; tensors that are views of larger ones are copied, so that the bound holds.
         """
+        sequences = [_own(sequence) for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
             return
-        sequences = [_own(sequence) for sequence in sequences]
         keys, held = _hold_out(sequences, self.held_out_share)
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]

@@ -76,7 +76,7 @@ class DrafterDataModule(L.LightningDataModule):
 
     def token_counts(self) -> Tensor:
         """How often each token was written in the training texts, (V,)."""
-        ids = torch.cat([torch.tensor(response) for _, response in self.train_texts])
+        ids = torch.tensor([token for _, response in self.train_texts for token in response])
         return torch.bincount(ids, minlength=self._drafter.target_config.vocab_size)
 
     @override

@@ -118,8 +118,9 @@ class DrafterModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if self.needs_vocabulary:
-            self.choose_vocabulary(self.trainer.datamodule.token_counts())  # type: ignore[attr-defined]
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.needs_vocabulary and hasattr(data, "token_counts"):
+            self.choose_vocabulary(data.token_counts())
 
     @override
     def configure_model(self) -> None:
@@ -229,17 +230,23 @@ class DrafterModule(L.LightningModule):
 
     # What travels
 
+    @property
+    def has_policy_rows(self) -> bool:
+        """True if it drafts with some rows of the policy's output head, of which the engine keeps a copy.
+
+        That is so for a head of a reduced vocabulary without an output head of its own.
+        """
+        return bool(self._built.use_draft_vocab) and self.follows_target
+
     def trainable_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that an engine takes and a snapshot holds, live and detached.
 
-        These are the trained ones and, for a head of a reduced vocabulary that drafts with rows of the target's output
-        head, those rows: the engine keeps a copy of them, which must follow the policy. The embedding and a whole
-        output head are shared with the policy in the engine and never travel.
+        These are the trained ones and, if it `has_policy_rows`, those, which must follow the policy. The embedding and
+        a whole output head are shared with the policy in the engine and never travel.
         """
-        head = self._built
-        yield from ((name, parameter.detach()) for name, parameter in heads.trainable(head))
-        if head.use_draft_vocab and self.follows_target:
-            yield POLICY_ROWS, head.lm_head.weight.detach()
+        yield from ((name, parameter.detach()) for name, parameter in heads.trainable(self._built))
+        if self.has_policy_rows:
+            yield POLICY_ROWS, self._built.lm_head.weight.detach()
 
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:

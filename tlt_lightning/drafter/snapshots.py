@@ -22,7 +22,7 @@ class SnapshotWriter:
 
     `save` copies the tensors to host memory, from a GPU without waiting for it, and returns; a thread writes them.
     A file appears complete or not at all. There is one place in the queue: a snapshot that still waits for an earlier
-    one to be written is replaced by the next (`num_replaced` counts them), so a slow disk costs snapshots, never
+    one to be written is replaced by the next, so a slow disk costs snapshots, never
     time. Host memory for two copies is kept, page-locked for tensors of a GPU.
 
     A failed write raises `RuntimeError` at the next `save`, `wait` or `close`, once.
@@ -43,8 +43,6 @@ class SnapshotWriter:
         self.keep_last = keep_last
         self.milliseconds = 0.0
         """How long the last `save` held up its caller."""
-        self.num_replaced = 0
-        """Snapshots that a newer one replaced before they were written."""
         self.dirpath.mkdir(parents=True, exist_ok=True)
         for path in self.dirpath.glob(f"*{PARTIAL}"):
             path.unlink()  # of a process that ended while it wrote
@@ -72,7 +70,6 @@ class SnapshotWriter:
             if self._is_closed:
                 raise RuntimeError("The snapshot writer is closed; make a new one.")
             replaced, self._pending = self._pending, None
-            self.num_replaced += replaced is not None
             copy = replaced or self._free.pop()  # at most one of the two is being written
         try:
             copy.fill(tensors, version)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim.lr_scheduler import LambdaLR
 
 from tlt_lightning.drafter.buffer import DrafterBuffer
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
@@ -26,6 +27,8 @@ from tlt_lightning.drafter.quality import DraftQuality, quality_of
 log = logging.getLogger(__name__)
 
 _PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then leave few gaps
+WARMUP_STEPS = 50
+"""Micro-steps over which the learning rate rises to its full value."""
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -96,6 +99,8 @@ class DrafterTrainer:
         self.pack_tokens = pack_tokens
         self.device = device
         self.optimizer: Any = drafter.configure_optimizers()
+        # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
+        self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
         self.version = 0
         """Counts what was published; 0 is what the run began with."""
         self.seen_version = -1
@@ -110,7 +115,6 @@ class DrafterTrainer:
         self._num_own = 0  # micro-steps of this worker that were not averaged yet
         self._packs: Iterator[PackedBatch] = iter(())
         self._published = self._copy_weights()
-        self._published_optimizer = _on_cpu(self.optimizer.state_dict())
 
     # Training
 
@@ -148,10 +152,17 @@ class DrafterTrainer:
         self.optimizer.zero_grad()
         loss.backward()
         value = loss.item()
-        if math.isfinite(value):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        if math.isfinite(norm):
             self.optimizer.step()
+            self._warmup.step()
         else:
-            log.warning("A micro-step of the drafter was left out: its loss is %s. A lower learning rate helps.", value)
+            log.warning(
+                "A micro-step of the drafter was left out: loss %s, norm of the gradient %s. Lower its learning rate.",
+                value,
+                norm,
+            )
         return value
 
     def _draw(self, generator: torch.Generator) -> Iterator[PackedBatch]:
@@ -181,9 +192,10 @@ class DrafterTrainer:
     # Publishing
 
     def settle(self) -> Decision | None:
-        """Publish what was trained since the last decision, or take it back, optimizer included; a collective.
+        """Publish what was trained since the last decision, or take it back; a collective.
 
-        None if nothing was trained, or if there is no held-out text to decide by.
+        The optimizer keeps what it has learned of the gradients' size: with moments that begin anew after each failure
+        a few steps would fail again. None if nothing was trained, or if there is no held-out text to decide by.
         """
         if not self.num_pending:
             return None
@@ -197,11 +209,9 @@ class DrafterTrainer:
         decision = Decision(self._measure(packs), after)
         if decision.is_published:
             self._load(candidate)
-            self._published, self._published_optimizer = candidate, _on_cpu(self.optimizer.state_dict())
+            self._published = candidate
             self.version += 1
             self.data_version = self.seen_version
-        else:
-            self.optimizer.load_state_dict(_on_cpu(self._published_optimizer))  # it takes the tensors, not their values
         self.num_stale = 0 if decision.is_published else self.num_stale + 1
         self.num_pending = 0
         return decision
@@ -236,8 +246,8 @@ class DrafterTrainer:
         return {
             "weights": self._weights(),
             "optimizer": self.optimizer.state_dict(),
+            "warmup": self._warmup.state_dict(),
             "published": self._published,
-            "published_optimizer": self._published_optimizer,
             "buffer": self.buffer.state_dict(),
             **{name: getattr(self, name) for name in _COUNTS},
         }
@@ -246,16 +256,11 @@ class DrafterTrainer:
         """Go on from what `state_dict` saved."""
         self._load(state_dict["weights"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self._published = _on_cpu(state_dict["published"])
-        self._published_optimizer = _on_cpu(state_dict["published_optimizer"])
+        self._warmup.load_state_dict(state_dict["warmup"])
+        self._published = {name: tensor.to("cpu", copy=True) for name, tensor in state_dict["published"].items()}
         self.buffer.load_state_dict(state_dict["buffer"])
         for name in _COUNTS:
             setattr(self, name, state_dict[name])
 
 
 _COUNTS = ("version", "seen_version", "data_version", "num_pending", "num_stale")
-
-
-def _on_cpu(state: Any) -> Any:
-    """A copy of nested dictionaries and lists, their tensors on the CPU."""
-    return apply_to_collection(state, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

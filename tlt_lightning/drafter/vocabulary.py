@@ -83,11 +83,6 @@ def predict(
     return result, _WithGradient.apply(total, gradient, normed) if needs_grad else total
 
 
-def draft_logits(head: Eagle3DraftModel, features: Tensor) -> Tensor:
-    """Logits over the draft vocabulary of features before the norm, (..., H) to (..., draft vocabulary)."""
-    return _logits(head.lm_head.weight, head.norm(features))
-
-
 def _logits(weight: Tensor, states: Tensor) -> Tensor:
     return F.linear(states.to(weight.dtype), weight)
 
