@@ -15,6 +15,8 @@ from tlt_lightning.policy import causal_lm, load_policy, stream_weights
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
 MAX_MODEL_LEN = 96
+# vLLM's attention for GPUs multiplies float32 numbers as TF32.
+TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-4
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -77,7 +79,7 @@ def test_logps_are_those_of_the_sampling_distribution(
             logits = policy(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
         differences += (expected - torch.tensor(logps)).abs().tolist()
-    assert sum(differences) / len(differences) < 1e-4
+    assert sum(differences) / len(differences) < TOLERANCE
 
 
 def test_top_k_logps_are_renormalised(engine: RolloutEngine, policy: torch.nn.Module) -> None:
@@ -86,7 +88,7 @@ def test_top_k_logps_are_renormalised(engine: RolloutEngine, policy: torch.nn.Mo
         logits = policy(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1]
     kept = logits.topk(2)
     expected = kept.values.log_softmax(-1)[kept.indices.tolist().index(tokens[0])]
-    assert logps[0] == pytest.approx(expected.item(), abs=1e-4)
+    assert logps[0] == pytest.approx(expected.item(), abs=TOLERANCE)
 
 
 def test_responses_end_at_eos_or_at_the_limit(engine: RolloutEngine, policy: torch.nn.Module) -> None:
@@ -209,7 +211,7 @@ def test_what_a_checkpoint_says_about_generation_does_not_change_what_is_sampled
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*PROMPTS[0], *tokens]])).logits[0, len(PROMPTS[0]) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
-    assert logps == pytest.approx(expected.tolist(), abs=1e-4)
+    assert logps == pytest.approx(expected.tolist(), abs=TOLERANCE)
     assert model.generation_config is own
 
 
