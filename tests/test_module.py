@@ -1,5 +1,6 @@
 """Real `Trainer.fit` runs of RLModule on a tiny policy; the engine is the policy itself unless marked `vllm`."""
 
+import math
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -573,3 +574,18 @@ def test_one_update_needs_no_pass_before_it(policy_path: str, prompts_path: str,
     for name, tensor in results[0][0].items():
         torch.testing.assert_close(tensor, results[1][0][name], atol=1e-6, rtol=1e-5)
     assert results[0][1] == pytest.approx(results[1][1], abs=1e-6)
+
+
+def test_a_broken_update_ends_the_run_before_a_checkpoint_holds_it(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    class Breaking(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            if trainer.current_epoch == 1:
+                next(pl_module.policy.parameters()).data.fill_(math.nan)
+
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = make_trainer(tmp_path, Breaking(), checkpoints, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="`train/loss` is nan in iteration 2"):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0.ckpt"]

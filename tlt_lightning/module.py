@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
+from math import isfinite
 from typing import Any
 
 import lightning as L
@@ -268,8 +269,20 @@ class RLModule(L.LightningModule):
     @override
     def on_train_epoch_end(self) -> None:
         update = {name: float(torch.stack(values).mean()) for name, values in self._step_metrics.items()}
-        self.log_dict(self.trainer.datamodule.finish_iteration(update))  # type: ignore[attr-defined]
+        metrics = self.trainer.datamodule.finish_iteration(update)  # type: ignore[attr-defined]
+        self._check_finite(metrics)
+        self.log_dict(metrics)
         self.log("step", float(self.current_epoch))  # Lightning's x-axis: iterations, not micro-batches
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        """Raise RuntimeError if the update has broken the policy, before a checkpoint holds it."""
+        for name in ("train/loss", "train/grad_norm"):
+            if not isfinite(metrics.get(name, 0.0)):
+                raise RuntimeError(
+                    f"`{name}` is {metrics[name]} in iteration {self.current_epoch + 1}: the update has broken the "
+                    "policy. Resume from the last checkpoint, which is older, with a lower learning rate, or clip "
+                    "gradients (`trainer.gradient_clip_val`)."
+                )
 
     # Evaluation
 

@@ -24,6 +24,7 @@ class Scripted(RolloutEngine):
     policy_version = 0
     fast, slow = 1.0, 3.0
     num_unanswered = 0
+    logp = -1.0
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -34,7 +35,7 @@ class Scripted(RolloutEngine):
         for running, seconds in ((1, self.fast), (0, self.fast + self.slow)):
             on_progress(RolloutProgress(0, running, len(requests) - running, 0, 2, seconds))
         for request in requests[self.num_unanswered :]:
-            yield Response(request.id, [1, 1], [-1.0, -1.0], "stop", (0,))
+            yield Response(request.id, [1, 1], [-1.0, self.logp], "stop", (0,))
 
     def wake(self) -> None:
         self.calls.append("wake")
@@ -118,4 +119,10 @@ def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -
 def test_a_response_that_never_came_is_an_error(collector: RolloutCollector) -> None:
     collector.engine.num_unanswered = 3  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="without answering 3 of 10 requests"):
+        collect(collector)
+
+
+def test_weights_that_hold_no_numbers_are_an_error(collector: RolloutCollector) -> None:
+    collector.engine.logp = float("nan")  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"request 0 .* version 0: these hold NaN"):
         collect(collector)

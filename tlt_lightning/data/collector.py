@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -69,6 +70,7 @@ class RolloutCollector:
         call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts: dict[int, Rollout] = {}
         for response in self._write(requests, sampling, seed):
+            _check_finite(response)
             group, prompt = groups[response.request_id]
             text = str(self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
             rollouts[response.request_id] = Rollout(prompt=prompt, response=response, text=text, group=group)
@@ -125,3 +127,12 @@ class RolloutCollector:
             if window.num_waiting_for:
                 call_rollout_hook(self.trainer, "on_rollout_idle", window)
         self.clock.lap("idle")
+
+
+def _check_finite(response: Response) -> None:
+    if not isfinite(sum(response.logps)):
+        raise RuntimeError(
+            f"The engine answered request {response.request_id} with log-probs that are no numbers, under weights of "
+            f"version {response.policy_versions[-1]}: these hold NaN or infinite values. Resume from an earlier "
+            "checkpoint with a lower learning rate."
+        )
