@@ -167,6 +167,7 @@ def test_giving_up_in_the_middle_leaves_a_usable_engine(engine: RolloutEngine, p
         ({"prompt_ids": [3, 32]}, r"token 32 .*0 to 31"),
         ({"prompt_ids": [-1, 3]}, r"token -1 .*0 to 31"),
         ({"prompt_ids": PROMPTS[0], "id": 0}, "repeats ids"),
+        ({"prompt_ids": PROMPTS[0], "max_tokens": 0}, "response of 0 tokens"),
     ],
 )
 def test_a_request_that_cannot_be_answered_leaves_a_usable_engine(

@@ -24,6 +24,11 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_siz
                 f"`requests` has a prompt of {len(prompt)} tokens (id {request.id}); it must have at least 1 and leave "
                 f"room for a response in `max_model_len`, which is {max_model_len}: shorten it, or set up for more."
             )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise ValueError(
+                f"`requests` asks for a response of {request.max_tokens} tokens (id {request.id}); `max_tokens` must "
+                "be at least 1, or None for the limit of `sampling`."
+            )
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
             raise ValueError(

@@ -175,7 +175,7 @@ class SpeculationControl:
             self.is_cold = False
 
     def stats(self) -> dict[str, float]:
-        """Metrics of the rollout so far."""
+        """Metrics of the rollout so far; alarms are counted since the start."""
         return {
             **self.counters.stats(),
             "speculation/alarms": float(self.alarm.num_rung),
