@@ -67,7 +67,8 @@ class DrafterBuffer:
     Args:
         max_bytes: Most bytes held, everything together; a 7B policy takes 28.7 kB a token (4 vectors of 3584 in
             bfloat16).
-        held_out_share: Share of the newest iteration's prompts that is only evaluated on; 0 holds none out.
+        held_out_share: Share of the newest iteration's prompts that is only evaluated on; 0 holds none out. What is
+            published is decided by it, and with a tenth of little text chance would decide.
         previous_share: Share of the bytes for training that the previous iteration's longest sequences may take from
             the newest. Bytes that the newest leaves over are theirs too.
 
@@ -77,7 +78,7 @@ class DrafterBuffer:
         >>> packs = pack(buffer.sample(65_536, torch.Generator()), num_tokens=4096)  # doctest: +SKIP
     """
 
-    def __init__(self, max_bytes: int, held_out_share: float = 0.1, previous_share: float = 0.25) -> None:
+    def __init__(self, max_bytes: int, held_out_share: float = 0.25, previous_share: float = 0.25) -> None:
         if max_bytes <= 0:
             raise ValueError(f"`max_bytes` must be positive, got {max_bytes}.")
         for name, share in (("held_out_share", held_out_share), ("previous_share", previous_share)):
