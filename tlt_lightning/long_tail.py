@@ -28,7 +28,7 @@ from tlt_lightning.drafter.serving import check_engine, serve
 from tlt_lightning.drafter.trainer import DrafterTrainer
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hooks import IdleWindow
-from tlt_lightning.metrics import reduce_over_ranks
+from tlt_lightning.metrics import combine_over_ranks
 from tlt_lightning.policy import causal_lm, response_logps
 from tlt_lightning.progress import IterationCallback
 from tlt_lightning.seeds import run_seed, seed_of
@@ -256,8 +256,8 @@ class LongTailIdleCallback(IterationCallback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         own = {**self._books.metrics(_clock(trainer).seconds("idle")), "drafter/version": float(self._served)}
-        metrics = reduce_over_ranks(own, trainer.world_size)
-        pl_module.log_dict(metrics, sync_dist=True)
+        metrics = combine_over_ranks(trainer, own)
+        pl_module.log_dict(metrics)
         is_unused = trainer.world_size > 1 and self._can_train(trainer) and not metrics["drafter/micro_steps"]
         if is_unused and trainer.is_global_zero and trainer.current_epoch:
             log.info(

@@ -121,15 +121,6 @@ def combine_over_ranks(trainer: L.Trainer, metrics: dict[str, float]) -> dict[st
     return combine_ranks(gathered)
 
 
-def reduce_over_ranks(metrics: dict[str, float], world_size: int) -> dict[str, float]:
-    """Combine every rank's metrics in one collective; see `combine_ranks`."""
-    if world_size == 1:
-        return metrics
-    gathered: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(gathered, metrics)
-    return combine_ranks(gathered)
-
-
 def combine_ranks(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     """Mean over the ranks that have a metric; the largest of `_max`, the sum of counts (failed rewards, groups).
 

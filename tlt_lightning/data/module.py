@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from tlt_lightning.metrics import combine_over_ranks, rollout_metrics
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
-from tlt_lightning.seeds import seed_of
+from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.timing import LapClock
 from tlt_lightning.trainer_checks import check_context, check_sizes, check_trainer
 
@@ -129,7 +128,7 @@ class RolloutDataModule(L.LightningDataModule):
         if stage == "fit":
             check_sizes(self._trainer, self, self._module.objective)
         self._rank, self._world_size = self._trainer.global_rank, self._trainer.world_size
-        self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self._seed = run_seed()
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
         check_context(policy, max_model_len)

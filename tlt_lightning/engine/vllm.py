@@ -33,7 +33,6 @@ from tlt_lightning.speculation.base import OFF
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
@@ -86,6 +85,7 @@ class VLLMEngine(RolloutEngine):
         self.speculation = speculation
         self._session: SpeculationSession | None = None
         self._engine: LLMEngine | None = None
+        self._scheduler: Any = None  # vLLM's, of the engine; asked in every step
         self._set_up_for: tuple[str, int, int] | None = None
         self._policy_version = _NO_WEIGHTS
         self._asleep = False
@@ -120,6 +120,7 @@ class VLLMEngine(RolloutEngine):
             graphs = self.speculation.planned_graphs(self.max_num_seqs)
         with seeded(seed), nullcontext() if graphs is None else graphs.installed():
             self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
+        self._scheduler = vllm_internals.scheduler_of(self._engine)
         if self.speculation is not None:
             if self._is_cpu:
                 vllm_cpu.repair_cpu_sampling()
@@ -153,7 +154,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         if self._asleep and self._engine is not None:
             self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
-        engine, self._engine, self._set_up_for = self._engine, None, None
+        engine, self._engine, self._scheduler, self._set_up_for = self._engine, None, None, None
         self._policy_version, self._asleep = _NO_WEIGHTS, False
         if self._session is not None:
             self._session.close()
@@ -186,10 +187,6 @@ class VLLMEngine(RolloutEngine):
         if self._engine is None:
             raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
         return self._engine
-
-    @property
-    def _scheduler(self) -> Scheduler:
-        return vllm_internals.scheduler_of(self._live)
 
     # Weights
 
