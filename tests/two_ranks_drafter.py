@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tests.drafter_runs import fixed
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tlt_lightning.drafter import trainer as trainer_of_drafters
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import Request, Response, VLLMEngine
 from tlt_lightning.engine.vllm_speculation import Speculation
@@ -128,7 +129,8 @@ def make_module(policy: str) -> RLModule:
 
 def main(policy: str, prompts: str, out: str, mode: str) -> None:
     L.seed_everything(3)
-    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=5e-2))
+    trainer_of_drafters.WARMUP_STEPS = 1  # on a busy machine a window holds few steps; the first must teach already
+    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     drafting = LongTailIdleCallback(drafter, pack_tokens=128)
     if mode == "die" and os.environ.get("LOCAL_RANK", "0") == "0":
         drafter.loss = lambda batch: die(Path(out))
