@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tensor_sizes import LargestOfWidth
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,
@@ -71,17 +71,8 @@ def test_gradients_do_not_depend_on_the_chunks(policy_path: str) -> None:
 
 
 def test_no_tensor_over_the_whole_vocabulary_is_larger_than_a_chunk(policy_path: str) -> None:
-    class LargestWithVocabulary(TorchDispatchMode):
-        rows = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dim() >= 2 and result.shape[-1] == 4096:
-                self.rows = max(self.rows, result.numel() // 4096)
-            return result
-
     head, states = torch.nn.Linear(8, 4096, bias=False), torch.randn(64, 8, requires_grad=True)
-    with LargestWithVocabulary() as largest:
+    with LargestOfWidth(4096) as largest:
         logps, _ = token_logps(head, states, torch.zeros(64, dtype=torch.long), temperature=1.0, chunk_size=8)
         logps.sum().backward()
     assert largest.rows == 8

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import save_policy
 from tests.drafter.draft_texts import alone, draft_logits, make_drafter, random_sequence, read_by_target, train
+from tests.tensor_sizes import LargestOfWidth
 from tlt_lightning.drafter import vocabulary
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import pack
@@ -142,18 +143,9 @@ def test_chunks_of_the_vocabulary_change_nothing(policy_path: str, monkeypatch: 
 
 
 def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class LargestWithVocabulary(TorchDispatchMode):
-        rows = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dim() >= 2 and result.shape[-1] == 4096:
-                self.rows = max(self.rows, result.numel() // 4096)
-            return result
-
     monkeypatch.setattr(vocabulary, "_CHUNK", 100)
     drafter = make_drafter(str(save_policy(tmp_path, vocab_size=4096)))
-    with LargestWithVocabulary() as largest:
+    with LargestOfWidth(4096) as largest:
         drafter.loss(alone(random_sequence(120)))[0].backward()
     assert largest.rows == 100
 
