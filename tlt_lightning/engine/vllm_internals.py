@@ -150,6 +150,8 @@ def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:
         noisy.setLevel(level)
     if is_cpu_build():
         _repack_tied_head(reach(model_runner_of(engine), "get_model")())
+    else:
+        torch.cuda.synchronize()  # the time is the update's, not the rollout's
 
 
 def _end_reload(engine: LLMEngine) -> None:
