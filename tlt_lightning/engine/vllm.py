@@ -24,6 +24,7 @@ from tlt_lightning.engine.base import (
     Sampling,
 )
 from tlt_lightning.engine.checks import check_requests
+from tlt_lightning.engine.graph_workspaces import owned_workspaces
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.engine.vllm_session import SpeculationSession
 from tlt_lightning.engine.vllm_speculation import Speculation
@@ -118,7 +119,7 @@ class VLLMEngine(RolloutEngine):
         graphs = None
         if self.speculation is not None and vllm_internals.runs_v2() and not self.enforce_eager:
             graphs = self.speculation.planned_graphs(self.max_num_seqs)
-        with seeded(seed), nullcontext() if graphs is None else graphs.installed():
+        with seeded(seed), owned_workspaces(), nullcontext() if graphs is None else graphs.installed():
             self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
         self._scheduler = vllm_internals.scheduler_of(self._engine)
         if self.speculation is not None:
