@@ -54,6 +54,7 @@ class EngineProcess:
         far.close()
         self._description: dict[str, Any] | None = None
         self._error: EngineError | None = None
+        self.started_alone = True
 
     def ready(self) -> dict[str, Any]:
         """What the engine says of itself once it is there; raises EngineError if it never is."""
@@ -88,6 +89,11 @@ class EngineProcess:
                 self.kill()  # a device error stays: every later call of the process would fail too
             raise EngineError(answer)
         return answer
+
+    @property
+    def is_ready(self) -> bool:
+        """True once `ready` has returned."""
+        return self._description is not None
 
     @property
     def is_alive(self) -> bool:
@@ -149,7 +155,10 @@ class Engines:
             if kind not in self._live:
                 self._start(kind)
             try:
-                self.descriptions[kind] = self._live[kind].ready()
+                found = self._live[kind].ready()
+                if not self._live[kind].started_alone:  # memory is read of the whole device, the other's included
+                    found = {name: value for name, value in found.items() if name not in ("graph_mib", "graph_table")}
+                self.descriptions[kind] = found
                 return self._live[kind]
             except EngineError as error:
                 print(f"The {kind} engine did not start:\n{error}", flush=True)
@@ -163,7 +172,10 @@ class Engines:
     def _start(self, kind: str) -> None:
         if self._failures.get(kind, 0) >= 2:
             raise EngineError(f"The {kind} engine failed twice and is not started again.")
+        beside = [process for process in self._live.values() if not process.is_ready]
         self._live[kind] = EngineProcess(self.setup, kind, self.table if kind == "table" else [])
+        for process in (*beside, self._live[kind]) if beside else ():
+            process.started_alone = False
 
     def _wait(self) -> None:
         """Let the engines that are starting finish, however it ends."""

@@ -1,0 +1,146 @@
+"""`benchmarks/idle_windows.py`: what it counts, compares and reports; the runs themselves need two devices."""
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import idle_windows
+import pytest
+import torch
+from rungs import FILES
+
+from tlt_lightning.engine.base import RolloutProgress
+
+
+def logged(micro_steps: float, **others: float) -> dict[str, float]:
+    """Means over two ranks, one of which does not train; those of `old` are still there from an earlier iteration."""
+    means = {
+        "micro_steps": micro_steps,
+        "idle_seconds_available": 1.0,
+        "idle_seconds_used": 0.9 if micro_steps else 0.0,
+    }
+    old = {"preemption_ms": 12.0, "published": 1.0, "acceptance_before": 2.0, "acceptance_after": 2.5}
+    return {f"drafter/{name}": value for name, value in {**means, **old, **others}.items()}
+
+
+def recorded(paces: list[float], learning: int = 2) -> list[dict[str, Any]]:
+    """From the iteration behind the learning on every second one trains."""
+    rows: list[dict[str, Any]] = []
+    for iteration, pace in enumerate(paces, 1):
+        trains = 1 < iteration <= learning or (iteration > learning and iteration % 2 == 0)
+        after = bool(rows and rows[-1]["micro_steps"])
+        row = idle_windows.row_of(iteration, logged(5.0 * trains), 2, learning, after_training=after)
+        rows.append({**row, "pace": pace, "pace_full": None})
+    return rows
+
+
+def results(paces: list[float]) -> dict[str, Any]:
+    about = {"rung": "25m", "command": "c", "hardware": "h", "versions": {}, "seed": 0, "note": ""}
+    work = {"devices": 2, "responses": 64, "long": 9, "short": 3, "learning": 2, "lr": 1.0, "drafter_lr": 1.0}
+    rows = recorded(paces)
+    return {**about, "work": work, "summary": idle_windows.summarise(rows), "iterations": rows}
+
+
+def test_steps_count_from_when_the_last_window_opens() -> None:
+    slow = [(0.0, 2), (1.0, 2), (2.0, 2), (3.0, 2)]
+    fast = [(3.5, 2), (4.0, 2), (4.25, 1), (4.5, 1)]
+    assert idle_windows.paces_of([1.5, 3.0], slow + fast) == {"pace": 4 / 1.5, "pace_full": 2 / 1.0}
+    nothing = {"pace": None, "pace_full": None}
+    assert idle_windows.paces_of([1.5, None], slow) == nothing
+    assert idle_windows.paces_of([9.0], slow) == nothing
+    assert idle_windows.paces_of([1.0], []) == nothing
+
+
+def test_numbers_are_of_the_ranks_that_wait_and_of_this_iteration() -> None:
+    row = idle_windows.row_of(9, logged(5.0), 2, 4, after_training=False)
+    assert (row["micro_steps"], row["idle_s"], row["used_s"], row["preemption_ms"]) == (10.0, 2.0, 1.8, 12.0)
+    assert row["published_before"] is row["held_out_new"] is None
+    row = idle_windows.row_of(9, logged(5.0), 4, 4, after_training=True)
+    assert row["micro_steps"] == pytest.approx(5 * 4 / 3)
+    assert (row["published_before"], row["held_out_new"]) == ("yes", 2.5)
+    assert idle_windows.row_of(9, logged(0.0), 2, 4, after_training=True)["preemption_ms"] is None
+
+
+def test_an_iteration_is_judged_by_what_was_done_in_it() -> None:
+    kinds = [row["kind"] for row in recorded([1.0] * 6)]
+    assert kinds == ["warm-up", "learning", "waiting", "training", "waiting", "training"]
+
+
+def test_ratios_are_those_of_neighbours() -> None:
+    waiting, training = {3: 100.0, 5: 110.0, 7: 120.0}, {4: 105.0, 6: 92.0, 8: 60.0, 20: 1.0}
+    assert idle_windows.neighbour_ratios(training, waiting, 1) == [1.0, 0.8, 0.5]
+    assert idle_windows.neighbour_ratios(waiting, waiting, 2) == pytest.approx([100 / 110, 1.0, 120 / 110])
+
+
+def test_neither_warm_up_nor_learning_counts() -> None:
+    summary = idle_windows.summarise(recorded([1.0, 1.0, 100.0, 99.0, 100.0, 99.0, 100.0]))
+    assert summary["pace"]["ratio"] == [0.99, 0.99]
+    assert summary["pace"]["noise"] == [1.0, 1.0, 1.0]
+    learning, training = summary["windows"]
+    assert (learning["iterations"], training["iterations"]) == ("1 learning", "2 training")
+    assert (training["micro_steps_a_window"], training["s_a_micro_step"]) == (10.0, 0.18)
+    assert training["share_used"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(("pace", "answer"), [(98.5, "0.9850: kept."), (97.5, "0.9750: **not kept**.")])
+def test_the_report_gives_the_answer(pace: float, answer: str) -> None:
+    report = idle_windows.render(results([1.0, 1.0, 100.0, pace, 100.0]))
+    assert f"the median is {answer}" in report
+    assert "| 4 | training | 2 | 1.8 | 10 | 12 |" in report
+
+
+def test_a_run_that_has_just_begun_has_a_report() -> None:
+    for length in range(1, 4):
+        assert "Not measured" in idle_windows.render(results([1.0] * length))
+
+
+def test_a_training_iteration_without_training_is_no_comparison() -> None:
+    rows = recorded([1.0, 1.0, 100.0])
+    assert "Not measured" in idle_windows.verdict(idle_windows.summarise(rows)["pace"]["ratio"])
+
+
+def test_the_late_rank_has_the_last_lengths() -> None:
+    work = idle_windows.work_of(arguments())
+    assert work.lengths == [[16] * 8 + [128] * 8] * 9
+    assert (work.prompts, work.accumulate, work.max_tokens) == (4, 2, 128)
+
+
+def arguments(**given: Any) -> argparse.Namespace:
+    files = {"policy": FILES["tiny"].policy, "train": FILES["tiny"].train, "head": None}
+    chosen = {"rung": "tiny", "devices": 2, "seed": 0, **idle_windows.DEFAULTS["tiny"], **files, **given}
+    return argparse.Namespace(**chosen)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"rung": "25m"}, "2 takes as many GPUs, and 1 are in sight"),
+        ({"devices": 1}, "somebody has to wait"),
+        ({"short": 128}, "less than `--long`"),
+        ({"iterations": 5}, "3 more than `--learning` 3"),
+        ({"head": "no/head"}, "no/head is not there"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given: dict[str, Any], problem: str) -> None:
+    assert idle_windows.problem_of(arguments(), present=0) is None
+    assert problem in str(idle_windows.problem_of(arguments(**given), present=1))
+
+
+def test_once_learning_is_over_nothing_moves_and_every_second_window_trains() -> None:
+    witness = idle_windows.Witness(2, lambda rows: None)
+    witness.drafting = SimpleNamespace(every_n_iterations=1)  # type: ignore[assignment]
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    optimizer.register_step_pre_hook(witness.hold)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # sets the rate anew after each step
+    seen = []
+    for epoch in range(4):
+        witness.on_rollout_start(SimpleNamespace(current_epoch=epoch), None)  # type: ignore[arg-type]
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        schedule.step()
+        seen.append((weight[0].item(), witness.drafting.every_n_iterations))
+    assert seen[0][0] > seen[1][0] == seen[2][0] == seen[3][0]
+    assert [every for _, every in seen] == [1, 1, 2, 2]
+    witness.on_rollout_progress(None, None, RolloutProgress(0, 3, 0, 1, 1, 0.1))  # type: ignore[arg-type]
+    assert [running for _, running in witness._steps] == [3]
