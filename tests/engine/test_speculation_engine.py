@@ -222,6 +222,24 @@ def test_new_weights_of_the_head_arrive_and_the_policy_stays(setup: Setup) -> No
     assert places == {name: tensor.data_ptr() for name, tensor in runner.model.named_parameters()}
 
 
+def test_what_sleep_drops_of_the_head_comes_back_as_it_was_last(setup: Setup) -> None:
+    session, drafter = setup.engine._session, drafter_of(setup.engine)
+    policy = {id(parameter) for parameter in drafter.runner.model.parameters()}
+    own = {name: tensor for name, tensor in drafter.model.named_parameters() if id(tensor) not in policy}
+    session.keep_head()  # of an earlier sleep
+    setup.engine.update_drafter(setup.random.items(), 1)
+    expected = {name: tensor.clone() for name, tensor in own.items()}
+    session.keep_head()
+    with torch.no_grad():
+        for tensor in drafter.model.parameters():
+            tensor.zero_()
+    session.restore_head()
+    assert sum(tensor.numel() for tensor in expected.values()) > 100
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
+    assert all(not tensor.any() for tensor in drafter.model.parameters() if id(tensor) in policy)
+    setup.engine.update_weights(stream_weights(load_policy(setup.policy)), 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

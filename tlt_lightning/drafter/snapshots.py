@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tlt_lightning.host_copy import HostCopy
 
 PARTIAL = ".partial"
 
@@ -48,8 +49,8 @@ class SnapshotWriter:
             path.unlink()  # of a process that ended while it wrote
         self._written = list_snapshots(self.dirpath)
         self._condition = threading.Condition()
-        self._free = [_HostCopy(), _HostCopy()]
-        self._pending: _HostCopy | None = None
+        self._free = [_Snapshot(), _Snapshot()]
+        self._pending: _Snapshot | None = None
         self._is_writing = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -72,7 +73,8 @@ class SnapshotWriter:
             replaced, self._pending = self._pending, None
             copy = replaced or self._free.pop()  # at most one of the two is being written
         try:
-            copy.fill(tensors, version)
+            copy.version = version
+            copy.fill(tensors)
         except BaseException:
             with self._condition:
                 self._free.append(copy)
@@ -127,10 +129,9 @@ class SnapshotWriter:
                 self._is_writing = False
                 self._condition.notify_all()
 
-    def _write(self, copy: _HostCopy) -> None:
+    def _write(self, copy: _Snapshot) -> None:
         path = self.dirpath / f"drafter-{copy.version:08d}.safetensors"
         partial = path.with_name(path.name + PARTIAL)
-        copy.wait()
         try:
             save_file(copy.tensors, partial, metadata={"format": "pt", "version": str(copy.version)})
             with partial.open("rb") as file:
@@ -143,32 +144,10 @@ class SnapshotWriter:
             self._written.pop(0).unlink(missing_ok=True)
 
 
-class _HostCopy:
-    """Host memory for one snapshot, used again and again: page-locking it anew takes longer than the copy."""
+class _Snapshot(HostCopy):
+    """Host memory for one snapshot."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.version = 0
-        self._copied: torch.cuda.Event | None = None
-
-    def fill(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.wait()  # for a copy into the same memory that may still be under way on another stream
-        earlier, self.tensors, self.version = self.tensors, {}, version
-        device: torch.device | None = None
-        for name, tensor in tensors:
-            host = earlier.get(name)
-            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            # In the order of the stream: before whatever the optimizer does next.
-            self.tensors[name] = host.copy_(tensor.detach(), non_blocking=True)
-            device = tensor.device if tensor.is_cuda else device
-        if device is not None:
-            self._copied = torch.cuda.current_stream(device).record_event()
-
-    def wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+    version = 0
 
 
 def list_snapshots(dirpath: str | Path) -> list[Path]:

@@ -23,6 +23,7 @@ from tlt_lightning.drafter.buffer import DrafterBuffer
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, fill_pack, pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
+from tlt_lightning.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class DrafterTrainer:
         self._sum_over_ranks = sum_over_ranks
         self._num_own = 0  # micro-steps of this worker that were not averaged yet
         self._packs: Iterator[PackedBatch] = iter(())
-        self._published = self._copy_weights()
+        self._published, self._candidate = HostCopy(), HostCopy()
+        self._published.fill(self._weights().items())
 
     # Training
 
@@ -204,12 +206,12 @@ class DrafterTrainer:
         if not after.num_steps:
             log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
             return None
-        candidate = self._copy_weights()
-        self._load(self._published)
+        self._candidate.fill(self._weights().items())
+        self._load(self._published.tensors)
         decision = Decision(self._measure(packs), after)
         if decision.is_published:
-            self._load(candidate)
-            self._published = candidate
+            self._load(self._candidate.tensors)
+            self._published, self._candidate = self._candidate, self._published
             self.version += 1
             self.data_version = self.seen_version
         self.num_stale = 0 if decision.is_published else self.num_stale + 1
@@ -228,13 +230,10 @@ class DrafterTrainer:
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine takes: the published weights, and rows of the policy's head where the drafter has its own."""
         for name, tensor in self.drafter.trainable_tensors():
-            yield name, self._published.get(name, tensor)
+            yield name, self._published.tensors.get(name, tensor)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != POLICY_ROWS}
-
-    def _copy_weights(self) -> dict[str, Tensor]:
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self._weights().items()}
 
     def _load(self, weights: dict[str, Tensor]) -> None:
         self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
@@ -247,7 +246,7 @@ class DrafterTrainer:
             "weights": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "warmup": self._warmup.state_dict(),
-            "published": self._published,
+            "published": self._published.tensors,
             "buffer": self.buffer.state_dict(),
             **{name: getattr(self, name) for name in _COUNTS},
         }
@@ -257,7 +256,7 @@ class DrafterTrainer:
         self._load(state_dict["weights"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._warmup.load_state_dict(state_dict["warmup"])
-        self._published = {name: tensor.to("cpu", copy=True) for name, tensor in state_dict["published"].items()}
+        self._published.fill(state_dict["published"].items())
         self.buffer.load_state_dict(state_dict["buffer"])
         for name in _COUNTS:
             setattr(self, name, state_dict[name])

@@ -170,6 +170,8 @@ class VLLMEngine(RolloutEngine):
     @override
     def sleep(self) -> None:
         if self._can_sleep and not self._asleep:
+            if self._session is not None:
+                self._session.keep_head()
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self._policy_version, self._asleep = _NO_WEIGHTS, True
 
@@ -178,6 +180,8 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._live.wake_up()
             self._asleep = False
+            if self._session is not None:
+                self._session.restore_head()
 
     @property
     def _can_sleep(self) -> bool:

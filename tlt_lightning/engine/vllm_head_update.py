@@ -41,7 +41,8 @@ def update_head(
         RuntimeError: What the engine holds afterwards is not what was sent.
     """
     target = vllm_internals.reach(vllm_internals.model_runner_of(engine), "get_model")()
-    tensors = {canonical_name(name): tensor.detach() for name, tensor in named_tensors}
+    device = next(target.parameters()).device  # where checks of hundreds of millions of numbers take no time
+    tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
     check_tensors(tensors, shapes, shares_head=drafter.lm_head is getattr(target, "lm_head", None))
     _load(engine, drafter, tensors)
     for name, expected in _by_module(tensors):

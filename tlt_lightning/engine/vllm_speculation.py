@@ -144,5 +144,4 @@ class Speculation:
             "speculative_config": config,
             "scheduler_cls": SteeredAsyncScheduler if is_async else SteeredScheduler,
             "async_scheduling": is_async,
-            "sleep_preserve_parameter_names": ["draft.*"],
         }

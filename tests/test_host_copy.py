@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from tlt_lightning.host_copy import HostCopy
+
+
+def test_it_holds_what_was_there_and_writes_to_the_same_memory_again() -> None:
+    copy, weight = HostCopy(), torch.ones(3)
+    copy.fill([("weight", weight), ("other", weight)])
+    place = copy.tensors["weight"].data_ptr()
+    weight.zero_()
+    assert copy.tensors["weight"].tolist() == [1, 1, 1]
+    copy.fill([("weight", weight)])
+    assert {name: tensor.tolist() for name, tensor in copy.tensors.items()} == {"weight": [0, 0, 0]}
+    assert copy.tensors["weight"].data_ptr() == place
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2), torch.ones(3, dtype=torch.float64)])
+def test_another_shape_or_type_gets_memory_of_its_own(tensor: torch.Tensor) -> None:
+    copy = HostCopy()
+    copy.fill([("weight", torch.zeros(3))])
+    copy.fill([("weight", tensor)])
+    torch.testing.assert_close(copy.tensors["weight"], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_of_a_gpu_are_complete_when_read_and_page_locked() -> None:
+    copy, weight = HostCopy(), torch.full((1 << 24,), 1.0, device="cuda")
+    copy.fill([("weight", weight)])
+    weight.zero_()
+    assert copy.tensors["weight"].is_pinned()
+    assert copy.tensors["weight"].min() == 1
+    copy.fill([("weight", torch.zeros(1 << 24))])  # of a checkpoint
+    assert copy.tensors["weight"].is_pinned()
+    assert copy.tensors["weight"].max() == 0
