@@ -192,8 +192,8 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if layer is None:
             yield name, tensor
         elif kind == "weight":
-            delta = layer.get_delta_weight("default").detach()
-            yield f"{layer_name}.weight", (tensor.float() + delta.float()).to(tensor.dtype)
+            merged = layer.get_delta_weight("default").detach().float().add_(tensor)  # in place: these are large
+            yield f"{layer_name}.weight", merged.to(tensor.dtype)
         else:
             yield f"{layer_name}.{kind}", tensor
 
