@@ -56,6 +56,20 @@ def test_iteration_callback_hands_on_validation_only_where_it_ran(tmp_path: Path
     assert accuracies == [None, pytest.approx(0.2), None]
 
 
+def test_a_run_that_is_told_to_stop_ends_with_the_iteration_it_was_told_in(tmp_path: Path) -> None:
+    class Stopper(IterationCallback):
+        def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+            trainer.should_stop = iteration == 2
+
+    first, last = Recorder(), Recorder()
+    trainer = make_trainer(tmp_path, [first, Stopper(), last], max_epochs=5)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    for recorder in (first, last):
+        assert [iteration for iteration, _ in recorder.seen] == [1, 2]
+        assert [metrics["rollout/length_max"] for _, metrics in recorder.seen] == [10.0, 20.0]
+    assert trainer.current_epoch == 2
+
+
 def test_a_state_is_up_to_date_in_the_checkpoint_of_an_iteration(tmp_path: Path) -> None:
     class Stateful(Recorder):
         def state_dict(self) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class IterationCallback(RolloutCallback):
     def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
         """Called once per finished iteration; if the callback has a state, before a checkpoint of the iteration too.
 
+        Set `trainer.should_stop` here to end the run; with several ranks all of them must.
+
         Args:
             trainer: The Trainer.
             iteration: Number of finished iterations, this one included; counts on over a resume.
@@ -68,6 +70,8 @@ class IterationCallback(RolloutCallback):
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.flush(trainer)
+        if trainer.fit_loop.done:  # `trainer.should_stop` was set just now; Lightning would run an empty epoch first
+            raise StopIteration
         self._has_validated = False
 
     @override
