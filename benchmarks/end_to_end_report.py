@@ -221,8 +221,7 @@ def report(results: dict[str, Any]) -> str:
     drafts = "; heads sample their drafts" if work.get("draft_sampling") == "probabilistic" else ""
     lines += [
         f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "
-        f"optimizer step of micro-batches of {work['micro_batch_size']}, "
-        f"{trained}{drafts}. Medians and "
+        f"optimizer step of micro-batches of {work['micro_batch_size']} on average, {trained}{drafts}. Medians and "
         f"quartiles over iterations after the first {warmup}. Overhead is what is neither rollout, wait for another "
         "rank's (idle), log-probs, update nor the drafter's training. Sync counts the engine's sleep and wake.",
         "",

@@ -29,7 +29,7 @@ class Work:
         iterations: Policy iterations, warm-up included.
         prompts: Prompts of an iteration.
         group_size: Responses to each.
-        micro_batch_size: Sequences in one forward and backward pass; an iteration is one optimizer step.
+        micro_batch_size: Sequences in one forward and backward pass, on average; an iteration is one optimizer step.
         max_prompt_tokens: Longest prompt.
         max_tokens: Longest response; 0 takes what the policy's context leaves, at most 4,096.
         lr: Learning rate, constant.
@@ -132,7 +132,7 @@ RUNGS: dict[str, dict[str, Any]] = {
         "prompts": 16,
         "lr": 1e-9,
         "drafter_lr": 1e-9,
-        "micro_batch_size": 4,
+        "micro_batch_size": 8,
         "lora_rank": 32,
         "gradient_checkpointing": True,
         "gpu_memory_utilization": 0.6,

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.test_policy import make_batch
 from tlt_lightning import (
     CriticConfig,
     LoRA,
@@ -25,9 +26,11 @@ from tlt_lightning import (
     VLLMEngine,
 )
 from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import RolloutEngine
 from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, ObjectiveOutput, group_statistics
+from tlt_lightning.policy import causal_lm
 from tlt_lightning.trainer_checks import check_trainer
 
 
@@ -320,6 +323,51 @@ def test_how_a_batch_is_split_does_not_change_the_update(policy_path: str, promp
     for name, tensor in results[0].items():
         for other in results[1:]:
             torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-5)
+
+
+def test_how_a_step_is_cut_changes_neither_the_update_nor_its_metrics(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_equal_counts(lengths: torch.Tensor, **_: Any) -> list[list[list[int]]]:
+        return [lengths.argsort().view(4, 4).tolist()]
+
+    class Sizes(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
+            sizes.append(len(batch))
+
+    sizes: list[int] = []
+    results = []
+    ragged = Sampling(max_tokens=32, stop_token_ids=(4, 5, 6, 7, 8))
+    for plan in (plan_minibatches, in_equal_counts):
+        monkeypatch.setattr("tlt_lightning.data.module.plan_minibatches", plan)
+        L.seed_everything(11)
+        objective = PPO(loss_kl=KLPenalty(coef=0.1, estimator=K3()), entropy_coef=0.01)
+        critic, optimizer = CriticConfig(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)
+        module = make_module(policy_path, objective=objective, critic=critic, optimizer=optimizer)
+        trainer = make_trainer(tmp_path, Sizes(), max_epochs=1, accumulate_grad_batches=4)
+        trainer.fit(module, make_data(prompts_path, sampling=ragged))
+        metrics = {n: v for n, v in trainer.callback_metrics.items() if n.startswith(("train/", "mismatch/"))}
+        results.append({**metrics, **weights(module), "critic": module.critic.head.weight.detach()})
+    assert len(set(sizes[:4])) > 1
+    assert sizes[4:] == [4, 4, 4, 4]
+    assert {"train/loss", "train/value_loss", "train/kl", "train/grad_norm", "mismatch/kl"} <= results[0].keys()
+    assert results[0]["critic"].any()
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+def test_scoring_cuts_by_tokens_and_gives_the_scores_of_each_sequence_alone(policy_path: str) -> None:
+    module = make_module(policy_path, objective=GRPO(loss_kl=KLPenalty(coef=0.1, estimator=K3())))
+    module.trainer = make_trainer(Path())
+    module.configure_model()
+    batch = make_batch([2, 3, 2, 3, 2, 2, 2], [3, 40, 6, 5, 1, 20, 2])
+    alone = module.score(batch, 1)
+    shapes: list[tuple[int, ...]] = []
+    trunk: Any = causal_lm(module.policy).base_model
+    trunk.register_forward_pre_hook(lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    together = module.score(batch, 3)
+    assert shapes == [(1, 43), (5, 8), (1, 22)]  # the largest first
+    for name in ("old_logps", "ref_logps"):
+        torch.testing.assert_close(getattr(together, name), getattr(alone, name), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.metrics import PassAtK
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
@@ -140,13 +141,13 @@ class RLModule(L.LightningModule):
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, micro_batch_size: int, *, single_update: bool = False) -> RolloutBatch:
-        """Fill in old log-probs, reference log-probs and values of a rank's whole batch, longest sequences first.
+        """Fill in old log-probs, reference log-probs and values of a rank's whole batch, the largest pass first.
 
         The hidden states that `hidden_state_request` asks for come out of the same forward passes.
 
         Args:
             batch: On the CPU; the result stays there.
-            micro_batch_size: Sequences per forward pass.
+            micro_batch_size: Sequences per forward pass, on average; cut as the update's are.
             single_update: The iteration takes one optimizer step, whose own log-probs then are the old ones: the
                 policy's pass is left out unless a critic or the advantages need it, and `old_logps` stays None.
         """
@@ -157,11 +158,8 @@ class RLModule(L.LightningModule):
         scores = {name: torch.zeros_like(batch.rollout_logps) for name in names}
         assert self.policy is not None
         tap = BatchTap(self.policy, self.hidden_state_request, batch)
-        order = (batch.prompt_lengths + batch.response_lengths).argsort(descending=True).tolist()
-        if not names:
-            order = [row for row in order if row in tap.chosen]
-        for start in range(0, len(order), micro_batch_size):
-            rows = order[start : start + micro_batch_size]
+        chosen = torch.tensor(range(len(batch)) if names else sorted(tap.chosen), dtype=torch.long)
+        for rows in cut_micro_batches(chosen, batch.prompt_lengths + batch.response_lengths, micro_batch_size):
             part = move_data_to_device(batch.select(rows), self.device)
             with self.trainer.precision_plugin.forward_context():
                 results = self._score_micro_batch(part, tap.over(rows), scores_policy=scores_policy)

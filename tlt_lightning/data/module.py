@@ -49,8 +49,9 @@ class RolloutDataModule(L.LightningDataModule):
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
-        micro_batch_size: Sequences in one forward and backward pass on one rank. An optimizer step takes
-            `Trainer(accumulate_grad_batches)` of them.
+        micro_batch_size: Sequences in one forward and backward pass on one rank, on average: long ones share a pass
+            with few others and short ones with many, so that the largest pass is as small as it can be. An optimizer
+            step takes `Trainer(accumulate_grad_batches)` passes.
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Draw further prompts in place of those whose responses all earned the same (DAPO); None keeps
             them, and they teach nothing.
@@ -272,8 +273,7 @@ class RolloutDataModule(L.LightningDataModule):
             plan = plan_minibatches(
                 lengths, micro_batch_size=self.micro_batch_size, num_steps=num_steps, generator=generator
             )
-            counts = torch.tensor([_counts(batch, step) for step in plan])
-            counts = self._sum_over_ranks(counts)
+            counts = self._sum_over_ranks(torch.tensor([_counts(batch, step) for step in plan]))
             for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
                 for rows in step:
                     yield replace(

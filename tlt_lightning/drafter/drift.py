@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.drafter.buffer import choose_rows
 from tlt_lightning.objectives.kl import k3
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
+_NUM_PASSES = 4  # that they are scored in: so few tokens cost nothing, but each pass its launches
 
 
 class PolicyDrift:
@@ -38,7 +41,8 @@ class PolicyDrift:
             lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
             rows = choose_rows(lengths, _MAX_TOKENS, torch.Generator().manual_seed(0))
             rows = rows or [lengths.index(min(lengths))]
-            self._answers = [batch.select([row]) for row in rows]
+            parts = cut_micro_batches(torch.tensor(rows), torch.tensor(lengths), ceil(len(rows) / _NUM_PASSES))
+            self._answers = [batch.select(part) for part in parts]
             self._logps = [score(answer).float().cpu() for answer in self._answers]
             return 0.0
         now = [score(answer).float().cpu() for answer in self._answers]
