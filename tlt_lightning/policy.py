@@ -98,7 +98,17 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
             r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, config)  # type: ignore[assignment]
+        for layer in _lora_layers(model).values():
+            layer._cast_input_dtype = _cast_unless_autocast
     return model.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
+
+
+def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stands in for PEFT's cast of a layer's input to its adapter's float32.
+
+    Autocast takes that back at once: two passes over every layer's input, and a copy of it kept for the backward pass.
+    """
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def _check_head(model: PreTrainedModel, path: str) -> None:
