@@ -31,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from end_to_end_picture import draw
 from end_to_end_report import write_report
 from end_to_end_runs import Run, commands_of, read_runs, recorded_lengths, settings_of
 from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, write_spec
@@ -192,6 +193,7 @@ class Bench:
         out = Path(args.out)
         save(out / f"end_to_end_{args.name}.json", results)
         write_report(results, out)
+        draw(results, out / f"end_to_end_{args.name}.png")
 
 
 def plan(args: argparse.Namespace, *, has_lengths: bool) -> list[list[Run]]:

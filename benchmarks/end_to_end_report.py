@@ -1,4 +1,4 @@
-"""The results of `end_to_end.py` as tables, curves and a picture. Pure but for the files it writes."""
+"""The results of `end_to_end.py` as tables and curves. Pure but for the files it writes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ from results_file import heading, table
 Rows = list[dict[str, Any]]
 
 WORKING = ("rollout", "idle", "logprobs", "update", "drafter")
-COLORS = {
-    "rollout": "#0072b2",
-    "logprobs": "#56b4e9",
-    "update": "#009e73",
-    "drafter": "#e69f00",
-    "sync": "#d55e00",
-    "reward": "#cc79a7",
-    "idle": "#999999",
-    "other": "#000000",
-}
 LAST = 5  # iterations that a reward at the end is averaged over
 
 
@@ -248,47 +238,8 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Stages as stacked bars; reward over iterations and over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"End to end: {results['rung']}", fontweight="bold")
-    bars, steps, times = figure.subplots(1, 3)
-    runs = [run for run in results["runs"] if run["mode"] == "replay" and timed(run, results["warmup"])]
-    left = [0.0] * len(runs)
-    for stage in (*WORKING, *(stage for stage in STAGES if stage not in WORKING)):
-        widths = [statistics.median(seconds(timed(run, results["warmup"]), stage)) for run in runs]
-        if any(widths):
-            bars.barh([run["arm"] for run in runs], widths, left=left, color=COLORS[stage], label=stage)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    bars.set(title="Median seconds by stage, replayed lengths", xlabel="seconds per iteration")
-    if runs:
-        bars.invert_yaxis()
-        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower left", ncols=8, fontsize=8, frameon=False)
-    natural = [run for run in results["runs"] if run["mode"] == "natural" and run["iterations"]]
-    arms = list(dict.fromkeys(run["arm"] for run in natural))
-    for run in natural:
-        points, color = curve(run), list(COLORS.values())[arms.index(run["arm"])]
-        label = run["arm"] if run is next(other for other in natural if other["arm"] == run["arm"]) else None
-        for panel, axis in ((steps, 0), (times, 1)):
-            xs, ys = [point[axis] for point in points], [point[2] for point in points]
-            panel.plot(xs, ys, color=color, label=label, linewidth=1.3, alpha=0.8)
-    steps.set(title="Reward at equal steps, natural lengths", xlabel="iteration", ylabel="mean reward")
-    times.set(title="Reward at equal time, natural lengths", xlabel="seconds of training")
-    steps.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for panel in (bars, steps, times):
-        panel.spines[["top", "right"]].set_visible(False)
-    if natural:
-        steps.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-
-
 def write_report(results: dict[str, Any], out: Path) -> None:
-    """Write the tables, the picture and the curves beside the JSON file."""
+    """Write the tables and the curves beside the JSON file."""
     stem = f"end_to_end_{results['rung']}"
     (out / f"{stem}.md").write_text(report(results) + "\n")
     rows = ["arm,mode,seed,iteration,seconds,reward"]
@@ -296,4 +247,3 @@ def write_report(results: dict[str, Any], out: Path) -> None:
         key = f"{run['arm']},{run['mode']},{run['seed']}"
         rows += [f"{key},{iteration},{clock:.3f},{reward:.4f}" for iteration, clock, reward in curve(run)]
     (out / f"{stem}.csv").write_text("\n".join(rows) + "\n")
-    draw(results, out / f"{stem}.png")

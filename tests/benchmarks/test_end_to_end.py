@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import end_to_end
+import end_to_end_picture
 import end_to_end_report
 import pytest
 from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, score
@@ -260,6 +261,7 @@ def test_report_holds_stages_memory_curves_and_what_is_missing(tmp_path: Path) -
     runs = [run("plain", iterations=plain), run("siblings", iterations=fast, error="exit status 9")]
     runs += [run("plain", "natural", seed, iterations=natural) for seed in (5, 6)]
     end_to_end_report.write_report(results(*runs), tmp_path)
+    end_to_end_picture.draw(results(*runs), tmp_path / "end_to_end_tiny.png")
     text = (tmp_path / "end_to_end_tiny.md").read_text()
     assert "| plain | 2 | 5.10 | **1.00** | **1.00** |" in text
     assert "| siblings | 1 | 2.10 | **2.43** | **4.00** |" in text
