@@ -53,7 +53,7 @@ class SpeculationSession:
         self.head = head
         self.graphs = graphs
         self.has_calibrated = False
-        self._kept_head: HostCopy | None = None
+        self._kept_head, self._head_is_kept = HostCopy(), False
         self.trace = None if speculation.trace is None else StepTrace(speculation.trace)
         self.control = SpeculationControl(
             speculation.selector,
@@ -151,7 +151,7 @@ class SpeculationSession:
         if self.head is None or self.steering.drafter is None:
             raise RuntimeError("`update_drafter` has nothing to update: the engine speculates without a `head`.")
         update_head(self.engine, self.steering.drafter.model, self.head.tensors, named_tensors)
-        self._kept_head = None
+        self._head_is_kept = False
         if not self.engine.has_unfinished_requests():
             self.engine.reset_prefix_cache()  # of keys and values that the old head computed for prompts
         self.control.weights_changed(version)
@@ -161,16 +161,17 @@ class SpeculationSession:
 
         vLLM could keep them itself (`sleep_preserve_parameter_names`), in pageable memory, at a tenth of the speed.
         """
-        if self.head is not None and self._kept_head is None:
-            self._kept_head = HostCopy()
+        if self.head is not None and not self._head_is_kept:
             self._kept_head.fill(self._head_parameters())
+            self._head_is_kept = True
 
     @torch.no_grad()
     def restore_head(self) -> None:
         """Put back what `keep_head` kept; to be called when the engine is awake again."""
-        if self._kept_head is not None:
+        if self._head_is_kept:
+            kept = self._kept_head.tensors
             for name, parameter in self._head_parameters():
-                parameter.copy_(self._kept_head.tensors[name])
+                parameter.copy_(kept[name], non_blocking=True)
 
     def _head_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that are not the policy's, which brings its own."""
