@@ -8,7 +8,7 @@ its cost follows the lengths of the sequences and not the square of the pack's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,34 +63,36 @@ def attend_in_documents(
         attention_mask: Entries of each document of the pack, which need not fill it.
         options: `scaling`, and others that heads do not use.
     """
-    num_steps = key.shape[2] // query.shape[2]
+    num_entries, lengths = query.shape[2], attention_mask
+    num_steps = key.shape[2] // num_entries
     groups = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).unflatten(2, (num_steps, -1)) for x in (key, value))
-    outputs, stop = [], 0
-    for length in attention_mask:
-        start, stop = stop, stop + length
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, start:stop],
-                keys[:, :, :, start:stop].flatten(2, 3),
-                values[:, :, :, start:stop].flatten(2, 3),
-                attn_mask=step_mask(length, num_steps, query.device) if num_steps > 1 else None,
-                is_causal=num_steps == 1,
-                scale=options["scaling"],
-            )
+    rest = num_entries - sum(lengths)
+    # Split, not sliced: the gradient of a slice is a whole tensor of zeros around it.
+    parts = zip(query.split([*lengths, rest], 2), *(x.split([*lengths, rest], 3) for x in (keys, values)), strict=True)
+    masks = step_masks_of(lengths, num_steps, query.device)
+    outputs = [
+        F.scaled_dot_product_attention(
+            q, k.flatten(2, 3), v.flatten(2, 3), attn_mask=mask, is_causal=mask is None, scale=options["scaling"]
         )
-    attended = torch.cat(outputs, 2)
-    return F.pad(attended, (0, 0, 0, query.shape[2] - stop)).transpose(1, 2), None
+        for mask, (q, k, v) in zip(masks, parts, strict=False)
+    ]
+    return F.pad(torch.cat(outputs, 2), (0, 0, 0, rest)).transpose(1, 2), None
 
 
-def step_mask(length: int, num_steps: int, device: torch.device) -> Tensor:
-    """Who may attend to whom in the last of `num_steps` steps over a document: (length, num_steps * length), bool.
+def step_masks_of(lengths: Sequence[int], num_steps: int, device: torch.device) -> Iterator[Tensor | None]:
+    """Who may attend to whom in the last of `num_steps` steps over each document; None is to everything before.
 
-    To the first step's entries up to one's own, and to one's own entry of later steps.
+    To the first step's entries up to one's own, and to one's own entry of later steps: (length, num_steps * length).
     """
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    own = torch.eye(length, dtype=torch.bool, device=device)
-    return torch.cat([causal, *[own] * (num_steps - 1)], -1)
+    if num_steps == 1:
+        yield from [None] * len(lengths)
+        return
+    longest = max(lengths)
+    own = torch.eye(longest, dtype=torch.bool, device=device)
+    causal = torch.ones_like(own).tril()
+    for length in lengths:
+        yield torch.cat([causal[:length, :length], *[own[:length, :length]] * (num_steps - 1)], -1)
 
 
 def shifted(values: Tensor, steps: int) -> Tensor:
