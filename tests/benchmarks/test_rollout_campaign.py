@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import rollout
+import rollout_process
 from rollout_arms import KS, Tour, arms_of, is_modelled
 from rollout_process import EngineError
 from rollout_report import arms_table
@@ -222,3 +223,27 @@ def test_arms_without_a_head_need_none() -> None:
     assert "K=3, random head" not in arms_of(("best", "head-random"))  # which is there to be used instead
     longest = max(a.num_draft_tokens for arm in steered if arm.selector for a in arm.selector().arms(1))
     assert longest == max(KS)
+
+
+def test_graphs_memory_is_told_only_of_engines_that_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started:
+        """A process whose engine counts, in what its graphs take, whatever the device got meanwhile."""
+
+        def __init__(self, setup: Any, kind: str, table: list[list[int]]) -> None:
+            self.started_alone, self.is_ready, self.is_alive = True, False, True
+
+        def ready(self) -> dict[str, Any]:
+            self.is_ready = True
+            return {"graph_mib": {"target": 7.0}, "graph_table": "| graphs |", "kv_tokens": 5}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(rollout_process, "EngineProcess", Started)
+    engines = rollout_process.Engines(setup=None)  # type: ignore[arg-type]
+    engines.need(["plain", "steered"])
+    engines.need(["full_pool"], later=["steered"])
+    for kind in ("steered", "full_pool"):
+        engines.get(kind)
+    assert engines.descriptions["steered"] == {"kv_tokens": 5}
+    assert engines.descriptions["full_pool"]["graph_mib"] == {"target": 7.0}
