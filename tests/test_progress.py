@@ -99,7 +99,7 @@ def test_fit_prints_one_line_per_iteration(tmp_path: Path, capsys: pytest.Captur
         "before training  val/accuracy 0.200",
         *(
             f"iteration {i}/3  reward 0.500 ± 0.354{'  val accuracy 0.200' if i == 2 else ''}  "
-            f"length p50 {i}0 max {i}0  truncated 25.0%  1,234 tok/s  3.5 s (rollout 2.0 update 1.0 other 0.5)"
+            f"length p50 {i}0 max {i}0  truncated 25.0%  1,234 tok/s  3.5 s (rollout 2.0 update 1.0 sync 0.5 other 0.0)"
             for i in (1, 2, 3)
         ),
     ]
@@ -199,6 +199,12 @@ def test_summary_line_leaves_out_what_was_not_logged() -> None:
     speculation = {"speculation/acceptance_length": 2.0}
     assert summary_line(1, -1, speculation) == "iteration 1  accept 2.00"
     assert summary_line(1, -1, {**speculation, "speculation/off_share": 1.0}) == "iteration 1"
+
+
+def test_summary_line_names_the_stages_that_take_a_twentieth() -> None:
+    seconds = {"iteration": 10.0, "other": 0.6, "rollout": 6.0, "sync": 0.4, "drafter": 1.0, "update": 2.0}
+    line = summary_line(1, -1, {f"time/{stage}": value for stage, value in seconds.items()})
+    assert line == "iteration 1  10.0 s (rollout 6.0 update 2.0 drafter 1.0 other 1.0)"
 
 
 def test_best_and_worst_takes_both_ends_once() -> None:

@@ -221,10 +221,18 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
     if "speculation/acceptance_length" in metrics and metrics.get("speculation/off_share", 0.0) < 1:
         parts.append(f"accept {metrics['speculation/acceptance_length']:.2f}")
     if "time/iteration" in metrics:
-        total, rollout, update = (metrics.get(f"time/{stage}", 0.0) for stage in ("iteration", "rollout", "update"))
-        other = total - rollout - update
-        parts.append(f"{total:.1f} s (rollout {rollout:.1f} update {update:.1f} other {other:.1f})")
+        parts.append(_seconds_by_stage(metrics))
     return "  ".join(parts)
+
+
+def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
+    """An iteration's seconds; of its stages those that take a twentieth of it, and what all others take together."""
+    total = metrics["time/iteration"]
+    stages = {name.removeprefix("time/"): seconds for name, seconds in metrics.items() if name.startswith("time/")}
+    named = [stage for stage in stages if stage not in ("iteration", "other") and stages[stage] >= 0.05 * total]
+    named.sort(key=lambda stage: stages[stage], reverse=True)
+    shown = {stage: stages[stage] for stage in named} | {"other": total - sum(stages[stage] for stage in named)}
+    return f"{total:.1f} s ({' '.join(f'{stage} {seconds:.1f}' for stage, seconds in shown.items())})"
 
 
 def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
