@@ -28,7 +28,9 @@ class HostCopy:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What was copied last, complete; the next `fill` may write to the same memory."""
-        self._wait()
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
         return self._tensors
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -47,8 +49,3 @@ class HostCopy:
             device = tensor.device if tensor.is_cuda else device
         if device is not None:
             self._copied = torch.cuda.current_stream(device).record_event()
-
-    def _wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None

@@ -227,8 +227,7 @@ class LongTailIdleCallback(IterationCallback):
         self._books.noted["drafter/policy_drift"] = self._drift.measure(batch, partial(_logps, trainer, pl_module))
         self._loop.begin(_seed("scored", trainer))
         if trainer.world_size == 1 and self._can_train(trainer):
-            num_tokens = int(batch.prompt_lengths.sum() + batch.response_lengths.sum())
-            self._train_serially(self._serial_steps(num_tokens) - self._books.micro_steps)
+            self._train_serially(self._serial_steps(int(batch.lengths.sum())) - self._books.micro_steps)
         _clock(trainer).lap("drafter")
 
     def _serial_steps(self, num_tokens: int) -> int:

@@ -159,7 +159,7 @@ class RLModule(L.LightningModule):
         assert self.policy is not None
         tap = BatchTap(self.policy, self.hidden_state_request, batch)
         chosen = torch.tensor(range(len(batch)) if names else sorted(tap.chosen), dtype=torch.long)
-        for rows in cut_micro_batches(chosen, batch.prompt_lengths + batch.response_lengths, micro_batch_size):
+        for rows in cut_micro_batches(chosen, batch.lengths, micro_batch_size):
             part = move_data_to_device(batch.select(rows), self.device)
             with self.trainer.precision_plugin.forward_context():
                 results = self._score_micro_batch(part, tap.over(rows), scores_policy=scores_policy)

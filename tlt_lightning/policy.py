@@ -202,10 +202,16 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if layer is None:
             yield name, tensor
         elif kind == "weight":
-            merged = layer.get_delta_weight("default").detach().float().add_(tensor)  # in place: these are large
-            yield f"{layer_name}.weight", merged.to(tensor.dtype)
+            yield f"{layer_name}.weight", merged_weight(layer)
         else:
             yield f"{layer_name}.{kind}", tensor
+
+
+@torch.no_grad()
+def merged_weight(layer: Any) -> Tensor:
+    """A copy of the weight that a layer with an adapter computes with, added up in float32."""
+    weight: Tensor = layer.base_layer.weight
+    return layer.get_delta_weight("default").float().add_(weight).to(weight.dtype)  # in place: these are large
 
 
 def _lora_layers(model: nn.Module) -> dict[str, Any]:

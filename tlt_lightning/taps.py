@@ -123,7 +123,7 @@ class BatchTap:
         self.model = model
         self.request = request
         self.chosen = set() if request is None else set(request.choose(batch))
-        self.lengths: list[int] = (batch.prompt_lengths + batch.response_lengths).tolist()
+        self.lengths: list[int] = batch.lengths.tolist()
         self.hidden_states: dict[int, HiddenStates] | None = None if request is None else {}
 
     @contextmanager

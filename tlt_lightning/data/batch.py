@@ -144,6 +144,11 @@ class RolloutBatch:
         """Response tokens of each sequence, (B,) in int64."""
         return self.response_mask.sum(-1).long()
 
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence, prompt and response, (B,) in int64."""
+        return self.prompt_lengths + self.response_lengths
+
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The given sequences without hidden states, trimmed to their own longest prompt-plus-response and response."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.input_ids.device)

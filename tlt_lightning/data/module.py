@@ -267,8 +267,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _minibatches(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
         generator = torch.Generator().manual_seed(self._stage_seed("shuffle"))
         accumulate = self._trainer.accumulate_grad_batches
-        lengths = batch.prompt_lengths + batch.response_lengths
-        num_steps = self._steps_per_pass(batch)
+        lengths, num_steps = batch.lengths, self._steps_per_pass(batch)
         for _ in range(self.inner_epochs):
             plan = plan_minibatches(
                 lengths, micro_batch_size=self.micro_batch_size, num_steps=num_steps, generator=generator

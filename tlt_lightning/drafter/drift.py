@@ -38,10 +38,9 @@ class PolicyDrift:
             score: Log-probs of the response tokens of a batch under the policy of now, (B, T).
         """
         if not self._answers:
-            lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
-            rows = choose_rows(lengths, _MAX_TOKENS, torch.Generator().manual_seed(0))
-            rows = rows or [lengths.index(min(lengths))]
-            parts = cut_micro_batches(torch.tensor(rows), torch.tensor(lengths), ceil(len(rows) / _NUM_PASSES))
+            rows = choose_rows(batch.lengths.tolist(), _MAX_TOKENS, torch.Generator().manual_seed(0))
+            rows = rows or [int(batch.lengths.argmin())]
+            parts = cut_micro_batches(torch.tensor(rows), batch.lengths, ceil(len(rows) / _NUM_PASSES))
             self._answers = [batch.select(part) for part in parts]
             self._logps = [score(answer).float().cpu() for answer in self._answers]
             return 0.0

@@ -21,7 +21,7 @@ def rows_to_keep(
         share: Share of the batch's tokens that is trained on, if that is known.
         seed: The same seed keeps the same rows.
     """
-    lengths = batch.prompt_lengths + batch.response_lengths
+    lengths = batch.lengths
     num_tokens = buffer.max_bytes // (4 * 2 * hidden_size + 8)  # bfloat16 states, and the token itself
     if share is not None:
         wanted = share * int(lengths.sum()) / (1 - buffer.held_out_share)
@@ -31,7 +31,7 @@ def rows_to_keep(
 
 def draft_sequences(batch: RolloutBatch, policy_version: int) -> list[DraftSequence]:
     """The rows of a scored batch that hidden states were kept of, those of the policy of `policy_version`."""
-    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    lengths = batch.lengths.tolist()
     return [
         DraftSequence(
             input_ids=batch.input_ids[row, : lengths[row]].clone(),

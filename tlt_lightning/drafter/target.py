@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from tlt_lightning.engine.vllm_head import default_layer_ids
-from tlt_lightning.policy import causal_lm
+from tlt_lightning.policy import causal_lm, merged_weight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -88,9 +87,4 @@ def live_weights(policy: nn.Module) -> TargetWeights:
 
 def _merged(module: Any) -> Tensor:
     """The weight a layer computes with; PEFT keeps its own beside the frozen one."""
-    base = getattr(module, "base_layer", module)
-    weight: Tensor = base.weight.detach()
-    if base is module:
-        return weight
-    with torch.no_grad():
-        return (weight.float() + module.get_delta_weight("default").float()).to(weight.dtype)
+    return merged_weight(module) if hasattr(module, "base_layer") else module.weight.detach()
