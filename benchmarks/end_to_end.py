@@ -36,7 +36,7 @@ from end_to_end_report import write_report
 from end_to_end_runs import Run, commands_of, read_runs, recorded_lengths, settings_of
 from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, write_spec
 from results_file import about, note_of, save
-from rungs import FILES, existing
+from rungs import take_files
 
 HERE = Path(__file__).parent
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
@@ -246,9 +246,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", default=os.environ.get("OUT", str(HERE / "results")), help="directory of the results")
     parser.add_argument("--tiny", dest="rung", action="store_const", const="tiny", help="--rung tiny: on a CPU")
     args = parser.parse_args()
-    args.name, files = args.name or args.rung, FILES[args.rung]
-    args.policy, args.train = existing(args.policy or files.policy), args.train or files.train
-    args.head = args.head or next(iter(files.heads), None)
+    args.name = args.name or args.rung
+    take_files(args)
     possible = [arm for arm in ARMS if args.head or arm not in WITH_HEAD]
     if args.devices > 1:
         possible.remove("trl")

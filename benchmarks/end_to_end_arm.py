@@ -23,7 +23,7 @@ from end_to_end_work import (
     read_spec,
     score,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from results_file import hardware
 from typing_extensions import override
 
@@ -184,9 +184,31 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
         GRPO(),
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=work.lr, weight_decay=0.0),
         lora=LoRA(rank=work.lora_rank, alpha=2 * work.lora_rank, base_dtype="bfloat16") if work.lora_rank else None,
-        gradient_checkpointing=work.gradient_checkpointing,
     )
     return module, data
+
+
+def trainer_of(
+    work: Work, folder: str, callbacks: Sequence[L.Callback], loggers: Sequence[Logger] | None = None
+) -> L.Trainer:
+    """The Trainer that does it, writing to `folder`; without `loggers` it logs nothing."""
+    return L.Trainer(
+        accelerator="cpu" if work.is_tiny else "gpu",
+        devices=work.devices,
+        strategy="ddp" if work.devices > 1 else "auto",
+        precision=work.precision,  # type: ignore[arg-type]
+        max_epochs=work.iterations,
+        accumulate_grad_batches=work.accumulate,
+        gradient_clip_val=1.0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=loggers or False,  # type: ignore[arg-type]
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[RolloutProgressBar(), *callbacks],
+    )
 
 
 def run_arm(work: Work, arm: str, *, head: str | None, until: float, keep_lengths: bool, tell: Emit) -> None:
@@ -196,24 +218,10 @@ def run_arm(work: Work, arm: str, *, head: str | None, until: float, keep_length
     with tempfile.TemporaryDirectory() as folder:
         module, data = modules_of(work, speculation_of(arm, head, work))
         recorder = Recorder(tell, deadline, keep_lengths=keep_lengths)
-        trainer = L.Trainer(
-            accelerator="cpu" if work.is_tiny else "gpu",
-            devices=work.devices,
-            strategy="ddp" if work.devices > 1 else "auto",
-            precision=work.precision,  # type: ignore[arg-type]
-            max_epochs=work.iterations,
-            accumulate_grad_batches=work.accumulate,
-            gradient_clip_val=1.0,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
-            logger=[CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[RolloutProgressBar(), *callbacks_of(arm, head, work), recorder, _Ready(tell, started)],
-        )
+        # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
+        loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
+        callbacks = [*callbacks_of(arm, head, work), recorder, _Ready(tell, started)]
+        trainer = trainer_of(work, folder, callbacks, loggers)
         trainer.fit(module, data)
     if trainer.is_global_zero:
         tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})

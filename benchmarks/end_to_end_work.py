@@ -35,7 +35,6 @@ class Work:
         lr: Learning rate, constant.
         precision: Of the trainer; the engine computes in bfloat16 unless it is `32-true`.
         lora_rank: Rank of LoRA adapters on a frozen bfloat16 policy; 0 trains all weights.
-        gradient_checkpointing: Recompute activations in the backward pass.
         gpu_memory_utilization: Share of the device for weights and KV cache while the engine is awake.
         kv_cache_gib: KV cache instead, on a CPU.
         sleep: Whether the engine gives its memory back while the policy is trained.
@@ -58,7 +57,6 @@ class Work:
     lr: float = 1e-4
     precision: str = "bf16-mixed"
     lora_rank: int = 0
-    gradient_checkpointing: bool = False
     gpu_memory_utilization: float = 0.5
     kv_cache_gib: float | None = None
     sleep: bool = False

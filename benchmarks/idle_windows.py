@@ -23,11 +23,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from end_to_end_arm import modules_of
+from end_to_end_arm import modules_of, trainer_of
 from end_to_end_report import spread
 from end_to_end_work import RUNGS, Work
 from results_file import about, heading, note_of, save, table
-from rungs import FILES, existing
+from rungs import take_files
 from typing_extensions import override
 
 from tlt_lightning.data.batch import Rollout
@@ -36,7 +36,7 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail import LongTailIdleCallback
-from tlt_lightning.progress import IterationCallback, RolloutProgressBar
+from tlt_lightning.progress import IterationCallback
 from tlt_lightning.speculation import FixedSelector
 
 NUM_DRAFT_TOKENS = 3
@@ -256,9 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", default=results, help="directory of the results")
     parser.add_argument("--tiny", dest="rung", action="store_const", const="tiny", help="--rung tiny: on a CPU")
     args = parser.parse_args()
-    files = FILES[args.rung]
-    args.policy, args.train = existing(args.policy or files.policy), args.train or files.train
-    args.head = args.head or next(iter(files.heads), None)
+    take_files(args)
     for name, value in DEFAULTS[args.rung].items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -306,21 +304,7 @@ def run(work: Work, head: str | None, learning: int, tell: Callable[[Rows], None
     selector, longest = FixedSelector(NUM_DRAFT_TOKENS), NUM_DRAFT_TOKENS
     module, data = modules_of(work, Speculation(cold_head=True, selector=selector, max_draft_tokens=longest))
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu" if work.is_tiny else "gpu",
-            devices=work.devices,
-            strategy="ddp",
-            precision=work.precision,  # type: ignore[arg-type]
-            max_epochs=work.iterations,
-            accumulate_grad_batches=work.accumulate,
-            gradient_clip_val=1.0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[RolloutProgressBar(), witness, witness.drafting],
-        )
+        trainer = trainer_of(work, folder, [witness, witness.drafting])
         trainer.fit(module, data)
     return trainer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,13 @@ FILES = {
     "25m": Files(policy="target/policy", heads=("target/head",), train="target/train.jsonl", val="target/val.jsonl"),
     "7b": Files(policy="wide/policy", heads=("wide/head",), train="target/train.jsonl", val="target/val.jsonl"),
 }
+
+
+def take_files(args: argparse.Namespace) -> None:
+    """Fill in the rung's `policy`, `train` and `head` where the command line names none; exits without a policy."""
+    files = FILES[args.rung]
+    args.policy, args.train = existing(args.policy or files.policy), args.train or files.train
+    args.head = args.head or next(iter(files.heads), None)
 
 
 def existing(policy: str) -> str:

@@ -142,7 +142,7 @@ def settings(work: Work, folder: str) -> GRPOConfig:
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
-        gradient_checkpointing=work.gradient_checkpointing,
+        gradient_checkpointing=False,
         loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.28,
