@@ -67,12 +67,12 @@ class Scale:
 
 GPU_SCALE = Scale(
     shape=LARGE.shape,
-    num_sequences=96,
+    num_sequences=48,
     median_length=450,
     max_length=4096,
     pack_lengths=(2048, 4096, 8192),
-    batch_sizes=(1, 2, 4, 8, 16),
-    repeats=3,
+    batch_sizes=(1, 4, 8, 16),
+    repeats=2,
 )
 TINY_SCALE = Scale(
     shape=TINY.shape,

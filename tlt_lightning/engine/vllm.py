@@ -51,7 +51,8 @@ class VLLMEngine(RolloutEngine):
             in (`bfloat16` for `bf16-mixed`, `float32` for `32`): the closer both are, the smaller `mismatch/kl`.
         max_num_seqs: Most requests decoded at once.
         gpu_memory_utilization: Share of the device that weights and KV cache may take while the engine is awake.
-        kv_cache_gib: Size of the KV cache in GiB; None derives it from `gpu_memory_utilization`. Give it on a CPU.
+        kv_cache_gib: Size of the KV cache in GiB; None takes what `gpu_memory_utilization` leaves, at most what
+            `max_num_seqs` responses of full length fill. Give it on a CPU.
         enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
         sleep: Free the engine's memory while the policy is trained; has no effect on a CPU. vLLM allows one such engine
             per process: to `fit` and then `validate` in one process, set it to false.
