@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 from tlt_lightning.drafter.buffer import DrafterBuffer
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, fill_pack, pack, plan_packs
+from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
+from tlt_lightning.drafter.sequence import DraftSequence
 from tlt_lightning.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
@@ -148,9 +148,8 @@ class DrafterTrainer:
             self.seen_version = max(versions, default=self.seen_version)
 
     def _micro_step(self) -> float:
-        batch = move_data_to_device(next(self._packs), self.device)
         with torch.enable_grad(), self._autocast():
-            loss, _ = self.drafter.loss(batch)
+            loss, _ = self.drafter.loss(next(self._packs))
         self.optimizer.zero_grad()
         loss.backward()
         value = loss.item()
@@ -171,8 +170,12 @@ class DrafterTrainer:
         while True:
             sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, generator)
             plans = plan_packs([len(sequence) for sequence in sequences], self.pack_tokens)
-            for index in torch.randperm(len(plans), generator=generator).tolist():
-                yield fill_pack([(sequences[piece.sequence], piece) for piece in plans[index]], self.pack_tokens)
+            order = torch.randperm(len(plans), generator=generator).tolist()
+            yield from self._fill(sequences, [plans[index] for index in order])
+
+    def _fill(self, sequences: Sequence[DraftSequence], plans: Sequence[Sequence[Piece]]) -> Iterator[PackedBatch]:
+        for plan in plans:
+            yield fill_pack([(sequences[piece.sequence], piece) for piece in plan], self.pack_tokens, self.device)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
@@ -201,14 +204,13 @@ class DrafterTrainer:
         """
         if not self.num_pending:
             return None
-        packs = pack(self.buffer.held_out, self.pack_tokens)
-        after = self._measure(packs)
+        after = self._measure()
         if not after.num_steps:
             log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
             return None
         self._candidate.fill(self._weights().items())
         self._load(self._published.tensors)
-        decision = Decision(self._measure(packs), after)
+        decision = Decision(self._measure(), after)
         if decision.is_published:
             self._load(self._candidate.tensors)
             self._published, self._candidate = self._candidate, self._published
@@ -218,11 +220,13 @@ class DrafterTrainer:
         self.num_pending = 0
         return decision
 
-    def _measure(self, packs: list[PackedBatch]) -> DraftQuality:
+    def _measure(self) -> DraftQuality:
+        """What the weights of now are worth on held-out text."""
         sums = torch.zeros(6, self.drafter.num_draft_tokens, dtype=torch.float64)
+        held_out = self.buffer.held_out
         with self._autocast():
-            for batch in packs:
-                sums += self.drafter.measure(move_data_to_device(batch, self.device))
+            for batch in self._fill(held_out, plan_packs([len(each) for each in held_out], self.pack_tokens)):
+                sums += self.drafter.measure(batch)
         if self._sum_over_ranks is not None:
             sums = self._sum_over_ranks(sums.float().to(self.device)).cpu()
         return quality_of(sums)
