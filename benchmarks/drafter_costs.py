@@ -169,9 +169,11 @@ def measure_packing(drafter: DrafterModule, scale: Scale, device: torch.device) 
         "filled": {},
     }
     for way, settings in ways.items():
-        passes = {setting: time_passes(drafter, make, scale.repeats) for setting, make in settings.items()}
-        result["samples_per_s"][way] = {s: seconds and len(lengths) / seconds for s, (seconds, _) in passes.items()}
-        result["filled"][way] = {setting: entries / computed for setting, (_, computed) in passes.items()}
+        rates, filled = result["samples_per_s"].setdefault(way, {}), result["filled"].setdefault(way, {})
+        for setting, make in settings.items():
+            seconds, computed = time_passes(drafter, make, scale.repeats)
+            rates[setting], filled[setting] = seconds and len(lengths) / seconds, entries / computed
+            print(f"{way} {setting}: {'out of memory' if seconds is None else f'{seconds:.2f} s a pass'}", flush=True)
     return result
 
 
