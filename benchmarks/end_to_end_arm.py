@@ -140,9 +140,11 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
 def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     """The callback that trains the drafter, for the arms that have one.
 
-    A random head has everything to learn: it sees all of an iteration's tokens, at ten times the rate.
+    A random head has everything to learn: it sees all of an iteration's tokens, at ten times the rate. Beside a frozen
+    one the callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
     """
-    if arm not in ("adaptive", "random"):
+    shares = {"adaptive": 0.1, "random": 1.0} | ({"frozen": 0.0} if work.lengths is None else {})
+    if arm not in shares:
         return []
     from tlt_lightning.drafter.module import DrafterModule
     from tlt_lightning.long_tail import LongTailIdleCallback
@@ -154,7 +156,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
         head=None if is_random else head,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0),
     )
-    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, share=1.0 if is_random else 0.1)]
+    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, share=shares[arm])]
 
 
 def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, RolloutDataModule]:

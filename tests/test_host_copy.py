@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tlt_lightning.host_copy import HostCopy, to_host
+from tlt_lightning.host_copy import HostCopy
 
 
 def test_it_holds_what_was_there_and_writes_to_the_same_memory_again() -> None:
@@ -34,22 +34,3 @@ def test_copies_of_a_gpu_are_complete_when_read_and_page_locked() -> None:
     copy.fill([("weight", torch.zeros(1 << 24))])  # of a checkpoint
     assert copy.tensors["weight"].is_pinned()
     assert copy.tensors["weight"].max() == 0
-
-
-def test_a_copy_on_the_host_is_no_view() -> None:
-    tensor = torch.arange(6.0).view(3, 2)
-    copy = to_host(tensor[:2])
-    tensor.zero_()
-    assert copy.tolist() == [[0, 1], [2, 3]]
-    assert copy.untyped_storage().nbytes() == copy.nbytes
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_of_a_gpus_tensor_waits_for_it_and_is_not_page_locked() -> None:
-    tensor = torch.randn(4096, 4096, device="cuda")
-    for _ in range(20):
-        tensor = tensor @ tensor / 64
-    copy = to_host(tensor[:, :100])
-    assert not copy.is_pinned()
-    torch.testing.assert_close(copy, tensor[:, :100].cpu())

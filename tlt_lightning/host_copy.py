@@ -1,4 +1,4 @@
-"""Copies of device tensors on the host, by way of memory that is page-locked once and used again."""
+"""Copies of device tensors in host memory that is page-locked once and used again."""
 
 from __future__ import annotations
 
@@ -49,17 +49,3 @@ class HostCopy:
             device = tensor.device if tensor.is_cuda else device
         if device is not None:
             self._copied = torch.cuda.current_stream(device).record_event()
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete and in memory of its own size.
-
-    Of a GPU's tensor by way of page-locked memory, which PyTorch keeps for the next: into pageable memory a driver
-    copies with one thread, which takes each page for the first time.
-    """
-    if not tensor.is_cuda:
-        return tensor.to("cpu", copy=True)
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    staged.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return staged.clone()

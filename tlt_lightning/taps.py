@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.host_copy import to_host
 from tlt_lightning.policy import causal_lm
 
 
@@ -100,7 +99,8 @@ class HiddenStateTap:
         results = []
         for number, length in enumerate(lengths):
             layers = torch.cat([self._states[layer][number, :length] for layer in self.layer_ids], -1)
-            results.append(HiddenStates(to_host(layers), to_host(self._states[self._last][number, :length])))
+            last = self._states[self._last][number, :length].to("cpu", copy=True)  # not a view of all rows' states
+            results.append(HiddenStates(layers.cpu(), last))
         self._states.clear()
         return results
 
