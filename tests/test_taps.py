@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tlt_lightning import LoRA, RLModule, RolloutCallback
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, K3, KLPenalty
 from tlt_lightning.policy import causal_lm
-from tlt_lightning.taps import HiddenStateRequest, HiddenStateTap
+from tlt_lightning.taps import HiddenStateRequest, HiddenStates, HiddenStateTap
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -99,18 +100,33 @@ def test_nothing_is_hooked_unless_somebody_asks_and_nothing_stays(
     assert hooks_of(module) == 0
 
 
-def test_where_the_policy_is_not_scored_only_the_chosen_rows_run_and_give_the_same_states(policy_path: str) -> None:
-    module, batch = make_module(policy_path, objective=GRPO()), make_batch([3, 5, 4], [6, 1, 9])
+@pytest.mark.parametrize("case", CASES)
+def test_where_the_policy_is_not_scored_the_update_gives_the_same_states(case: str, policy_path: str) -> None:
+    module, batch = make_module(policy_path, **{"objective": GRPO(), **CASES[case]}), make_batch([3, 5, 4], [6, 1, 9])
     ask(module, [0, 2])
-    states = module.score(batch, micro_batch_size=3).hidden_states
+    states, hooks = module.score(batch, micro_batch_size=3).hidden_states, hooks_of(module)
     sizes: list[int] = []
-    causal_lm(module.policy).base_model.register_forward_hook(lambda model, args, output: sizes.append(len(output[0])))
+    counter = causal_lm(module.policy).base_model.register_forward_hook(lambda *args: sizes.append(1))
     alone = module.score(batch, micro_batch_size=3, single_update=True)
-    assert alone.old_logps is None
-    assert sizes == [2]
-    for row, own in alone.hidden_states.items():
-        torch.testing.assert_close(own.layers, states[row].layers)
-        torch.testing.assert_close(own.last, states[row].last)
+    counter.remove()
+    assert (alone.old_logps, alone.hidden_states) == (None, None)
+    assert not sizes  # no pass but the update's
+    for rows in ([2, 1], [0]):
+        part = replace(
+            batch.select(rows),
+            rows=tuple(rows),
+            advantages=torch.ones(len(rows), int(batch.response_lengths[rows].max())),
+            num_loss_tokens=16.0,
+        )
+        with module.trainer.precision_plugin.train_step_context():
+            module.training_step(part, 0).backward()
+    assert module._update_tap is not None
+    taken = module._update_tap.hidden_states
+    assert set(taken) == {0, 2}
+    for row, own in taken.items():
+        torch.testing.assert_close(own.layers, states[row].layers, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(own.last, states[row].last, atol=2e-2, rtol=2e-2)
+    assert hooks_of(module) == hooks
 
 
 def test_layers_that_are_not_there_are_refused(policy_path: str) -> None:
@@ -119,29 +135,48 @@ def test_layers_that_are_not_there_are_refused(policy_path: str) -> None:
 
 
 class Asker(RolloutCallback):
+    """Compares what it is given with the states before the update, and notes when that was."""
+
     def __init__(self) -> None:
-        self.scored: list[tuple[RolloutBatch, set[int]]] = []
-        self.minibatches: list[RolloutBatch] = []
+        self.calls: list[str] = []
+        self.expected: list[HiddenStates] = []
 
     def on_engine_setup(self, trainer, pl_module, engine):  # type: ignore[no-untyped-def]
         pl_module.hidden_state_request = HiddenStateRequest((0, 1, 2), lambda batch: range(3))
 
     def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
-        self.scored.append((batch, set(batch.hidden_states)))
+        self.calls.append("scored")
+        with torch.no_grad(), HiddenStateTap(pl_module.policy, (0, 1, 2), range(3)) as tap:
+            pl_module.policy(batch.input_ids)
+        self.expected = tap.read(batch.lengths[:3].tolist())
+
+    def on_hidden_states(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+        self.calls.append("states")
+        assert set(batch.hidden_states) == {0, 1, 2}
+        for row, states in batch.hidden_states.items():
+            torch.testing.assert_close(states.layers, self.expected[row].layers, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(states.last, self.expected[row].last, atol=1e-2, rtol=1e-2)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
-        self.minibatches.append(batch)
+        assert batch.hidden_states is None  # their memory is free while the policy is trained
+        self.calls.append("pass")
+
+    def on_train_epoch_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+        self.calls.append("end")
 
 
-def test_a_callback_sees_the_states_and_minibatches_do_not(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_a_callback_gets_the_states_of_the_policy_before_the_update(
+    accumulate: int, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
     asker = Asker()
-    module = RLModule(policy_path, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
-    make_trainer(tmp_path, asker, max_epochs=1).fit(module, make_data(prompts_path))
-    ((batch, rows),) = asker.scored
-    assert rows == {0, 1, 2}
-    assert batch.hidden_states is None  # their memory is free while the policy is trained
-    assert asker.minibatches
-    assert all(batch.hidden_states is None for batch in asker.minibatches)
+    module = RLModule(policy_path, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-1))
+    trainer = make_trainer(tmp_path, asker, accumulate_grad_batches=accumulate)
+    trainer.fit(module, make_data(prompts_path))
+    scores = ["scored", "states", *["pass"] * 4, "end"]
+    updates = ["scored", *["pass"] * 4, "states", "end"]  # a single optimizer step, whose passes give the states
+    assert asker.calls == (scores if accumulate == 2 else updates) * 2
+    assert module._update_tap is None
 
 
 def test_the_engine_can_still_be_changed_in_its_hook(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

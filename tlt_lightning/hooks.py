@@ -63,6 +63,14 @@ class RolloutCallback(L.Callback):
         `old_logps` is None where the iteration takes one optimizer step and nothing asks for them before it.
         """
 
+    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
+        """Called in training with this rank's whole batch and the hidden states that somebody asked for.
+
+        Set `RLModule.hidden_state_request` to ask. The states come out of the policy's log-prob pass, after
+        `on_rollout_scored`, or where an iteration takes one optimizer step and needs no such pass, out of the update's
+        own forward passes, after the update. They are those of the policy before the update either way.
+        """
+
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
         """Called when the engine has taken over the policy's weights; `version` counts optimizer steps."""
 

@@ -43,9 +43,10 @@ class LongTailIdleCallback(IterationCallback):
 
     With several workers it trains while a worker waits for the others' rollouts, and stops within one pack of the end
     of the wait; the workers' weights are then averaged by how much each has trained. A single worker never waits: it
-    trains after scoring, on a share of the iteration's tokens. What the drafter learns from are hidden states of the
-    policy's own log-prob pass. Everything needed to go on is in the run's checkpoints, every worker's hidden states
-    and optimizer included. On another number of workers a run goes on too, but not exactly.
+    trains as soon as an iteration's hidden states are there, on a share of its tokens. They come out of the policy's
+    own passes: before the update where it needs log-probs then, else out of the update itself. Everything needed to go
+    on is in the run's checkpoints, every worker's hidden states and optimizer included. On another number of workers a
+    run goes on too, but not exactly.
 
     The engine must be a `VLLMEngine` that speculates, with a selector that may choose the drafter `learned`. Without
     `drafter.head` the run starts from a random head. It drafts nothing before it was trained and published; until then
@@ -119,6 +120,7 @@ class LongTailIdleCallback(IterationCallback):
         self._trainer: DrafterTrainer | None = None
         self._drift = PolicyDrift()
         self._iteration = -1
+        self._policy_version = 0  # of the states that come next
         self._books = DrafterBooks()
         self._group: ProcessGroup | None = None
 
@@ -223,8 +225,13 @@ class LongTailIdleCallback(IterationCallback):
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
         _clock(trainer).lap("other")
         self._loop.average()
-        self.buffer.add(draft_sequences(batch, trainer.global_step))
         self._books.noted["drafter/policy_drift"] = self._drift.measure(batch, partial(_logps, trainer, pl_module))
+        self._policy_version = trainer.global_step
+        _clock(trainer).lap("drafter")
+
+    @override
+    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
+        self.buffer.add(draft_sequences(batch, self._policy_version))
         self._loop.begin(_seed("scored", trainer))
         if trainer.world_size == 1 and self._can_train(trainer):
             self._train_serially(self._serial_steps(int(batch.lengths.sum())) - self._books.micro_steps)

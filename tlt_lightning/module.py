@@ -19,6 +19,7 @@ from typing_extensions import override
 from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
+from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import PassAtK
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
@@ -84,7 +85,8 @@ class RLModule(L.LightningModule):
         self.attn_implementation = attn_implementation
         self.policy: nn.Module | None = None
         self.critic: Critic | None = None
-        self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_rollout_scored`
+        self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
+        self._update_tap: BatchTap | None = None  # over the update's passes, where the policy is not scored before
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
         self._micro_metrics: list[dict[str, Tensor]] = []  # of the micro-batches since the last optimizer step
@@ -143,7 +145,8 @@ class RLModule(L.LightningModule):
     def score(self, batch: RolloutBatch, micro_batch_size: int, *, single_update: bool = False) -> RolloutBatch:
         """Fill in old log-probs, reference log-probs and values of a rank's whole batch, the largest pass first.
 
-        The hidden states that `hidden_state_request` asks for come out of the same forward passes.
+        The hidden states that `hidden_state_request` asks for come out of the same forward passes; where the policy's
+        are left out, out of the update's.
 
         Args:
             batch: On the CPU; the result stays there.
@@ -157,27 +160,28 @@ class RLModule(L.LightningModule):
         names += ["values"] if self.critic is not None else []
         scores = {name: torch.zeros_like(batch.rollout_logps) for name in names}
         assert self.policy is not None
-        tap = BatchTap(self.policy, self.hidden_state_request, batch)
-        chosen = torch.tensor(range(len(batch)) if names else sorted(tap.chosen), dtype=torch.long)
-        for rows in cut_micro_batches(chosen, batch.lengths, micro_batch_size):
+        request = self.hidden_state_request
+        tap = None if request is None else BatchTap(self.policy, request, batch)
+        self._update_tap = None if scores_policy else tap
+        for rows in cut_micro_batches(torch.arange(len(batch) if names else 0), batch.lengths, micro_batch_size):
             part = move_data_to_device(batch.select(rows), self.device)
             with self.trainer.precision_plugin.forward_context():
-                results = self._score_micro_batch(part, tap.over(rows), scores_policy=scores_policy)
+                tapped = nullcontext() if tap is None else tap.over(rows)
+                results = self._score_micro_batch(part, tapped, scores_policy=scores_policy)
             for name, result in results.items():
                 scores[name][rows, : result.shape[1]] = result.float().cpu()
-        return replace(batch, **scores, hidden_states=tap.hidden_states)  # type: ignore[arg-type]
+        states = tap.hidden_states if tap is not None and scores_policy else None
+        return replace(batch, **scores, hidden_states=states)  # type: ignore[arg-type]
 
     def _score_micro_batch(
-        self, part: RolloutBatch, tap: AbstractContextManager[bool], *, scores_policy: bool
+        self, part: RolloutBatch, tapped: AbstractContextManager[None], *, scores_policy: bool
     ) -> dict[str, Tensor]:
         results = {}
-        with tap as is_tapped:  # the reference may be the same network: its pass is not tapped
-            if scores_policy:
+        if scores_policy:
+            with tapped:  # the reference may be the same network: its pass is not tapped
                 results["old_logps"], _, values = self._forward(part)
-                if values is not None:
-                    results["values"] = values
-            elif is_tapped:
-                causal_lm(self.policy).base_model(input_ids=part.input_ids, use_cache=False)  # type: ignore[arg-type]
+            if values is not None:
+                results["values"] = values
         if self.objective.needs_reference:
             results["ref_logps"] = self._reference_logps(part)
         return results
@@ -203,12 +207,24 @@ class RLModule(L.LightningModule):
 
     @override
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        logps, entropy, values = self._forward(batch)
+        with nullcontext() if self._update_tap is None else self._update_tap.over(batch.rows):
+            logps, entropy, values = self._forward(batch)
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
         self._micro_metrics.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
+        if self._update_tap is None or not self.trainer.is_last_batch:
+            return
+        tap, self._update_tap = self._update_tap, None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer's step is the update's, not a callback's
+        self._lap("update")
+        states = replace(tap.batch, hidden_states=tap.hidden_states)
+        call_rollout_hook(self.trainer, "on_hidden_states", states)
 
     def _end_step(self) -> dict[str, Tensor]:
         """Note and return this rank's means over the optimizer step's micro-batches."""

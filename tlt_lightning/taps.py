@@ -1,4 +1,4 @@
-"""Hidden states of the policy out of a forward pass that happens anyway: what a drafter learns from, for free."""
+"""Hidden states of the policy out of forward passes that happen anyway: what a drafter learns from, for free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateRequest:
-    """What `RLModule.score` is to keep of its forward pass; set it as `RLModule.hidden_state_request`.
+    """What `RLModule` is to keep of a pass over all rollouts; set it as `RLModule.hidden_state_request`.
+
+    Callbacks get the states in `on_hidden_states`.
 
     Args:
         layer_ids: Layers as EAGLE-3 heads and vLLM count them: `i` is the input of decoder layer `i`, counted from 0,
@@ -115,25 +117,26 @@ class BatchTap:
 
     Args:
         model: The policy.
-        request: What is wanted; None taps nothing and registers nothing.
+        request: What is wanted.
         batch: All sequences of a rank.
     """
 
-    def __init__(self, model: nn.Module, request: HiddenStateRequest | None, batch: RolloutBatch) -> None:
+    def __init__(self, model: nn.Module, request: HiddenStateRequest, batch: RolloutBatch) -> None:
         self.model = model
         self.request = request
-        self.chosen = set() if request is None else set(request.choose(batch))
+        self.batch = batch
+        self.chosen = set(request.choose(batch))
         self.lengths: list[int] = batch.lengths.tolist()
-        self.hidden_states: dict[int, HiddenStates] | None = None if request is None else {}
+        self.hidden_states: dict[int, HiddenStates] = {}
 
     @contextmanager
-    def over(self, rows: Sequence[int]) -> Iterator[bool]:
-        """Wraps the policy's forward pass over the micro-batch of these rows; gives whether any of them is tapped."""
+    def over(self, rows: Sequence[int]) -> Iterator[None]:
+        """Wraps the policy's forward pass over the micro-batch of these rows of the batch."""
         kept = [(place, row) for place, row in enumerate(rows) if row in self.chosen]
-        if self.request is None or self.hidden_states is None or not kept:
-            yield False
+        if not kept:
+            yield
             return
         with HiddenStateTap(self.model, self.request.layer_ids, [place for place, _ in kept]) as tap:
-            yield True
+            yield
         states = tap.read([self.lengths[row] for _, row in kept])
         self.hidden_states.update({row: state for (_, row), state in zip(kept, states, strict=True)})

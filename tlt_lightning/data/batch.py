@@ -113,8 +113,9 @@ class RolloutBatch:
         num_shares: How many micro-batch losses the optimizer step averages: accumulation times ranks. A loss that
             sums over its micro-batch, divides by a `num_loss_*` count and multiplies by `num_shares` is therefore
             independent of how the step was split.
-        hidden_states: The policy's hidden states by row, of the rows that `RLModule.hidden_state_request` chose. Only
-            `on_rollout_scored` sees them; minibatches carry none.
+        rows: Numbers of a minibatch's sequences in the rank's whole batch; empty in the latter.
+        hidden_states: The policy's hidden states by row, of the rows that `RLModule.hidden_state_request` chose, for
+            `on_hidden_states`; minibatches carry none.
     """
 
     input_ids: Tensor
@@ -134,6 +135,7 @@ class RolloutBatch:
     num_loss_tokens: float = 0.0
     num_loss_sequences: float = 0.0
     num_shares: int = 1
+    rows: tuple[int, ...] = ()
     hidden_states: dict[int, HiddenStates] | None = None
 
     def __len__(self) -> int:

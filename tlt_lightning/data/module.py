@@ -229,7 +229,9 @@ class RolloutDataModule(L.LightningDataModule):
             self._metrics["train/explained_variance"] = explained.item()
         self.clock.lap("logprobs")
         call_rollout_hook(self._trainer, "on_rollout_scored", batch)
-        batch.hidden_states = None  # as large as the policy's activations, and no loss reads them
+        if batch.hidden_states is not None:
+            call_rollout_hook(self._trainer, "on_hidden_states", batch)
+            batch.hidden_states = None  # as large as the policy's activations, and no loss reads them
         self.clock.lap("other")
         yield from self._minibatches(batch)
 
@@ -277,6 +279,7 @@ class RolloutDataModule(L.LightningDataModule):
                 for rows in step:
                     yield replace(
                         batch.select(rows),
+                        rows=tuple(rows),
                         num_loss_tokens=num_tokens,
                         num_loss_sequences=num_sequences,
                         num_shares=accumulate * self._world_size,
