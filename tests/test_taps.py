@@ -114,7 +114,6 @@ def test_where_the_policy_is_not_scored_the_update_gives_the_same_states(case: s
     for rows in ([2, 1], [0]):
         part = replace(
             batch.select(rows),
-            rows=tuple(rows),
             advantages=torch.ones(len(rows), int(batch.response_lengths[rows].max())),
             num_loss_tokens=16.0,
         )

@@ -33,6 +33,7 @@ def test_sequences_are_padded_on_the_right(batch: RolloutBatch) -> None:
 def test_selected_rows_are_trimmed_to_their_own_length(batch: RolloutBatch) -> None:
     batch.advantages = torch.arange(15.0).view(3, 5)
     part = batch.select([2, 0])
+    assert (batch.rows, part.rows) == ((), (2, 0))
     assert part.input_ids.tolist() == [[2, 3, 10, 0, 0], [2, 3, 4, 10, 11]]
     assert part.response_mask.tolist() == [[1, 0], [1, 1]]
     assert part.advantages is not None

@@ -113,7 +113,7 @@ class RolloutBatch:
         num_shares: How many micro-batch losses the optimizer step averages: accumulation times ranks. A loss that
             sums over its micro-batch, divides by a `num_loss_*` count and multiplies by `num_shares` is therefore
             independent of how the step was split.
-        rows: Numbers of a minibatch's sequences in the rank's whole batch; empty in the latter.
+        rows: Numbers of these sequences in the batch that `select` took them from; empty if they are all there is.
         hidden_states: The policy's hidden states by row, of the rows that `RLModule.hidden_state_request` chose, for
             `on_hidden_states`; minibatches carry none.
     """
@@ -164,4 +164,4 @@ class RolloutBatch:
                 if value.dim() == 2:
                     value = value[:, : num_columns["S" if item.name == "input_ids" else "T"]]
                 chosen[item.name] = value
-        return replace(self, **chosen, hidden_states=None)
+        return replace(self, **chosen, rows=tuple(index.tolist()), hidden_states=None)

@@ -279,7 +279,6 @@ class RolloutDataModule(L.LightningDataModule):
                 for rows in step:
                     yield replace(
                         batch.select(rows),
-                        rows=tuple(rows),
                         num_loss_tokens=num_tokens,
                         num_loss_sequences=num_sequences,
                         num_shares=accumulate * self._world_size,
