@@ -56,6 +56,18 @@ def test_iteration_callback_hands_on_validation_only_where_it_ran(tmp_path: Path
     assert accuracies == [None, pytest.approx(0.2), None]
 
 
+def test_an_iteration_has_no_metrics_that_only_an_earlier_one_logged(tmp_path: Path) -> None:
+    class Sometimes(Recorder):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            super().on_train_epoch_end(trainer, pl_module)
+            if trainer.current_epoch in (0, 2, 3):
+                pl_module.log("time/sometimes", 4.0)  # the same value each time
+
+    recorder = Sometimes()
+    make_trainer(tmp_path, [recorder], max_epochs=5).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    assert [metrics.get("time/sometimes") for _, metrics in recorder.seen] == [4.0, None, 4.0, 4.0, None]
+
+
 def test_a_run_that_is_told_to_stop_ends_with_the_iteration_it_was_told_in(tmp_path: Path) -> None:
     class Stopper(IterationCallback):
         def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
+from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import override
 
@@ -40,7 +41,7 @@ class IterationCallback(RolloutCallback):
 
     def __init__(self) -> None:
         self._finished: int | None = None
-        self._has_validated = False
+        self._earlier: dict[str, Tensor] = {}  # what had been logged when the iteration began
 
     def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
         """Called once per finished iteration; if the callback has a state, before a checkpoint of the iteration too.
@@ -50,7 +51,7 @@ class IterationCallback(RolloutCallback):
         Args:
             trainer: The Trainer.
             iteration: Number of finished iterations, this one included; counts on over a resume.
-            metrics: Everything logged for it; `val/...` only if validation ran in this iteration.
+            metrics: Everything logged for it, and nothing that was logged for an earlier one alone.
         """
 
     def flush(self, trainer: L.Trainer) -> None:
@@ -58,21 +59,18 @@ class IterationCallback(RolloutCallback):
         if self._finished is None:
             return
         iteration, self._finished = self._finished, None
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if not self._has_validated:  # Lightning keeps the values of an earlier iteration
-            metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
-        self.on_iteration_end(trainer, iteration, metrics)
-
-    @override
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._has_validated = not trainer.sanity_checking
+        # Lightning keeps what is not logged anew: the very tensor of an earlier iteration.
+        values = {
+            name: value for name, value in trainer.callback_metrics.items() if value is not self._earlier.get(name)
+        }
+        self.on_iteration_end(trainer, iteration, {name: float(value) for name, value in values.items()})
 
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.flush(trainer)
         if trainer.fit_loop.done:  # `trainer.should_stop` was set just now; Lightning would run an empty epoch first
             raise StopIteration
-        self._has_validated = False
+        self._earlier = dict(trainer.callback_metrics)
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
