@@ -90,7 +90,8 @@ class HiddenStateTap:
     def _keeper(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = args[0] if args else kwargs["hidden_states"]  # (B, S, H)
-            self._states[layer] = states.detach()[self.rows].bfloat16()
+            # Not `states[self.rows]`: the list would have to reach the device, for which the host waits.
+            self._states[layer] = torch.stack([states.detach()[row] for row in self.rows]).bfloat16()
 
         return keep
 
