@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from math import isfinite
 from typing import Any
@@ -166,20 +166,16 @@ class RLModule(L.LightningModule):
         for rows in cut_micro_batches(torch.arange(len(batch) if names else 0), batch.lengths, micro_batch_size):
             part = move_data_to_device(batch.select(rows), self.device)
             with self.trainer.precision_plugin.forward_context():
-                tapped = nullcontext() if tap is None else tap.over(rows)
-                results = self._score_micro_batch(part, tapped, scores_policy=scores_policy)
+                results = self._score_micro_batch(part, tap, scores_policy=scores_policy)
             for name, result in results.items():
                 scores[name][rows, : result.shape[1]] = result.float().cpu()
         states = tap.hidden_states if tap is not None and scores_policy else None
         return replace(batch, **scores, hidden_states=states)  # type: ignore[arg-type]
 
-    def _score_micro_batch(
-        self, part: RolloutBatch, tapped: AbstractContextManager[None], *, scores_policy: bool
-    ) -> dict[str, Tensor]:
+    def _score_micro_batch(self, part: RolloutBatch, tap: BatchTap | None, *, scores_policy: bool) -> dict[str, Tensor]:
         results = {}
         if scores_policy:
-            with tapped:  # the reference may be the same network: its pass is not tapped
-                results["old_logps"], _, values = self._forward(part)
+            results["old_logps"], _, values = self._forward(part, tap)
             if values is not None:
                 results["values"] = values
         if self.objective.needs_reference:
@@ -192,10 +188,12 @@ class RLModule(L.LightningModule):
         with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
             return response_logps(model, part, chunk_size=self.logprob_chunk_size)[0]
 
-    def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and values of the response tokens, (B, T) each."""
+    def _forward(self, batch: RolloutBatch, tap: BatchTap | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and values of the response tokens, (B, T) each; `tap` keeps its rows' hidden states."""
         assert self.policy is not None
-        logps, entropy, states, index = response_logps(self.policy, batch, chunk_size=self.logprob_chunk_size)
+        # Not the reference's pass, which may be one of the same network.
+        with nullcontext() if tap is None else tap.over(batch.rows):
+            logps, entropy, states, index = response_logps(self.policy, batch, chunk_size=self.logprob_chunk_size)
         if not self.objective.needs_entropy_grad:
             entropy = entropy.detach()
         values = None
@@ -207,8 +205,7 @@ class RLModule(L.LightningModule):
 
     @override
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        with nullcontext() if self._update_tap is None else self._update_tap.over(batch.rows):
-            logps, entropy, values = self._forward(batch)
+        logps, entropy, values = self._forward(batch, self._update_tap)
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)

@@ -8,7 +8,7 @@ sequence of `n` tokens has `n - 2` entries: the last token is only ever drafted.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,13 +99,24 @@ def pack(sequences: Sequence[DraftSequence], num_tokens: int) -> list[PackedBatc
     """
     check_num_tokens(num_tokens)
     plans = plan_packs([len(sequence) for sequence in sequences], num_tokens)
-    return [fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens) for plan in plans]
+    return list(fill_packs(sequences, plans, num_tokens))
 
 
 def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
     """Raise ValueError, which names the `argument` that it was given as, unless `num_tokens` can be a pack's length."""
     if num_tokens < 128 or num_tokens % 128:
         raise ValueError(f"`{argument}` must be a positive multiple of 128, got {num_tokens}.")
+
+
+def fill_packs(
+    sequences: Sequence[DraftSequence],
+    plans: Iterable[Sequence[Piece]],
+    num_tokens: int,
+    device: torch.device | None = None,
+) -> Iterator[PackedBatch]:
+    """The packs that `plan_packs` planned for `sequences`, each made when it is asked for; see `fill_pack`."""
+    for plan in plans:
+        yield fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens, device)
 
 
 def fill_pack(

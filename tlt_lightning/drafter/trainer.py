@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tlt_lightning.drafter.buffer import DrafterBuffer
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, plan_packs
+from tlt_lightning.drafter.packing import PackedBatch, fill_packs, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
-from tlt_lightning.drafter.sequence import DraftSequence
 from tlt_lightning.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
@@ -171,11 +170,7 @@ class DrafterTrainer:
             sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, generator)
             plans = plan_packs([len(sequence) for sequence in sequences], self.pack_tokens)
             order = torch.randperm(len(plans), generator=generator).tolist()
-            yield from self._fill(sequences, [plans[index] for index in order])
-
-    def _fill(self, sequences: Sequence[DraftSequence], plans: Sequence[Sequence[Piece]]) -> Iterator[PackedBatch]:
-        for plan in plans:
-            yield fill_pack([(sequences[piece.sequence], piece) for piece in plan], self.pack_tokens, self.device)
+            yield from fill_packs(sequences, [plans[index] for index in order], self.pack_tokens, self.device)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
@@ -224,8 +219,9 @@ class DrafterTrainer:
         """What the weights of now are worth on held-out text."""
         sums = torch.zeros(6, self.drafter.num_draft_tokens, dtype=torch.float64)
         held_out = self.buffer.held_out
+        plans = plan_packs([len(sequence) for sequence in held_out], self.pack_tokens)
         with self._autocast():
-            for batch in self._fill(held_out, plan_packs([len(each) for each in held_out], self.pack_tokens)):
+            for batch in fill_packs(held_out, plans, self.pack_tokens, self.device):
                 sums += self.drafter.measure(batch)
         if self._sum_over_ranks is not None:
             sums = self._sum_over_ranks(sums.float().to(self.device)).cpu()
