@@ -5,7 +5,8 @@
         --iterations 5 --warmup 1
 
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
-an `adaptive` one, trained along; the same from a `random` one; `trl`, GRPOTrainer with colocated vLLM and no
+an `adaptive` one, trained along; `paired`, which is that and also says how the head it began with would have drafted;
+an adaptive one from `random` weights; `trl`, GRPOTrainer with colocated vLLM and no
 speculation. In mode `replay` all arms write responses of the same recorded lengths; the first plain run records them.
 In mode `natural` end tokens decide, over `--seeds`: reward at equal steps and at equal time.
 
@@ -39,8 +40,8 @@ from results_file import about, note_of, save
 from rungs import take_files
 
 HERE = Path(__file__).parent
-ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
-WITH_HEAD = ("frozen", "adaptive")
+ARMS = ("plain", "siblings", "frozen", "adaptive", "paired", "random", "trl")
+WITH_HEAD = ("frozen", "adaptive", "paired")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 
 

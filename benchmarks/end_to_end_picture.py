@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from end_to_end_report import WORKING, curve, seconds, timed
-from end_to_end_work import STAGES
+from end_to_end_report import PAIRED, WORKING, curve, paired, seconds, timed
+from end_to_end_work import FIRST_HEAD, STAGES
 
 STAGE_COLORS = {
     "rollout": "#0072b2",
@@ -25,6 +25,7 @@ ARM_COLORS = {
     "siblings": "#009e73",
     "frozen": "#0072b2",
     "adaptive": "#d55e00",
+    "paired": "#d55e00",
     "random": "#cc79a7",
     "trl": "#999999",
 }
@@ -50,6 +51,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         panels += [lambda panel: draw_reward(panel, natural, axis=0), lambda panel: draw_reward(panel, natural, axis=1)]
     if drafting:
         panels.append(lambda panel: draw_acceptance(panel, drafting))
+    if both := [run for run in natural if paired(run)]:
+        panels.append(lambda panel: draw_both_heads(panel, both))
     if not panels:
         return
     figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
@@ -102,6 +105,18 @@ def draw_acceptance(panel: Any, runs: Runs) -> None:
     low, high = panel.get_ylim()
     panel.set_ylim(min(low, high - LEAST_RANGE), max(high, low + LEAST_RANGE))
     panel.set(title="First drafts accepted in the engine", xlabel="iteration", ylabel="share")
+
+
+def draw_both_heads(panel: Any, runs: Runs) -> None:
+    """Tokens per engine step on held-out text, of the head a run began with and of the one trained along."""
+    for run, label in labelled(runs):
+        rows = paired(run)
+        iterations = [row["iteration"] for row in rows]
+        for prefix, style, head in (("drafter/", "-", "trained along"), (FIRST_HEAD, "--", "as it began")):
+            lengths = [row["metrics"][prefix + PAIRED] for row in rows]
+            name = label and head
+            panel.plot(iterations, lengths, style, color=ARM_COLORS[run["arm"]], label=name, linewidth=1.3, alpha=0.8)
+    panel.set(title="Both heads on the same text", xlabel="iteration", ylabel="tokens per engine step")
 
 
 def labelled(runs: Runs) -> list[tuple[dict[str, Any], str | None]]:

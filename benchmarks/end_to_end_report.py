@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from end_to_end_work import STAGES
+from end_to_end_work import FIRST_HEAD, STAGES
 from results_file import heading, table
 
 Rows = list[dict[str, Any]]
 
 WORKING = ("rollout", "idle", "logprobs", "update", "drafter")
+PAIRED = "acceptance_length"  # tokens per engine step on held-out text
+PARTS = 4  # that the table of a paired run cuts it into
 LAST = 5  # iterations that a reward at the end is averaged over
 
 
@@ -121,6 +123,41 @@ def drafter_table(runs: list[dict[str, Any]], warmup: int) -> list[str]:
     return ["## The drafter in the course of the run", "", lead, "", *table(header, lines)]
 
 
+def paired(run: dict[str, Any]) -> Rows:
+    """The iterations in which both heads of a paired run were measured, on one text."""
+    names = (f"drafter/{PAIRED}", FIRST_HEAD + PAIRED)
+    return [row for row in run["iterations"] if all(row["metrics"].get(name) is not None for name in names)]
+
+
+def paired_table(runs: list[dict[str, Any]]) -> list[str]:
+    """What the head a run began with and the one trained along are worth on the same text, in the course of the run."""
+    lines: list[list[Any]] = []
+    for run in runs:
+        rows = paired(run)
+        size = -(-len(rows) // PARTS)
+        for part in [rows[start : start + size] for start in range(0, len(rows), size or 1)]:
+            heads = [
+                [_middle(part, f"{prefix}acceptance_{name}") for prefix in (FIRST_HEAD, "drafter/")]
+                for name in ("length", "rate_pos_1", "rate_pos_3")
+            ]
+            lines.append(
+                [
+                    f"{run['mode']} {run['seed']}",
+                    f"{part[0]['iteration']} to {part[-1]['iteration']}",
+                    _digits(part[-1]["metrics"].get("drafter/policy_drift"), 3),
+                    *(", ".join(f"{value:.3f}" for value in pair if value is not None) for pair in heads),
+                ]
+            )
+    if not lines:
+        return []
+    header = ["run", "iterations", "drift at their end", "tokens per step", "draft 1 accepted", "draft 3 accepted"]
+    lead = (
+        "The head the run began with, then the one trained along: each drafts the held-out text of the last iteration "
+        "for the policy of now. Medians."
+    )
+    return ["## Both heads on the same text", "", lead, "", *table(header, lines)]
+
+
 def _middle(rows: Rows, name: str) -> float | None:
     found = values(rows, name)
     return statistics.median(found) if found else None
@@ -225,6 +262,7 @@ def report(results: dict[str, Any]) -> str:
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
     lines += drafter_table(runs, warmup)
+    lines += paired_table(runs)
     lines += memory_table(replayed or natural)
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []

@@ -16,6 +16,9 @@ Emit = Callable[[str, dict[str, Any]], None]
 STAGES = ("sync", "rollout", "reward", "logprobs", "drafter", "update", "idle", "other")
 """Stages of an iteration; those that are neither rollout, log-probs, update nor drafter are its overhead."""
 
+FIRST_HEAD = "drafter/first_"
+"""Prefix of what the head that a run began with is worth, in arm `paired`."""
+
 STARTED, ITERATION, FINISHED = "STARTED", "ITERATION", "FINISHED"
 
 

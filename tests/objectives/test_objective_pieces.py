@@ -115,6 +115,22 @@ def test_the_mismatch_between_engine_and_trainer_is_logged_and_bounded(vectors: 
     assert "mismatch/is_weight_mean" not in off
 
 
+@pytest.mark.parametrize(("temperature", "is_as_expected"), [(1.0, True), (1.2, False), (0.8, False)])
+def test_only_tokens_from_the_policy_itself_surprise_it_as_its_entropy_says(
+    random_vectors: RandomVectors, temperature: float, is_as_expected: bool
+) -> None:
+    batch = random_vectors(0, num_tokens=2000).batch
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(*batch.response_mask.shape, 5, generator=generator, dtype=torch.float64)
+    logps = logits.log_softmax(-1)
+    chances = (logits / temperature).softmax(-1).flatten(0, 1)
+    tokens = torch.multinomial(chances, 1, generator=generator).view(*batch.response_mask.shape, 1)
+    entropy = -(logps.exp() * logps).sum(-1)
+    batch.advantages = torch.ones_like(entropy)
+    metrics = GRPO().loss(batch, logps.gather(-1, tokens)[..., 0], entropy, None).metrics
+    assert (abs(metrics["mismatch/surprise"].item()) < 0.03) == is_as_expected  # of 10,000 tokens, 0.01 each way
+
+
 def test_kl_to_the_reference_is_logged_where_there_is_one(vectors: SimpleNamespace) -> None:
     batch = vectors.batch
     batch.advantages = torch.ones_like(vectors.logps)

@@ -101,6 +101,8 @@ class ComposedObjective(PolicyObjective):
 
         per_token, clipped = self.surrogate(logps, old_logps, advantages, mask)
         metrics = self._mismatch_metrics(batch, old_logps, rollout_logps)
+        # 0 in the mean for tokens drawn from this very policy: the one trace that a wrong sampler leaves in a run.
+        metrics["mismatch/surprise"] = token_mean(-logps - entropy, batch)
         if self.correction is not None:
             weights = self.correction(old_logps, rollout_logps, mask)
             per_token = per_token * weights
