@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from end_to_end_report import PAIRED, WORKING, curve, paired, seconds, timed
+from end_to_end_report import LAST, PAIRED, WORKING, curve, paired, seconds, timed
 from end_to_end_work import FIRST_HEAD, STAGES
 
 STAGE_COLORS = {
@@ -25,7 +25,7 @@ ARM_COLORS = {
     "siblings": "#009e73",
     "frozen": "#0072b2",
     "adaptive": "#d55e00",
-    "paired": "#d55e00",
+    "paired": "#e69f00",
     "random": "#cc79a7",
     "trl": "#999999",
 }
@@ -108,15 +108,20 @@ def draw_acceptance(panel: Any, runs: Runs) -> None:
 
 
 def draw_both_heads(panel: Any, runs: Runs) -> None:
-    """Tokens per engine step on held-out text, of the head a run began with and of the one trained along."""
-    for run, label in labelled(runs):
-        rows = paired(run)
-        iterations = [row["iteration"] for row in rows]
-        for prefix, style, head in (("drafter/", "-", "trained along"), (FIRST_HEAD, "--", "as it began")):
-            lengths = [row["metrics"][prefix + PAIRED] for row in rows]
-            name = label and head
-            panel.plot(iterations, lengths, style, color=ARM_COLORS[run["arm"]], label=name, linewidth=1.3, alpha=0.8)
-    panel.set(title="Both heads on the same text", xlabel="iteration", ylabel="tokens per engine step")
+    """Tokens per engine step on held-out text, of the head a run began with and of the one trained along.
+
+    Text differs more from iteration to iteration than heads do, so means of a few iterations and over the runs.
+    """
+    both = [paired(run) for run in runs]
+    iterations = sorted(set.intersection(*({row["iteration"] for row in rows} for rows in both)))
+    for prefix, style, head in (("drafter/", "-", "trained along"), (FIRST_HEAD, "--", "as it began")):
+        by_run = [{row["iteration"]: row["metrics"][prefix + PAIRED] for row in rows} for rows in both]
+        lengths = [statistics.mean(found[iteration] for found in by_run) for iteration in iterations]
+        smooth = [statistics.mean(lengths[max(0, end - LAST) : end]) for end in range(1, len(lengths) + 1)]
+        panel.plot(iterations, smooth, style, color=ARM_COLORS["paired"], label=head, linewidth=1.6)
+    seeds = f", mean of {len(runs)} seeds" if len(runs) > 1 else ""
+    panel.set(title=f"Both heads on the same text{seeds}", xlabel=f"iteration (mean of the last {LAST})")
+    panel.set_ylabel("tokens per engine step")
 
 
 def labelled(runs: Runs) -> list[tuple[dict[str, Any], str | None]]:

@@ -19,7 +19,8 @@ from rollout_steps import EDGES, StepRecorder, WatchedScheduler, acceptance_by_p
 from tlt_lightning.engine import Request, RolloutProgress, Sampling
 from tlt_lightning.engine.vllm_counters import SpeculationCounters
 from tlt_lightning.engine.vllm_cpu import repair_cpu_sampling
-from tlt_lightning.engine.vllm_internals import is_cpu_build, model_runner_of
+from tlt_lightning.engine.vllm_first_pass import keep_first_pass_with_target
+from tlt_lightning.engine.vllm_internals import is_cpu_build, model_runner_of, runs_v2
 from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.engine.vllm_texts import RunningTexts
 from tlt_lightning.speculation import OFF, FullGraphPool, StrategySelector
@@ -54,6 +55,8 @@ class Bench:
         if kind == "table":
             if is_cpu_build():
                 repair_cpu_sampling()
+            elif runs_v2() and not self.engine.enforce_eager:
+                keep_first_pass_with_target(model_runner_of(self._live))  # else it dies of vLLM's own graphs
             self.watched = WatchedScheduler(self.engine._scheduler)
         if kind != "full_pool":
             self._warm_up()

@@ -14,6 +14,8 @@ from tlt_lightning.engine.vllm_texts import LEARNED, RunningTexts
 from tlt_lightning.engine.vllm_v2 import Lookup, pack_lookups, splice
 from tlt_lightning.speculation import BucketedGraphPool, FullGraphPool, arms_by_batch
 from tlt_lightning.speculation.base import OFF, SelectorState, Strategy
+from tlt_lightning.speculation.graph_plan import FullGraph, GraphPlan
+from tlt_lightning.speculation.graph_pool import GraphPool
 
 
 def spliced(written: list[int], continuation: list[int], learned: list[int]) -> list[int]:
@@ -135,6 +137,17 @@ def managers(pool: Any) -> tuple[PlannedGraphs, dict[str, Any]]:
     return graphs, made
 
 
+def runner_with(made: dict[str, Any]) -> Any:
+    """A V2 runner's outline around the three managers."""
+    speculator = SimpleNamespace(
+        supports_decode_metadata_update=True,
+        prefill_cudagraph_manager=made["drafter_prefill"],
+        decode_cudagraph_manager=made["drafter_decode"],
+        attn_groups=[],
+    )
+    return SimpleNamespace(speculator=speculator, cudagraph_manager=made["target"], attn_groups=[])
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("pool", [BucketedGraphPool(), FullGraphPool()])
 def test_vllm_finds_a_full_graph_for_every_shape_a_selector_can_reach(pool: Any) -> None:
@@ -185,22 +198,49 @@ def test_buckets_need_far_fewer_graphs() -> None:
 @pytest.mark.vllm
 def test_misses_are_counted() -> None:
     graphs, made = managers(BucketedGraphPool())
-    speculator = SimpleNamespace(
-        supports_decode_metadata_update=True,
-        prefill_cudagraph_manager=made["drafter_prefill"],
-        decode_cudagraph_manager=made["drafter_decode"],
-        attn_groups=[],
-    )
-    runner = SimpleNamespace(speculator=speculator, cudagraph_manager=made["target"], attn_groups=[])
+    runner = runner_with(made)
     graphs.attach(runner)
     for length in (4, 4, 4, 5):
         made["target"].dispatch(4, 4 * length, length, 0)
     made["target"].dispatch(4, 50, None, 0)
     assert graphs.hits == {"target_full": 3, "target_piecewise": 1}
     assert graphs.hit_share() == 0.75
-    speculator.supports_decode_metadata_update = False
+    runner.speculator.supports_decode_metadata_update = False
     with pytest.raises(RuntimeError, match="fused_decode=True"):
         graphs.attach(runner)
+
+
+class GivenPlan(GraphPool):
+    """The same graphs whatever can be chosen."""
+
+    def __init__(self, *graphs: FullGraph) -> None:
+        super().__init__()
+        self.given = GraphPlan(tuple(sorted(graphs)), (8, 16, 32, 64, 128))
+
+    def plan(self, arms: Any, capture_sizes: Any, costs: Any = None) -> GraphPlan:
+        return self.given
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("graphs_of_target", "batch_size", "expected"),
+    [
+        ([8, 16], 6, ("PIECEWISE", 32)),  # padded to 8, for which the drafter has no graph: not the one of 16
+        ([8], 12, ("PIECEWISE", 64)),  # piecewise and not padded at all
+        ([8, 16], 12, ("FULL", 64)),
+    ],
+)
+def test_the_drafters_first_pass_takes_no_full_graph_but_the_targets(
+    graphs_of_target: list[int], batch_size: int, expected: tuple[str, int]
+) -> None:
+    plan = GivenPlan(FullGraph("drafter_prefill", 16, 4), *(FullGraph("target", n, 4) for n in graphs_of_target))
+    graphs, made = managers(plan)
+    graphs.attach(runner_with(made))
+    desc = made["target"].dispatch(batch_size, 4 * batch_size, 4, 0)
+    prefill = made["drafter_prefill"].dispatch(batch_size, desc.num_tokens, 4, 0)
+    assert (prefill.cg_mode.name, prefill.num_tokens) == expected
+    counted = [name for name in graphs.hits if name.startswith("drafter_prefill")]
+    assert counted == [f"drafter_prefill_{expected[0].lower()}"]
 
 
 def test_splits_shrink_with_the_batch() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from tlt_lightning.engine.vllm_first_pass import keep_first_pass_with_target
 from tlt_lightning.engine.vllm_internals import reach
 from tlt_lightning.speculation.base import Strategy
 from tlt_lightning.speculation.graph_plan import CaptureReport, GraphKind, GraphPlan
@@ -87,6 +88,7 @@ class PlannedGraphs:
                 f"`speculation.graph_pool` was made with `fused_decode={self.pool.fused_decode}`, but the attention "
                 f"backend drafts with {'one graph a step' if fused else 'one graph a token'}; set it to {fused}."
             )
+        keep_first_pass_with_target(runner)
         managers = {"target": runner.cudagraph_manager}
         managers["drafter_prefill"] = getattr(speculator, "prefill_cudagraph_manager", None)
         managers["drafter_decode"] = getattr(speculator, "decode_cudagraph_manager", None)
