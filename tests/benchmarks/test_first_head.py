@@ -1,0 +1,65 @@
+"""Arm `paired` of `benchmarks/end_to_end.py`: the head a run began with beside the one that is trained along."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import end_to_end_picture
+import pytest
+import torch
+from end_to_end_report import paired_table
+from end_to_end_work import FIRST_HEAD
+from first_head import FirstHead
+
+from tests.drafter.test_drafter_trainer import OneWeight, make_buffer
+from tlt_lightning.drafter.buffer import DrafterBuffer
+from tlt_lightning.drafter.module import DrafterModule
+
+
+class JudgedWeight(OneWeight):
+    """Says what it was measured with."""
+
+    def evaluate(self, batches: Any) -> Any:
+        self.rows = self.policy_rows.tolist()
+        return DrafterModule.evaluate(self, batches)  # type: ignore[arg-type]
+
+
+def test_the_first_head_is_measured_beside_the_policy_of_now_and_put_away_again() -> None:
+    drafter = JudgedWeight(0.25)
+    drafting: Any = SimpleNamespace(drafter=drafter, buffer=make_buffer(), pack_tokens=128)
+    laps: list[str] = []
+    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(clock=SimpleNamespace(lap=laps.append)))
+    module: Any = SimpleNamespace(device=torch.device("cpu"), logged={})
+    module.log_dict = module.logged.update
+    callback = FirstHead(drafting)
+    callback.on_fit_start(trainer, module)
+    with torch.no_grad():
+        drafter.fc.fill_(0.75)
+        drafter.policy_rows.fill_(5.0)
+    callback.on_rollout_start(trainer, module)
+    callback.on_train_epoch_end(trainer, module)
+    assert module.logged[f"{FIRST_HEAD}acceptance_length"] == pytest.approx(1.25)
+    assert drafter.rows == [5.0, 5.0]
+    assert drafter.fc.tolist() == [0.75, 0.75]
+    assert laps == ["drafter"]
+
+    drafting.buffer, module.logged = DrafterBuffer(1 << 20), {}
+    FirstHead(drafting).on_rollout_start(trainer, module)
+    assert laps == ["drafter"]  # nothing was held out yet
+
+
+def test_a_paired_run_is_told_in_quarters(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"iteration": 1, "metrics": {"reward/mean": 0.5, "time/iteration": 1.0}}]
+    for iteration in range(2, 10):
+        metrics = {"drafter/policy_drift": iteration / 10, "reward/mean": 0.5, "time/iteration": 1.0}
+        for name, value in (("length", 2.0), ("rate_pos_1", 0.6), ("rate_pos_3", 0.2)):
+            metrics |= {f"drafter/acceptance_{name}": value + 0.1, f"{FIRST_HEAD}acceptance_{name}": value}
+        rows.append({"iteration": iteration, "metrics": metrics})
+    run = {"arm": "paired", "mode": "natural", "seed": 7, "iterations": rows}
+    lines = [line for line in paired_table([run]) if line.startswith("| natural")]
+    assert lines[0] == "| natural 7 | 2 to 3 | 0.300 | 2.000, 2.100 | 0.600, 0.700 | 0.200, 0.300 |"
+    assert len(lines) == 4
+    assert lines[-1].startswith("| natural 7 | 8 to 9 | 0.900 |")
+    assert paired_table([{**run, "iterations": rows[:1]}]) == []
+    end_to_end_picture.draw({"rung": "tiny", "warmup": 1, "runs": [run]}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
