@@ -197,12 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run both checks and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.set_defaults(num_prompts=64, group_size=4, max_tokens=1024)
-    parser.add_argument("--chunk", type=int, default=8, help="requests at once where the noise floor is measured")
+    parser.add_argument("--chunk", type=int, help="requests at once where the noise floor is measured: 8")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     args = parser.parse_args(arguments)
-    setup = setup_of(args)
-    chunk = 2 if args.rung == "tiny" else args.chunk
+    setup = setup_of(args, sizes={"num_prompts": 64, "group_size": 4, "max_tokens": 1024})
+    chunk = args.chunk or (2 if args.rung == "tiny" else 8)
     record = about(args.rung, note_of(setup.policy, args.note), args.seed)
     results: dict[str, Any] = {"about": record, "setup": vars(setup)}
     results |= {"greedy": [], "logps": [], "failures": [], "left_out": []}

@@ -17,6 +17,10 @@ SETTLE_STEPS, CELL_STEPS = 48, 145  # steps of a batch x context cell before it 
 ROOM = 8 * CELL_STEPS + 120  # tokens that a request of a batch x context cell may write
 SLACK = 64  # beyond the longest sequence: near the end of the positions an engine drafts less
 
+Sizes = dict[str, int]
+SIZES: Sizes = {"num_prompts": 32, "group_size": 8, "max_tokens": 4096}
+TINY_SIZES: Sizes = {"num_prompts": 4, "group_size": 4, "max_tokens": 48}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -111,10 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", nargs="+", help="directories of EAGLE-3 heads of one shape, best first")
     parser.add_argument("--prompts", help="file of prompts, JSON lines")
     parser.add_argument("--note", default="", help="said below the title, for instance that the model is padded")
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=4096, help="longest response")
-    parser.add_argument("--kv-gib", type=float, default=18.0, help="KV cache of each engine; up to three live at once")
+    parser.add_argument("--num-prompts", type=int, help="prompts of a rollout; as the next three, few with `--tiny`")
+    parser.add_argument("--group-size", type=int, help="responses to each")
+    parser.add_argument("--max-tokens", type=int, help="longest response")
+    parser.add_argument("--kv-gib", type=float, help="KV cache of each engine; up to three live at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=540.0, help="budget after which nothing new is begun")
     parser.add_argument(
@@ -122,29 +126,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def setup_of(args: argparse.Namespace, contexts: tuple[int, ...] = ()) -> Setup:
-    """The setup that the arguments ask for."""
-    files = FILES[args.rung]
+def setup_of(args: argparse.Namespace, contexts: tuple[int, ...] = (), sizes: Sizes = SIZES) -> Setup:
+    """The setup that the arguments ask for; what they leave open is as in `sizes`, or tiny."""
+    files, is_tiny = FILES[args.rung], args.rung == "tiny"
     setup = Setup(
         policy=existing(args.policy or files.policy),
         heads=tuple(args.head or files.heads),
         prompts=args.prompts or files.val,
-        num_prompts=args.num_prompts,
-        group_size=args.group_size,
-        max_tokens=args.max_tokens,
         contexts=contexts,
-        kv_cache_gib=args.kv_gib,
         seed=args.seed,
     )
-    if args.rung != "tiny":
-        return setup
-    return replace(
-        setup,
-        num_prompts=4,
-        group_size=4,
-        max_tokens=48,
-        dtype="float32",
-        kv_cache_gib=0.25,
-        max_num_batched_tokens=2048,
-        enforce_eager=True,
-    )
+    if is_tiny:
+        setup = replace(setup, dtype="float32", max_num_batched_tokens=2048, enforce_eager=True)
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    cache = args.kv_gib if args.kv_gib is not None else 0.25 if is_tiny else 18.0
+    chosen = {**(TINY_SIZES if is_tiny else sizes), **given}
+    return replace(setup, kv_cache_gib=cache, **chosen)

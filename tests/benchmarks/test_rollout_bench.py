@@ -1,5 +1,6 @@
 """The measured engines on a tiny policy: every arm runs in the live engine, and all do the same work."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from rollout_bench import WARM_UP_TOKENS, Bench, warm_up_lengths
 from rollout_heads import head_tensors, redrawn
-from rollout_setup import Setup
+from rollout_setup import Setup, add_arguments, setup_of
 from rollout_steps import EDGES
 
 from tests.conftest import save_policy
@@ -111,3 +112,15 @@ def test_too_few_prompts_are_an_error(setup: Setup, tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "0 1 ="}\n')
     with pytest.raises(ValueError, match="has 1 prompts, but `num_prompts` is 2"):
         Setup(policy=setup.policy, prompts=str(prompts), num_prompts=2).prompt_ids()
+
+
+def test_what_is_asked_for_is_not_made_tiny() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    tiny = setup_of(parser.parse_args(["--tiny", "--num-prompts", "6", "--kv-gib", "0.5"]))
+    assert (tiny.num_prompts, tiny.group_size, tiny.max_tokens, tiny.kv_cache_gib) == (6, 4, 48, 0.5)
+    assert (tiny.dtype, tiny.enforce_eager) == ("float32", True)
+    sizes = {"num_prompts": 64, "group_size": 4, "max_tokens": 1024}
+    given = ["--rung", "25m", "--policy", tiny.policy, "--max-tokens", "100"]
+    large = setup_of(parser.parse_args(given), sizes=sizes)
+    assert (large.num_prompts, large.max_tokens, large.dtype, large.enforce_eager) == (64, 100, "bfloat16", False)
