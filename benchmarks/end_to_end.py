@@ -6,9 +6,9 @@
 
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
 an `adaptive` one, trained along; `paired`, which is that and also says how the head it began with would have drafted;
-an adaptive one from `random` weights; `trl`, GRPOTrainer with colocated vLLM and no
-speculation. In mode `replay` all arms write responses of the same recorded lengths; the first plain run records them.
-In mode `natural` end tokens decide, over `--seeds`: reward at equal steps and at equal time.
+an adaptive one from `random` weights; `trl`, GRPOTrainer with colocated vLLM and no speculation. In mode `replay` all
+arms write responses of the same recorded lengths; the first plain run records them. In mode `natural` end tokens
+decide, over `--seeds`: reward at equal steps and at equal time.
 
 Each run has a process of its own. What is finished is on disk, and `--previous` goes on from it.
 """

@@ -129,8 +129,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     # padded one: a step of Adam moves the zero output projections of all padding layers at once, whose other weights
     # are random. At a rate of 1e-6 the first step ended the policy (entropy 0.3 to 5); at these the weights hardly
     # move. So this rung measures what things cost, not what is learned. The largest micro-batch has some 5k tokens of
-    # 6 MB of activations each, which fit beside the weights while the engine sleeps: nothing is recomputed. With twice
-    # as large ones a tenth of an update went into padding, with half as large ones into launching kernels.
+    # 6 MB of activations each, which fit beside the weights while the engine sleeps: nothing is recomputed. Twice as
+    # large ones are a tenth padding and, in one run each, take as long; half as large ones launch more kernels.
     "7b": {
         "prompts": 16,
         "lr": 1e-9,

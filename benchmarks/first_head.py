@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.drafter.module import POLICY_ROWS
-from tlt_lightning.drafter.packing import fill_packs, plan_packs
+from tlt_lightning.drafter.packing import pack
 from tlt_lightning.long_tail import LongTailIdleCallback
 
 
@@ -31,7 +31,8 @@ class FirstHead(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._first = self._weights()
+        # Rows of the policy's head follow the policy: they are no part of what the drafter was.
+        self._first = {name: tensor for name, tensor in self._weights().items() if name != POLICY_ROWS}
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._drafting.drafter.trainable_tensors()}
@@ -41,12 +42,10 @@ class FirstHead(L.Callback):
         drafter, held_out = self._drafting.drafter, self._drafting.buffer.held_out
         if not held_out:
             return
-        now, tokens = self._weights(), self._drafting.pack_tokens
-        plans = plan_packs([len(sequence) for sequence in held_out], tokens)
-        device = pl_module.device
-        drafter.load_trainable({**self._first, **{name: now[name] for name in now if name == POLICY_ROWS}})
+        now, device = self._weights(), pl_module.device
+        drafter.load_trainable(now | self._first)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            quality = drafter.evaluate(list(fill_packs(held_out, plans, tokens, device)))
+            quality = drafter.evaluate(pack(held_out, self._drafting.pack_tokens, device))
         drafter.load_trainable(now)
         self._found = quality.metrics(FIRST_HEAD)
         trainer.datamodule.clock.lap("drafter")  # type: ignore[attr-defined]

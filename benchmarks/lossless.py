@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
     args = parser.parse_args(arguments)
     setup = setup_of(args, sizes={"num_prompts": 64, "group_size": 4, "max_tokens": 1024})
-    chunk = args.chunk or (2 if args.rung == "tiny" else 8)
+    chunk = args.chunk if args.chunk is not None else 2 if args.rung == "tiny" else 8
     record = about(args.rung, note_of(setup.policy, args.note), args.seed)
     results: dict[str, Any] = {"about": record, "setup": vars(setup)}
     results |= {"greedy": [], "logps": [], "failures": [], "left_out": []}

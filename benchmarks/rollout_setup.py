@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rungs import FILES, existing
 
@@ -17,9 +19,16 @@ SETTLE_STEPS, CELL_STEPS = 48, 145  # steps of a batch x context cell before it 
 ROOM = 8 * CELL_STEPS + 120  # tokens that a request of a batch x context cell may write
 SLACK = 64  # beyond the longest sequence: near the end of the positions an engine drafts less
 
-Sizes = dict[str, int]
-SIZES: Sizes = {"num_prompts": 32, "group_size": 8, "max_tokens": 4096}
-TINY_SIZES: Sizes = {"num_prompts": 4, "group_size": 4, "max_tokens": 48}
+SIZES = ("num_prompts", "group_size", "max_tokens", "kv_cache_gib")
+TINY: dict[str, Any] = {
+    "num_prompts": 4,
+    "group_size": 4,
+    "max_tokens": 48,
+    "dtype": "float32",
+    "kv_cache_gib": 0.25,
+    "max_num_batched_tokens": 2048,
+    "enforce_eager": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", nargs="+", help="directories of EAGLE-3 heads of one shape, best first")
     parser.add_argument("--prompts", help="file of prompts, JSON lines")
     parser.add_argument("--note", default="", help="said below the title, for instance that the model is padded")
-    parser.add_argument("--num-prompts", type=int, help="prompts of a rollout; as the next three, few with `--tiny`")
+    parser.add_argument("--num-prompts", type=int, help="prompts of a rollout; as the next three, less with `--tiny`")
     parser.add_argument("--group-size", type=int, help="responses to each")
     parser.add_argument("--max-tokens", type=int, help="longest response")
-    parser.add_argument("--kv-gib", type=float, help="KV cache of each engine; up to three live at once")
+    parser.add_argument(
+        "--kv-gib", type=float, dest="kv_cache_gib", help="KV cache of each engine; up to three live at once"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=540.0, help="budget after which nothing new is begun")
     parser.add_argument(
@@ -126,19 +137,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def setup_of(args: argparse.Namespace, contexts: tuple[int, ...] = (), sizes: Sizes = SIZES) -> Setup:
+def setup_of(args: argparse.Namespace, contexts: tuple[int, ...] = (), sizes: Mapping[str, int] | None = None) -> Setup:
     """The setup that the arguments ask for; what they leave open is as in `sizes`, or tiny."""
-    files, is_tiny = FILES[args.rung], args.rung == "tiny"
-    setup = Setup(
+    files = FILES[args.rung]
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    return Setup(
         policy=existing(args.policy or files.policy),
         heads=tuple(args.head or files.heads),
         prompts=args.prompts or files.val,
         contexts=contexts,
         seed=args.seed,
+        **{**(TINY if args.rung == "tiny" else sizes or {}), **given},
     )
-    if is_tiny:
-        setup = replace(setup, dtype="float32", max_num_batched_tokens=2048, enforce_eager=True)
-    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    cache = args.kv_gib if args.kv_gib is not None else 0.25 if is_tiny else 18.0
-    chosen = {**(TINY_SIZES if is_tiny else sizes), **given}
-    return replace(setup, kv_cache_gib=cache, **chosen)

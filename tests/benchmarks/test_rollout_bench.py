@@ -120,7 +120,6 @@ def test_what_is_asked_for_is_not_made_tiny() -> None:
     tiny = setup_of(parser.parse_args(["--tiny", "--num-prompts", "6", "--kv-gib", "0.5"]))
     assert (tiny.num_prompts, tiny.group_size, tiny.max_tokens, tiny.kv_cache_gib) == (6, 4, 48, 0.5)
     assert (tiny.dtype, tiny.enforce_eager) == ("float32", True)
-    sizes = {"num_prompts": 64, "group_size": 4, "max_tokens": 1024}
     given = ["--rung", "25m", "--policy", tiny.policy, "--max-tokens", "100"]
-    large = setup_of(parser.parse_args(given), sizes=sizes)
+    large = setup_of(parser.parse_args(given), sizes={"num_prompts": 64, "group_size": 4, "max_tokens": 1024})
     assert (large.num_prompts, large.max_tokens, large.dtype, large.enforce_eager) == (64, 100, "bfloat16", False)

@@ -87,19 +87,20 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
     return packs
 
 
-def pack(sequences: Sequence[DraftSequence], num_tokens: int) -> list[PackedBatch]:
+def pack(sequences: Sequence[DraftSequence], num_tokens: int, device: torch.device | None = None) -> list[PackedBatch]:
     """Pack `sequences` into batches of `num_tokens` entries each.
 
     All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
     pieces, which keep their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.
 
     Args:
-        sequences: On one device; the packs lie there too, in the type of the states.
+        sequences: On one device.
         num_tokens: A multiple of 128, which suits every kernel.
+        device: Where the packs lie, in the type of the states; None is where these are.
     """
     check_num_tokens(num_tokens)
     plans = plan_packs([len(sequence) for sequence in sequences], num_tokens)
-    return list(fill_packs(sequences, plans, num_tokens))
+    return list(fill_packs(sequences, plans, num_tokens, device))
 
 
 def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:

@@ -12,7 +12,6 @@ its graph of 160. A plan whose budget left out a graph of the drafter but not th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tlt_lightning.engine.vllm_internals import reach
@@ -37,17 +36,10 @@ def keep_first_pass_with_target(runner: Any) -> None:
         last = dispatch_target(*args, **kwargs)
         return last
 
-    def fits(desc: Any) -> bool:
-        if desc.cg_mode != CUDAGraphMode.FULL:
-            return True
-        shape = (desc.cg_mode, desc.num_reqs, desc.num_tokens)
-        return last is not None and shape == (last.cg_mode, last.num_reqs, last.num_tokens)
-
     def matching(num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any) -> Any:
         desc = dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
-        if fits(desc):
-            return desc
-        desc = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
-        return desc if fits(desc) else replace(desc, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens)
+        if desc.cg_mode == CUDAGraphMode.FULL and desc != last:
+            desc = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
+        return desc
 
     target.dispatch, prefill.dispatch = remembered, matching
