@@ -8,12 +8,14 @@ not compared token by token: every token must be the likeliest there within what
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from tests.engine.speculation_engines import (
     ScriptedSelector,
@@ -28,6 +30,7 @@ from tlt_lightning.engine import VLLMEngine, vllm_internals
 from tlt_lightning.engine.vllm_speculation import Speculation
 from tlt_lightning.speculation import BucketedGraphPool, FullGraphPool
 from tlt_lightning.speculation.base import OFF, Strategy
+from tlt_lightning.speculation.graph_plan import GraphPlan
 
 pytestmark = [
     pytest.mark.vllm,
@@ -141,6 +144,33 @@ def test_decode_steps_replay_graphs_and_captures_are_reported(engine: VLLMEngine
     assert set(report.seconds) == {"target", "drafter_prefill", "drafter_decode", "piecewise"}
     assert sum(report.mib.values()) > 0
     assert "drafter decode" in graphs.plan.table(report)
+
+
+class WithoutSmallFirstPasses(BucketedGraphPool):
+    """Of the drafter's first pass only the graphs of full batches, as a budget might leave them."""
+
+    @override
+    def plan(self, arms: Any, capture_sizes: Sequence[int], costs: Any = None) -> GraphPlan:
+        plan = super().plan(arms, capture_sizes, costs)
+        kept = (graph for graph in plan.graphs if graph.kind != "drafter_prefill" or graph.num_requests == max(arms))
+        return replace(plan, graphs=tuple(kept))
+
+
+def test_a_first_pass_without_a_graph_of_its_size_drafts_as_well(paths: Paths) -> None:
+    if not vllm_internals.runs_v2():
+        pytest.skip("the V1 runner captures graphs of its own, whatever the pool")
+    accepted = []
+    for pool in (BucketedGraphPool(), WithoutSmallFirstPasses()):
+        selector: Any = ScriptedSelector()
+        selector.script = lambda state: Strategy(4)
+        speculation = Speculation(selector=selector, head=paths[1], max_draft_tokens=5, graph_pool=pool)
+        with engine_of(paths[0], speculation, enforce_eager=False, dtype="bfloat16") as engine:
+            assert_greedy(paths, write(engine, siblings()))
+            accepted.append(engine.stats()["speculation/acceptance_length"])
+            hits = engine._session.graphs.hits
+    assert hits["drafter_prefill_piecewise"] > 0
+    assert hits["target_piecewise"] < hits["drafter_prefill_piecewise"]
+    assert accepted[1] == pytest.approx(accepted[0], rel=0.05)
 
 
 def test_sleep_keeps_the_head(paths: Paths) -> None:
