@@ -18,6 +18,7 @@ from tlt_lightning.speculation import (
     StrategySelector,
     ThresholdSelector,
 )
+from tlt_lightning.speculation.base import Drafter
 
 KS = (1, 3, 5, 7)
 FIXED_ARMS = ("K=3", "K=5", "K=1", "K=7")
@@ -80,7 +81,7 @@ def arms_of(heads: tuple[str, ...]) -> dict[str, Arm]:
         _steered("BEG-MAB", "core", main, BEGMABSelector),
         _steered("TLT rule K=3", "extra", main, lambda: ThresholdSelector(3, max_running=32)),
         _steered("off", "extra", main, _fixed(0)),
-        _steered("adaptive, siblings too", "extra", main, CostModelSelector, siblings=True),
+        _steered("adaptive, siblings too", "extra", main, _adaptive("learned", "sibling"), siblings=True),
         *looked_up,
     ]
     others = {Path(head).name: head for head in heads[1:]}
@@ -104,8 +105,8 @@ def _fixed(k: int) -> Callable[[], StrategySelector]:
     return lambda: FixedSelector(k)
 
 
-def _adaptive(drafter: str) -> Callable[[], StrategySelector]:
-    return lambda: CostModelSelector(drafters=(drafter,))  # type: ignore[arg-type]
+def _adaptive(*drafters: Drafter) -> Callable[[], StrategySelector]:
+    return lambda: CostModelSelector(drafters=drafters)
 
 
 class Tour(StrategySelector):

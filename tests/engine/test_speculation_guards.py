@@ -43,6 +43,15 @@ def test_arms_that_cannot_run_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=r"asks? for the drafter 'learned', but .* only \['sibling'\]"):
         Speculation(selector=FixedSelector(3), siblings=True).check(policy, 4)
     Speculation(selector=ScriptedSelector(("sibling", "ngram")), siblings=True, ngram=True).check(policy, 4)
+    Speculation(selector=ScriptedSelector(("sibling",)), siblings=True, ngram=True).check(policy, 4)
+
+
+@pytest.mark.parametrize(("looks_up", "drafter"), [("siblings", "sibling"), ("ngram", "ngram")])
+def test_a_drafter_that_is_never_asked_for_is_refused(policy: str, looks_up: str, drafter: str) -> None:
+    speculation = Speculation(selector=FixedSelector(3), cold_head=True, **{looks_up: True})
+    message = f"`speculation.{looks_up}` is true, but .* never asks for the drafter '{drafter}', only for .'learned'."
+    with pytest.raises(ValueError, match=message):
+        speculation.check(policy, 4)
 
 
 def test_a_head_that_fits_is_accepted(policy: str, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 import pytest
 
 from tlt_lightning.engine import vllm_texts
-from tlt_lightning.engine.vllm_texts import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, RunningTexts, SourceScores
+from tlt_lightning.engine.vllm_texts import PRIOR_COUNT, RunningTexts, SourceScores
 from tlt_lightning.speculation.base import Strategy
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-SIBLING, NGRAM, LEARN = Strategy(3, "sibling"), Strategy(3, "ngram"), Strategy(3, "learned")
+SIBLING, NGRAM = Strategy(3, "sibling"), Strategy(3, "ngram")
 
 
 class Texts(RunningTexts):
@@ -32,7 +32,7 @@ texts = Texts
 
 
 def tokens(made: RunningTexts, request_id: str, tail: list[int], strategy: Strategy = SIBLING) -> list[int]:
-    found = made.propose(request_id, tail, strategy, 3, -1.0)
+    found = made.propose(request_id, tail, strategy, 3)
     return found.tokens if found else []
 
 
@@ -96,33 +96,36 @@ def test_a_text_that_has_ended_is_read_to_its_end(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_better_source_drafts() -> None:
-    made = texts()
-    made.grow("a", [20, 21, 22, 23])
-    found = made.propose("b", [*PROMPT, 20], LEARN, 3, made.scores.expected(LEARNED, 3))
-    assert found is not None
-    assert found.source == ("sibling", 8)
-    for _ in range(100):
-        made.scores.update(found.source, 0)
-        made.scores.update(LEARNED, 2)
-    floor = made.scores.expected(LEARNED, 3)
-    assert made.propose("b", [*PROMPT, 20], LEARN, 3, floor) is None
-    tried = [made.propose("b", [*PROMPT, 20], LEARN, 3, floor) is not None for _ in range(TRIAL_PERIOD)]
-    assert sum(tried) == 1
+    made = texts(ngram=True)
+    made.grow("b", [20, 21, 22, 23, 24, 20, 21])
+    tail = [*PROMPT, 20, 21, 22, 23, 24, 20, 21]
+
+    def source() -> tuple[str, int]:
+        found = made.propose("b", tail, SIBLING, 3)
+        assert found is not None
+        assert found.tokens == [22, 23, 24]
+        return found.source
+
+    assert source() == ("sibling", 2)  # who also reads the text itself
+    made.scores.update(("sibling", 2), 0)
+    assert source() == ("ngram", 2)
+    for _ in range(20):
+        made.scores.update(("ngram", 2), 0)
+    assert source() == ("sibling", 2)
 
 
 def test_scores_start_from_a_prior_and_forget() -> None:
-    scores = SourceScores()
-    assert scores.expected(LEARNED, 5) == 1
-    assert scores.expected(("sibling", 8), 5) == 4
-    assert scores.expected(("sibling", 8), 2) == 2
-    scores.update(("sibling", 8), 0)
-    assert scores.expected(("sibling", 8), 5) == 4 * PRIOR_COUNT / (PRIOR_COUNT + 1)
+    scores, source = SourceScores(), ("sibling", 8)
+    assert scores.expected(source, 5) == 4
+    assert scores.expected(source, 2) == 2
+    scores.update(source, 0)
+    assert scores.expected(source, 5) == 4 * PRIOR_COUNT / (PRIOR_COUNT + 1)
     for _ in range(500):
-        scores.update(LEARNED, 3)
-    assert abs(scores.expected(LEARNED, 5) - 3) < 0.01
+        scores.update(source, 3)
+    assert abs(scores.expected(source, 5) - 3) < 0.01
     for _ in range(200):
-        scores.update(LEARNED, 0)
-    assert scores.expected(LEARNED, 5) < 0.1
+        scores.update(source, 0)
+    assert scores.expected(source, 5) < 0.1
 
 
 def test_kept_texts_that_the_index_forgot_are_forgotten() -> None:

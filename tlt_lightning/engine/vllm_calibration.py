@@ -70,11 +70,9 @@ class FillerTexts(RunningTexts):
     """Texts in which every look-up finds something; nobody will accept it."""
 
     @override
-    def propose(
-        self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int, floor: float
-    ) -> Found | None:
-        found = super().propose(request_id, tail, strategy, num_tokens, floor)
-        return found if strategy.drafter == "learned" else Found([0] * num_tokens, (strategy.drafter, 0))
+    def propose(self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int) -> Found | None:
+        super().propose(request_id, tail, strategy, num_tokens)
+        return Found([0] * num_tokens, (strategy.drafter, 0))
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

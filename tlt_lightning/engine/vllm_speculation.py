@@ -30,8 +30,10 @@ class Speculation:
         cold_head: The head is worth nothing until training brings it weights (`update_drafter`), and drafts nothing
             before. `LongTailIdleCallback` sets this and `head` where it starts from nothing; give it yourself if nobody
             but that head is to draft.
-        siblings: Draft what other answers to the same prompt said after the same words. Needs no training.
-        ngram: Draft what the prompt and the answer itself said after the same words. Needs no training.
+        siblings: Draft what other answers to the same prompt said after the same words, in steps for which the selector
+            asks for the drafter `sibling`. Needs no training.
+        ngram: Draft what the prompt and the answer itself said after the same words, in steps for `ngram`, and in those
+            for `sibling` where that is expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
         keep_siblings: How long answers are looked up: `rollout`, until the rollout is over; `run`, also in later
             rollouts that meet the same prompt.
@@ -87,8 +89,10 @@ class Speculation:
 
     def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
         """The head's shape; raises ValueError unless it fits the policy and the selector's arms can be run."""
+        asked: set[Drafter] = set()
         for batch_size in range(1, max_num_seqs + 1):
             for arm in self.selector.arms(batch_size):
+                asked |= set() if arm.is_off else {arm.drafter}
                 if arm.num_draft_tokens > self.max_draft_tokens:
                     raise ValueError(
                         f"`speculation.selector` may draft {arm.num_draft_tokens} tokens at batch size {batch_size}, "
@@ -100,6 +104,12 @@ class Speculation:
                         f"{list(self.drafters)}; configure it (`head`, or LongTailIdleCallback, which trains one; "
                         "`siblings`; `ngram`) or drop the arm."
                     )
+        if (self.siblings and "sibling" not in asked) or (self.ngram and asked <= {"learned"}):
+            name, drafter = ("siblings", "sibling") if self.siblings else ("ngram", "ngram")
+            raise ValueError(
+                f"`speculation.{name}` is true, but `speculation.selector` never asks for the drafter {drafter!r}, "
+                f"only for {sorted(asked)}; add it to the selector's `drafters`, or set `{name}` to false."
+            )
         if self.head is None and self.cold_head:
             raise ValueError(
                 "`speculation.cold_head` has nobody who trains the head: add `tlt_lightning.long_tail."

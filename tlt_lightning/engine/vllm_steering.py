@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from tlt_lightning.engine.vllm_control import SpeculationControl, StepPlan, StepResult
-from tlt_lightning.engine.vllm_texts import LEARNED, Found, RunningTexts, Source
+from tlt_lightning.engine.vllm_texts import Found, RunningTexts, Source
 from tlt_lightning.engine.vllm_v1 import V1Drafter
 from tlt_lightning.engine.vllm_v2 import Lookup, V2Drafter
 from tlt_lightning.speculation.base import OFF, Strategy
@@ -127,22 +127,23 @@ class SpeculationSteering:
             drafted.append(num_drafts)
             emitted.append(len(tokens))
             if num_drafts:
-                source = self._source(plan.verifies, proposed.get(request_id), request, len(tokens))
-                if self.texts is not None and source is not None:
-                    self.texts.scores.update(source, len(tokens) - 1)
-                if source == LEARNED:
+                if plan.verifies.drafter == "learned":
                     learned_kept.append(len(tokens) > 1)
+                elif self.texts is not None and (source := self._source(proposed.get(request_id), request)):
+                    self.texts.scores.update(source, len(tokens) - 1)
         return _Collected(drafted, emitted, (len(learned_kept), sum(learned_kept)), is_decode)
 
-    def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any, emitted: int) -> Source | None:
-        """Whose drafts a request verified; None if they were fillers."""
+    def _source(self, proposed: _LookedUp | None, request: Any) -> Source | None:
+        """Whose drafts a request verified in a step of looked-up drafts; None if they were fillers."""
         raise NotImplementedError
+
+    @property
+    def _looks_up(self) -> bool:
+        return self.texts is not None and not self.strategy.is_off and not self._is_learned
 
     def _look_up(self, request_id: str, tokens: Sequence[int], num_tokens: int) -> Found | None:
         assert self.texts is not None
-        floor = self.texts.scores.expected(LEARNED, self.strategy.num_draft_tokens) if self._is_learned else -1.0
-        tail = tokens[-self.texts.tail_length :]
-        return self.texts.propose(request_id, tail, self.strategy, num_tokens, floor)
+        return self.texts.propose(request_id, tokens[-self.texts.tail_length :], self.strategy, num_tokens)
 
 
 class HostSteering(SpeculationSteering):
@@ -156,7 +157,7 @@ class HostSteering(SpeculationSteering):
 
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:  # noqa: D102
         drafts = super().drafts(scheduler, request_ids, drafts)
-        if self.texts is not None and not self.strategy.is_off:
+        if self._looks_up:
             for place, request_id in enumerate(request_ids):
                 request = scheduler.requests.get(request_id)
                 if request is None or request.is_prefill_chunk:
@@ -169,8 +170,8 @@ class HostSteering(SpeculationSteering):
             self.drafter.replace(self._proposed)
         return drafts
 
-    def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any, emitted: int) -> Source | None:
-        return LEARNED if proposed is None else proposed.found.source
+    def _source(self, proposed: _LookedUp | None, request: Any) -> Source | None:
+        return None if proposed is None else proposed.found.source
 
 
 class DeviceSteering(SpeculationSteering):
@@ -183,7 +184,13 @@ class DeviceSteering(SpeculationSteering):
         return self.strategy.num_draft_tokens
 
     def look_up(self, request_ids: list[str]) -> Mapping[str, Lookup]:
-        """Continuations of texts from where the host knows them, long enough to outlast the steps under way."""
+        """Continuations of texts from where the host knows them, long enough to outlast the steps under way.
+
+        None in a step of the learned drafter's, even for requests whose siblings know better: looking all of them up
+        costs the host more than the few better drafts gain (`benchmarks/results/fixes.md`).
+        """
+        if not self._looks_up:
+            return {}
         reach = 3 * self.strategy.num_draft_tokens + 2  # two steps under way emit at most K + 1 each
         lookups = {}
         for request_id in request_ids:
@@ -196,13 +203,12 @@ class DeviceSteering(SpeculationSteering):
                 self._proposed[request_id] = _LookedUp(request.num_tokens, found)
         return lookups
 
-    def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any, emitted: int) -> Source | None:
-        other = LEARNED if strategy.drafter == "learned" else None
+    def _source(self, proposed: _LookedUp | None, request: Any) -> Source | None:
         if proposed is None:
-            return other
+            return None
         since = list(request.all_token_ids[proposed.known :])
         fits = proposed.found.tokens[: len(since)] == since and len(proposed.found.tokens) > len(since)
-        return proposed.found.source if fits else other
+        return proposed.found.source if fits else None
 
 
 def _is_plain_decode(scheduler: Any, output: Any, result: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The texts that are being written, and who drafts best for each of them."""
+"""The texts that are being written, and which of them says best how each may go on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from tlt_lightning.speculation.base import Drafter, Strategy
 from tlt_lightning.speculation.suffix_index import SuffixIndex
 
 Source = tuple[Drafter, int]
-"""Who drafted, and how many tokens the match had that was drafted from (0 for the learned drafter)."""
+"""Who drafted, and how many tokens the match had that was drafted from."""
 
-LEARNED: Source = ("learned", 0)
 PRIOR_COUNT = 4
 """Verifications that a source's prior is worth."""
 NEWEST_WEIGHT = 0.02
 """Least weight of the newest verification in a score: what was accepted some hundred drafts ago is forgotten."""
 READ_PER_STEP = 1024
 """Tokens that a step reads at most before it looks up, a few milliseconds of the host."""
-TRIAL_PERIOD = 64
-"""One draft in so many is looked up although another source is expected to do better: it may have been unlucky."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,7 @@ class Found:
 class SourceScores:
     """Mean accepted drafts of each source, by which the better one is told.
 
-    Before a source was tried, a match is expected to go on half as long as it already has, and the learned drafter to
-    have one draft accepted.
+    Before a source was tried, a match is expected to go on half as long as it already has.
     """
 
     scores: dict[Source, tuple[float, int]] = field(default_factory=dict)
@@ -56,7 +52,7 @@ class SourceScores:
         self.scores[source] = (score + weight * (num_accepted - score), count + 1)
 
     def _score(self, source: Source) -> tuple[float, int]:
-        return self.scores.get(source, (1.0 if source == LEARNED else source[1] / 2, PRIOR_COUNT))
+        return self.scores.get(source, (source[1] / 2, PRIOR_COUNT))
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +89,6 @@ class RunningTexts:
         self._texts: dict[str, _Text] = {}
         self._read_groups: set[int] = set()  # in this step
         self._allowance = READ_PER_STEP
-        self._num_look_ups = 0
 
     def add(self, request_id: str, tokens: Sequence[int]) -> None:
         """Begin a text: `tokens` is its prompt, and by reference whatever is written after it."""
@@ -116,26 +111,20 @@ class RunningTexts:
         self._read_groups.clear()
         self._allowance = READ_PER_STEP
 
-    def propose(
-        self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int, floor: float
-    ) -> Found | None:
-        """The draft that most of is expected to be accepted, if that is more than `floor`.
+    def propose(self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int) -> Found | None:
+        """The draft that most of is expected to be accepted.
 
         Args:
             request_id: Whose text.
             tail: Its last tokens.
-            strategy: The strategy in force: drafters that look up may draft for the learned one and siblings' for each
-                other, the text itself only for itself.
+            strategy: The strategy in force: with siblings' drafts also the text itself may draft, if it is indexed, but
+                not the other way round.
             num_tokens: Longest draft.
-            floor: Drafts that another source is expected to have accepted; negative if there is none.
         """
         text = self._texts.get(request_id)
         if text is None:
             return None
-        self._num_look_ups += 1
-        if self._num_look_ups % TRIAL_PERIOD == 0:
-            floor = -1.0
-        best: Found | None = None
+        best, most = None, 0.0
         for drafter, index in self.indices.items():
             if strategy.drafter == "ngram" and drafter != "ngram":
                 continue
@@ -143,8 +132,8 @@ class RunningTexts:
             found = index.look_up(text.group if drafter == "sibling" else request_id, tail, num_tokens)
             source = (drafter, found.match_length)
             expected = self.scores.expected(source, len(found.tokens))
-            if found.tokens and expected > floor:
-                best, floor = Found(found.tokens, source), expected
+            if found.tokens and (best is None or expected > most):
+                best, most = Found(found.tokens, source), expected
         return best
 
     @property
