@@ -81,7 +81,7 @@ def arms_of(heads: tuple[str, ...]) -> dict[str, Arm]:
         _steered("BEG-MAB", "core", main, BEGMABSelector),
         _steered("TLT rule K=3", "extra", main, lambda: ThresholdSelector(3, max_running=32)),
         _steered("off", "extra", main, _fixed(0)),
-        _steered("adaptive, siblings too", "extra", main, _adaptive("learned", "sibling"), siblings=True),
+        _steered("adaptive, siblings too", "extra", main, _adaptive("learned", "mixed", "sibling"), siblings=True),
         *looked_up,
     ]
     others = {Path(head).name: head for head in heads[1:]}

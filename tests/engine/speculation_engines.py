@@ -43,9 +43,9 @@ class ScriptedSelector(StrategySelector):
         return {"records": len(self.records)}
 
     def at_random(self, seed: int) -> None:
-        """Another strategy in every step, off among them."""
+        """Another strategy in every step, off in one of six."""
         draw = random.Random(seed)
-        self.script = lambda state: draw.choice(self.all_arms)
+        self.script = lambda state: OFF if draw.random() < 1 / 6 else draw.choice(self.all_arms)
 
     def off_and_on(self, strategy: Strategy, steps: int) -> None:
         """Off and `strategy` in turn, for `steps` steps each."""

@@ -195,9 +195,10 @@ def test_batches_grow_up_to_the_largest() -> None:
     ]  # fmt: skip
 
 
-def test_a_filler_is_found_for_every_look_up() -> None:
+def test_a_filler_is_found_for_every_look_up_and_replaces_no_head() -> None:
     texts = calibration.FillerTexts(siblings=True, ngram=True, keeps=False)
     texts.add("a", [1, 2, 3])
     found = texts.propose("a", [2, 3], Strategy(3, "sibling"), 3)
     assert found is not None
     assert len(found.tokens) == 3
+    assert texts.propose("a", [2, 3], Strategy(3, "mixed"), 3) is None

@@ -55,7 +55,7 @@ def engine(request: pytest.FixtureRequest, paths: Paths) -> Iterator[VLLMEngine]
     if request.param is FullGraphPool and not vllm_internals.runs_v2():
         pytest.skip("the V1 runner captures graphs of its own, whatever the pool")
     speculation = Speculation(
-        selector=ScriptedSelector(("learned", "sibling")),
+        selector=ScriptedSelector(("learned", "sibling", "mixed")),
         head=paths[1],
         siblings=True,
         max_draft_tokens=5,
@@ -90,7 +90,7 @@ def test_text_stays_greedy_while_strategies_change(engine: VLLMEngine, paths: Pa
     assert_greedy(paths, write(engine, siblings()))
 
 
-@pytest.mark.parametrize("drafter", ["learned", "sibling"])
+@pytest.mark.parametrize("drafter", ["learned", "sibling", "mixed"])
 def test_drafters_are_accepted(engine: VLLMEngine, paths: Paths, drafter: Any) -> None:
     script(engine, lambda selector: setattr(selector, "script", lambda state: Strategy(5, drafter)))
     assert_greedy(paths, write(engine, siblings()))

@@ -51,6 +51,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         case["head"] = save_head(make_head(policy), path / "head")
     drafters: list[Drafter] = ["learned"] if head else []
     drafters += ["sibling", "ngram"] if case.get("siblings") else []
+    drafters += ["mixed"] if {"head", "siblings"} <= case.keys() else []
     selector = ScriptedSelector(tuple(drafters))
     speculation = Speculation(selector=selector, max_draft_tokens=5, steps_per_choice=1, **case)
     with engine_of(policy, speculation) as engine:
@@ -100,7 +101,7 @@ def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
         after_step(scheduler, output, result)
 
     drafters = {arm.drafter for arm in setup.selector.all_arms if not arm.is_off}
-    drafter: Drafter = "sibling" if "sibling" in drafters else "learned"
+    drafter: Drafter = next(name for name in ("mixed", "sibling", "learned") if name in drafters)
     setup.selector.script = lambda state: Strategy(5, drafter)
     steering.after_step = spy
     try:

@@ -44,6 +44,8 @@ def test_arms_that_cannot_run_are_refused(policy: str) -> None:
         Speculation(selector=FixedSelector(3), siblings=True).check(policy, 4)
     Speculation(selector=ScriptedSelector(("sibling", "ngram")), siblings=True, ngram=True).check(policy, 4)
     Speculation(selector=ScriptedSelector(("sibling",)), siblings=True, ngram=True).check(policy, 4)
+    with pytest.raises(ValueError, match=r"asks? for the drafter 'mixed', but .* only \['learned'\]"):
+        Speculation(selector=FixedSelector(3, "mixed"), head="head").check(policy, 4)
 
 
 @pytest.mark.parametrize(("looks_up", "drafter"), [("siblings", "sibling"), ("ngram", "ngram")])

@@ -3,11 +3,11 @@
 import pytest
 
 from tlt_lightning.engine import vllm_texts
-from tlt_lightning.engine.vllm_texts import PRIOR_COUNT, RunningTexts, SourceScores
+from tlt_lightning.engine.vllm_texts import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, RunningTexts, SourceScores
 from tlt_lightning.speculation.base import Strategy
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-SIBLING, NGRAM = Strategy(3, "sibling"), Strategy(3, "ngram")
+SIBLING, NGRAM, MIXED = Strategy(3, "sibling"), Strategy(3, "ngram"), Strategy(3, "mixed")
 
 
 class Texts(RunningTexts):
@@ -114,8 +114,25 @@ def test_the_better_source_drafts() -> None:
     assert source() == ("sibling", 2)
 
 
+def test_mixed_with_a_head_only_what_is_expected_to_do_better_is_drafted() -> None:
+    made = texts()
+    made.grow("a", [20, 21, 22, 23])
+    tail = [*PROMPT, 20]
+    found = made.propose("b", tail, MIXED, 3)
+    assert found is not None
+    assert found.source == ("sibling", 8)
+    for _ in range(100):
+        made.scores.update(found.source, 0)
+        made.scores.update(LEARNED, 2)
+    assert made.propose("b", tail, MIXED, 3) is None
+    assert made.propose("b", tail, SIBLING, 3) is not None
+    tried = [made.propose("b", tail, MIXED, 3) is not None for _ in range(TRIAL_PERIOD)]
+    assert sum(tried) == 1
+
+
 def test_scores_start_from_a_prior_and_forget() -> None:
     scores, source = SourceScores(), ("sibling", 8)
+    assert scores.expected(LEARNED, 5) == 1
     assert scores.expected(source, 5) == 4
     assert scores.expected(source, 2) == 2
     scores.update(source, 0)

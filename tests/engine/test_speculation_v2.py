@@ -10,7 +10,7 @@ from tests.engine.speculation_engines import ScriptedSelector
 from tlt_lightning.engine.vllm_control import SpeculationControl
 from tlt_lightning.engine.vllm_graphs import PlannedGraphs, fill_manager, useful_splits
 from tlt_lightning.engine.vllm_steering import DeviceSteering
-from tlt_lightning.engine.vllm_texts import RunningTexts
+from tlt_lightning.engine.vllm_texts import LEARNED, RunningTexts
 from tlt_lightning.engine.vllm_v2 import Lookup, pack_lookups, splice
 from tlt_lightning.speculation import BucketedGraphPool, FullGraphPool, arms_by_batch
 from tlt_lightning.speculation.base import OFF, SelectorState, Strategy
@@ -77,7 +77,7 @@ def test_the_host_looks_up_beyond_the_steps_under_way() -> None:
     assert made.look_up(["a", "b"]) == {"b": Lookup(4, [21, 22, 23, 24, 25])}
 
 
-def test_nothing_is_looked_up_beside_the_head_or_while_off() -> None:
+def test_nothing_is_looked_up_for_the_head_alone_or_while_off() -> None:
     for strategy in (Strategy(2, "learned"), OFF):
         made, scheduler = steering(strategy)
         made.before_schedule(scheduler)
@@ -87,19 +87,26 @@ def test_nothing_is_looked_up_beside_the_head_or_while_off() -> None:
 
 
 def test_the_device_may_have_kept_a_look_up_or_not_and_the_host_finds_out() -> None:
-    for since, source in [([21, 22], ("sibling", 4)), ([21, 9], None), ([], ("sibling", 4))]:
-        made, scheduler = steering(Strategy(2, "sibling"))
+    for strategy, since, source in [
+        (Strategy(2, "sibling"), [21, 22], ("sibling", 4)),
+        (Strategy(2, "sibling"), [21, 9], None),
+        (Strategy(2, "mixed"), [21, 9], LEARNED),
+        (Strategy(2, "mixed"), [], ("sibling", 4)),
+    ]:
+        made, scheduler = steering(strategy)
         made.before_schedule(scheduler)
         made.look_up(["b"])
         request = scheduler.requests["b"]
         request.all_token_ids = [*request.all_token_ids, *since]
-        assert made._source(made._proposed["b"], request) == source
+        assert made._source(strategy, made._proposed["b"], request) == source
 
 
 def test_without_a_proposal_fillers_are_nobodys() -> None:
     made, scheduler = steering(Strategy(2, "sibling"))
     made.before_schedule(scheduler)
-    assert made._source(None, scheduler.requests["b"]) is None
+    assert made._source(Strategy(2, "sibling"), None, scheduler.requests["b"]) is None
+    for drafter in ("learned", "mixed"):
+        assert made._source(Strategy(2, drafter), None, scheduler.requests["b"]) == LEARNED
 
 
 class TwoSpeedSelector(ScriptedSelector):

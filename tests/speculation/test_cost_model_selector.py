@@ -25,7 +25,7 @@ def run(selector: CostModelSelector, chance: float, num_steps: int, batch: int =
     generator, state, chosen, was_on = random.Random(0), SelectorState(batch, 350.0), [], True
     for _ in range(num_steps):
         arm = selector.select(state)
-        is_on = arm.drafter == "learned" and not arm.is_off
+        is_on = arm.is_learned
         seconds = COSTS.step(batch, arm, 350.0) + (catch_up if is_on and not was_on else 0.0)
         was_on = is_on
         emitted = []
@@ -68,6 +68,24 @@ def test_catch_up_that_never_pays_off_keeps_the_drafter_off():
     ready = calibrated(exploration=0.0)
     ready.select(SelectorState(600, 350.0))
     assert OFF not in run(ready, 0.9, 200)
+
+
+def test_a_new_head_is_doubted_alone_and_mixed():
+    selector = calibrated(drafters=("learned", "mixed"))
+    for drafter in selector.acceptance:
+        for _ in range(100):
+            selector.record(SelectorState(8, 350.0), Strategy(3, drafter), (3, 1) * 4, 0.006)
+    known = {name: acceptance.expected_emitted(3, 1.0) for name, acceptance in selector.acceptance.items()}
+    selector.select(SelectorState(8, 350.0, drafter_version=1))
+    selector.select(SelectorState(8, 350.0, drafter_version=2))
+    for name, acceptance in selector.acceptance.items():
+        assert acceptance.expected_emitted(3, 1.0) > known[name]
+
+
+def test_cold_heads_draft_neither_alone_nor_mixed():
+    selector = calibrated(drafters=("learned", "mixed", "sibling"))
+    rates = selector.expected_rates(SelectorState(8, 350.0, is_cold=True))
+    assert {arm.drafter for arm in rates if not arm.is_off} == {"sibling"}
 
 
 def test_model_free_drafter_needs_no_catch_up():

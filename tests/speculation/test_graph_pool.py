@@ -94,6 +94,7 @@ def test_equal_shapes_of_different_drafters_are_merged_and_look_ups_need_no_draf
         return [plan.shapes(kind) for kind in ("target", "drafter_prefill", "drafter_decode")]
 
     assert shapes("learned", "sibling", "ngram") == shapes("learned")
+    assert shapes("mixed") == shapes("learned")
     assert shapes("sibling")[0] == shapes("learned")[0]
     assert shapes("sibling")[1:] == [[], []]
 

@@ -43,7 +43,7 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
         )
     sizes = range(1, engine.max_num_seqs + 1)
     arms = {arm for size in sizes for arm in speculation.selector.arms(size) if not arm.is_off}
-    if not any(arm.drafter == "learned" for arm in arms):
+    if not any(arm.is_learned for arm in arms):
         raise MisconfigurationException(
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
             f"name it, {_SELECTOR}."

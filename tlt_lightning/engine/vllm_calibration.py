@@ -67,12 +67,12 @@ class Dial(StrategySelector):
 
 
 class FillerTexts(RunningTexts):
-    """Texts in which every look-up finds something; nobody will accept it."""
+    """Texts in which every look-up finds something, where no head drafts too; nobody will accept it."""
 
     @override
     def propose(self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int) -> Found | None:
-        super().propose(request_id, tail, strategy, num_tokens)
-        return Found([0] * num_tokens, (strategy.drafter, 0))
+        found = super().propose(request_id, tail, strategy, num_tokens)
+        return found if strategy.drafter == "mixed" else Found([0] * num_tokens, (strategy.drafter, 0))
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

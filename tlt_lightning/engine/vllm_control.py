@@ -115,7 +115,7 @@ class SpeculationControl:
             self._choice = OFF if choice.is_off else choice
             self._steps_left = self.steps_per_choice
         self._steps_left -= 1
-        is_silenced = (self.alarm.is_ringing or self.is_cold) and self._choice.drafter == "learned"
+        is_silenced = (self.alarm.is_ringing or self.is_cold) and self._choice.is_learned
         self.strategy = OFF if is_silenced else self._choice
         self.counters.switches += self.strategy.is_off != verifies.is_off
         is_settled = self.strategy == verifies and self._choice == last_choice

@@ -11,7 +11,8 @@ from tlt_lightning.engine.vllm_trace import read_trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {"learned": "#0072b2", "sibling": "#d55e00", "ngram": "#009e73"}  # told apart by colour-blind readers
+COLORS = {"learned": "#0072b2", "mixed": "#cc79a7", "sibling": "#d55e00", "ngram": "#009e73"}
+"""Told apart by colour-blind readers."""
 GREY = "#888888"
 MEAN_OVER = 50
 """Steps over which acceptance is averaged: one step of a few requests says little."""

@@ -31,9 +31,10 @@ class Speculation:
             before. `LongTailIdleCallback` sets this and `head` where it starts from nothing; give it yourself if nobody
             but that head is to draft.
         siblings: Draft what other answers to the same prompt said after the same words, in steps for which the selector
-            asks for the drafter `sibling`. Needs no training.
+            asks for the drafter `sibling`, or for `mixed`, where the head drafts for requests without a good match.
+            Needs no training.
         ngram: Draft what the prompt and the answer itself said after the same words, in steps for `ngram`, and in those
-            for `sibling` where that is expected to be accepted more often. Needs no training.
+            for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
         keep_siblings: How long answers are looked up: `rollout`, until the rollout is over; `run`, also in later
             rollouts that meet the same prompt.
@@ -80,8 +81,10 @@ class Speculation:
     @property
     def drafters(self) -> tuple[Drafter, ...]:
         """Who can draft."""
+        has_head = self.head is not None or self.cold_head
         possible: tuple[tuple[Drafter, bool], ...] = (
-            ("learned", self.head is not None or self.cold_head),
+            ("learned", has_head),
+            ("mixed", has_head and (self.siblings or self.ngram)),
             ("ngram", self.ngram),
             ("sibling", self.siblings),
         )
@@ -104,7 +107,7 @@ class Speculation:
                         f"{list(self.drafters)}; configure it (`head`, or LongTailIdleCallback, which trains one; "
                         "`siblings`; `ngram`) or drop the arm."
                     )
-        if (self.siblings and "sibling" not in asked) or (self.ngram and asked <= {"learned"}):
+        if (self.siblings and asked <= {"learned", "ngram"}) or (self.ngram and asked <= {"learned"}):
             name, drafter = ("siblings", "sibling") if self.siblings else ("ngram", "ngram")
             raise ValueError(
                 f"`speculation.{name}` is true, but `speculation.selector` never asks for the drafter {drafter!r}, "

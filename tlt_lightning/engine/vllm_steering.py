@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from tlt_lightning.engine.vllm_control import SpeculationControl, StepPlan, StepResult
-from tlt_lightning.engine.vllm_texts import Found, RunningTexts, Source
+from tlt_lightning.engine.vllm_texts import LEARNED, Found, RunningTexts, Source
 from tlt_lightning.engine.vllm_v1 import V1Drafter
 from tlt_lightning.engine.vllm_v2 import Lookup, V2Drafter
 from tlt_lightning.speculation.base import OFF, Strategy
@@ -61,15 +61,11 @@ class SpeculationSteering:
         self._plan = self.control.plan(len(running) + admitted, context, waiting - admitted)
         if self.texts is not None:
             self.texts.next_step()
-        if self.drafter is not None and self.drafter.has_holes and self._is_learned:
+        if self.drafter is not None and self.drafter.has_holes and self.strategy.is_learned:
             scheduler.reset_prefix_cache(reset_running_requests=True)
             self.drafter.has_holes = False
             self.num_reprefills += 1
         return self.num_engine_drafts
-
-    @property
-    def _is_learned(self) -> bool:
-        return not self.strategy.is_off and self.strategy.drafter == "learned"
 
     @property
     def num_engine_drafts(self) -> int:
@@ -127,19 +123,20 @@ class SpeculationSteering:
             drafted.append(num_drafts)
             emitted.append(len(tokens))
             if num_drafts:
-                if plan.verifies.drafter == "learned":
-                    learned_kept.append(len(tokens) > 1)
-                elif self.texts is not None and (source := self._source(proposed.get(request_id), request)):
+                source = self._source(plan.verifies, proposed.get(request_id), request)
+                if self.texts is not None and source is not None:
                     self.texts.scores.update(source, len(tokens) - 1)
+                if source == LEARNED:
+                    learned_kept.append(len(tokens) > 1)
         return _Collected(drafted, emitted, (len(learned_kept), sum(learned_kept)), is_decode)
 
-    def _source(self, proposed: _LookedUp | None, request: Any) -> Source | None:
-        """Whose drafts a request verified in a step of looked-up drafts; None if they were fillers."""
-        raise NotImplementedError
+    def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any) -> Source | None:
+        """Whose drafts a request verified; None if they were fillers."""
+        return LEARNED if strategy.is_learned else None
 
     @property
     def _looks_up(self) -> bool:
-        return self.texts is not None and not self.strategy.is_off and not self._is_learned
+        return self.texts is not None and not self.strategy.is_off and self.strategy.drafter != "learned"
 
     def _look_up(self, request_id: str, tokens: Sequence[int], num_tokens: int) -> Found | None:
         assert self.texts is not None
@@ -153,7 +150,7 @@ class HostSteering(SpeculationSteering):
 
     @property
     def num_engine_drafts(self) -> int:  # noqa: D102 - inherited
-        return self.strategy.num_draft_tokens if self._is_learned and self.drafter is not None else 0
+        return self.strategy.num_draft_tokens if self.strategy.is_learned and self.drafter is not None else 0
 
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:  # noqa: D102
         drafts = super().drafts(scheduler, request_ids, drafts)
@@ -170,8 +167,8 @@ class HostSteering(SpeculationSteering):
             self.drafter.replace(self._proposed)
         return drafts
 
-    def _source(self, proposed: _LookedUp | None, request: Any) -> Source | None:
-        return None if proposed is None else proposed.found.source
+    def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any) -> Source | None:
+        return super()._source(strategy, proposed, request) if proposed is None else proposed.found.source
 
 
 class DeviceSteering(SpeculationSteering):
@@ -186,8 +183,8 @@ class DeviceSteering(SpeculationSteering):
     def look_up(self, request_ids: list[str]) -> Mapping[str, Lookup]:
         """Continuations of texts from where the host knows them, long enough to outlast the steps under way.
 
-        None in a step of the learned drafter's, even for requests whose siblings know better: looking all of them up
-        costs the host more than the few better drafts gain (`benchmarks/results/fixes.md`).
+        None in a step of the head's alone, even for requests whose siblings know better: looking all of them up may
+        cost more than the better drafts gain (`benchmarks/results/fixes.md`), so the selector has an arm for either.
         """
         if not self._looks_up:
             return {}
@@ -203,12 +200,13 @@ class DeviceSteering(SpeculationSteering):
                 self._proposed[request_id] = _LookedUp(request.num_tokens, found)
         return lookups
 
-    def _source(self, proposed: _LookedUp | None, request: Any) -> Source | None:
+    def _source(self, strategy: Strategy, proposed: _LookedUp | None, request: Any) -> Source | None:
+        other = super()._source(strategy, proposed, request)
         if proposed is None:
-            return None
+            return other
         since = list(request.all_token_ids[proposed.known :])
         fits = proposed.found.tokens[: len(since)] == since and len(proposed.found.tokens) > len(since)
-        return proposed.found.source if fits else None
+        return proposed.found.source if fits else other
 
 
 def _is_plain_decode(scheduler: Any, output: Any, result: Any) -> bool:

@@ -9,14 +9,17 @@ from tlt_lightning.speculation.base import Drafter, Strategy
 from tlt_lightning.speculation.suffix_index import SuffixIndex
 
 Source = tuple[Drafter, int]
-"""Who drafted, and how many tokens the match had that was drafted from."""
+"""Who drafted, and how many tokens the match had that was drafted from (0 for the learned head)."""
 
+LEARNED: Source = ("learned", 0)
 PRIOR_COUNT = 4
 """Verifications that a source's prior is worth."""
 NEWEST_WEIGHT = 0.02
 """Least weight of the newest verification in a score: what was accepted some hundred drafts ago is forgotten."""
 READ_PER_STEP = 1024
 """Tokens that a step reads at most before it looks up, a few milliseconds of the host."""
+TRIAL_PERIOD = 64
+"""One draft in so many is looked up although the head is expected to do better: the look-ups may have been unlucky."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class Found:
 class SourceScores:
     """Mean accepted drafts of each source, by which the better one is told.
 
-    Before a source was tried, a match is expected to go on half as long as it already has.
+    Before a source was tried, a match is expected to go on half as long as it already has, and the head to have one
+    draft accepted.
     """
 
     scores: dict[Source, tuple[float, int]] = field(default_factory=dict)
@@ -52,7 +56,7 @@ class SourceScores:
         self.scores[source] = (score + weight * (num_accepted - score), count + 1)
 
     def _score(self, source: Source) -> tuple[float, int]:
-        return self.scores.get(source, (source[1] / 2, PRIOR_COUNT))
+        return self.scores.get(source, (1.0 if source == LEARNED else source[1] / 2, PRIOR_COUNT))
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +93,7 @@ class RunningTexts:
         self._texts: dict[str, _Text] = {}
         self._read_groups: set[int] = set()  # in this step
         self._allowance = READ_PER_STEP
+        self._num_mixed = 0
 
     def add(self, request_id: str, tokens: Sequence[int]) -> None:
         """Begin a text: `tokens` is its prompt, and by reference whatever is written after it."""
@@ -112,19 +117,23 @@ class RunningTexts:
         self._allowance = READ_PER_STEP
 
     def propose(self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int) -> Found | None:
-        """The draft that most of is expected to be accepted.
+        """The draft that most of is expected to be accepted, in a mixed step only if that is more than of the head's.
 
         Args:
             request_id: Whose text.
             tail: Its last tokens.
-            strategy: The strategy in force: with siblings' drafts also the text itself may draft, if it is indexed, but
-                not the other way round.
+            strategy: The strategy in force: where siblings' drafts are asked for, also the text itself may draft, if it
+                is indexed, but not the other way round.
             num_tokens: Longest draft.
         """
         text = self._texts.get(request_id)
         if text is None:
             return None
-        best, most = None, 0.0
+        best, most = None, -1.0
+        if strategy.drafter == "mixed":
+            self._num_mixed += 1
+            if self._num_mixed % TRIAL_PERIOD:
+                most = self.scores.expected(LEARNED, strategy.num_draft_tokens)
         for drafter, index in self.indices.items():
             if strategy.drafter == "ngram" and drafter != "ngram":
                 continue
@@ -132,7 +141,7 @@ class RunningTexts:
             found = index.look_up(text.group if drafter == "sibling" else request_id, tail, num_tokens)
             source = (drafter, found.match_length)
             expected = self.scores.expected(source, len(found.tokens))
-            if found.tokens and (best is None or expected > most):
+            if found.tokens and expected > most:
                 best, most = Found(found.tokens, source), expected
         return best
 

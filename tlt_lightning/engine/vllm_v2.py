@@ -103,7 +103,7 @@ class V2Drafter:
     ) -> Tensor:
         """Drafts for each request, (B, longest draft); stands in front of the speculator's own `propose`."""
         strategy = self._strategy()
-        is_learned = strategy.drafter == "learned" and not strategy.is_off
+        is_learned = strategy.is_learned
         drafts = self._drafts[: input_batch.num_reqs]
         if dummy_run or self._must_run(input_batch, is_learned):
             if self.backlog is not None and not dummy_run:

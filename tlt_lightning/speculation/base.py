@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Drafter = Literal["learned", "ngram", "sibling"]
+Drafter = Literal["learned", "mixed", "ngram", "sibling"]
+"""Who drafts: the learned head; the text itself or its siblings, looked up; or the head for all and look-ups in its
+place wherever they are expected to be accepted more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Strategy:
     def is_off(self) -> bool:
         """True if this step decodes plainly."""
         return self.num_draft_tokens == 0
+
+    @property
+    def is_learned(self) -> bool:
+        """True if the learned head drafts in this step, alone or mixed with look-ups."""
+        return not self.is_off and self.drafter in ("learned", "mixed")
 
 
 OFF = Strategy(0)

@@ -29,6 +29,7 @@ CONTEXT_PRIOR, CONTEXT_SPREAD = 2.8e-6, 3e-6
 
 DRAFTER_PRIOR: dict[Drafter, tuple[float, ...]] = {
     "learned": (0.044, 0.0955, 0.0),
+    "mixed": (0.054, 0.0955, 0.001),
     "ngram": (0.01, 0.0, 0.001),
     "sibling": (0.01, 0.0, 0.001),
 }

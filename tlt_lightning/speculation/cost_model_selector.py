@@ -108,7 +108,7 @@ class CostModelSelector(StrategySelector):
         for arm, seconds in zip(
             arms, self.step_time.seconds_of_each(state.batch_size, arms, state.mean_context), strict=True
         ):
-            if not (state.is_cold and self._is_learned(arm)):
+            if not (state.is_cold and arm.is_learned):
                 rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / CATCH_UP_STEPS)
         return rates
 
@@ -178,21 +178,19 @@ class CostModelSelector(StrategySelector):
 
     def _doubt_drafter(self, rates: dict[Strategy, float]) -> None:
         """Take a new drafter for as good or bad as the old one, but unknown, and see that a short probe can be paid."""
-        if "learned" in self.acceptance:
-            self.acceptance["learned"].doubt()
-            if self.step_time.scale:
-                self._credit = max(self._credit, PROBE_STEPS / rates[OFF])
-
-    def _is_learned(self, arm: Strategy) -> bool:
-        return arm.drafter == "learned" and not arm.is_off
+        learned = [self.acceptance[name] for name in self.acceptance if name in ("learned", "mixed")]
+        for acceptance in learned:
+            acceptance.doubt()
+        if learned and self.step_time.scale:
+            self._credit = max(self._credit, PROBE_STEPS / rates[OFF])
 
     def _switch_seconds(self, arm: Strategy) -> float:
-        return 0.0 if self._is_warm or not self._is_learned(arm) else self.catch_up_seconds
+        return 0.0 if self._is_warm or not arm.is_learned else self.catch_up_seconds
 
     def _switch_to(self, arm: Strategy) -> None:
-        if self._is_learned(arm) and not self._is_warm:
+        if arm.is_learned and not self._is_warm:
             self._settling, self._excess = SETTLING_STEPS, 0.0
-        self._is_warm = self._is_learned(arm)
+        self._is_warm = arm.is_learned
         self._current = arm
 
     def _settle(self, state: SelectorState, strategy: Strategy, seconds: float) -> None:
@@ -211,7 +209,7 @@ class CostModelSelector(StrategySelector):
             seconds, spread = self.step_time.estimate(state.batch_size, arm, state.mean_context)
             hoped = self._emitted(arm, doubt) / seconds * (1 + doubt * spread)
             cost = PROBE_STEPS * seconds * max(0.0, 1 - rate / rates[best]) + self._switch_seconds(arm)
-            if self._is_warm and not self._is_learned(arm):
+            if self._is_warm and not arm.is_learned:
                 cost += self.catch_up_seconds  # to come back
             if arm != best and hoped > most and cost <= self._credit:
                 found, most, price = arm, hoped, cost

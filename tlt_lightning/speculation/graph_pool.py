@@ -73,7 +73,7 @@ class FullGraphPool(GraphPool):
         check_arms(arms, capture_sizes)
         most, sizes = max(arms), sorted(capture_sizes)
         lengths = {arm.num_draft_tokens for strategies in arms.values() for arm in strategies}
-        is_drafted = any(_is_learned(arm) for strategies in arms.values() for arm in strategies)
+        is_drafted = any(arm.is_learned for strategies in arms.values() for arm in strategies)
         max_tokens = min(sizes[-1], most * (max(lengths) + 1))
         graphs = set()
         for length in lengths:
@@ -125,7 +125,7 @@ class BucketedGraphPool(GraphPool):
             for batch in batches:
                 num_requests = next(size for size in sizes if size >= batch)
                 graphs = {FullGraph("target", num_requests, arm.num_draft_tokens + 1)}
-                if _is_learned(arm):
+                if arm.is_learned:
                     graphs |= self.drafter_graphs(num_requests, arm.num_draft_tokens)
                 for graph in graphs:
                     worth[graph] = worth.get(graph, 0.0) + 1 / (batch * len(arms[batch]))
@@ -157,10 +157,6 @@ def check_arms(arms: Arms, capture_sizes: Sequence[int]) -> None:
         raise ValueError(f"`arms` lacks `OFF` at batch sizes {without}; a selector must always be able to switch off.")
     if not capture_sizes or min(capture_sizes) < 1:
         raise ValueError(f"`capture_sizes` must be positive and not empty, got {list(capture_sizes)}.")
-
-
-def _is_learned(arm: Strategy) -> bool:
-    return arm.drafter == "learned" and not arm.is_off
 
 
 def _freed_mib(graph: FullGraph, kept: Sequence[FullGraph], costs: GraphCosts) -> float:

@@ -64,7 +64,7 @@ class StepCosts:
         else:
             row = [interpolate(self.num_draft_tokens, values, length) for values in self.speculative]
             cost = interpolate(self.batch_sizes, row, batch_size)
-            if strategy.drafter != "learned":
+            if not strategy.is_learned:
                 cost -= self.draft_fixed + self.draft_token * (length - 1)
         return (cost + self.context_token * batch_size * max(0.0, mean_context - self.table_context)) / 1000
 
@@ -201,11 +201,11 @@ class RolloutSimulator:
             state = SelectorState(alive.size, context, drafter_version)
             strategy = selector.select(state)
             seconds = self.costs.step(alive.size, strategy, context)
-            if strategy.drafter == "learned" and not strategy.is_off:
+            if strategy.is_learned:
                 seconds += self.costs.catch_up(int(missed[alive].sum()))
                 missed[alive] = 0
             emitted = self._emit(alive, written, strategy)
-            if strategy.drafter != "learned" or strategy.is_off:
+            if not strategy.is_learned:
                 missed[alive] += emitted
             written[alive] += emitted
             num_tokens = int(emitted.sum())
