@@ -1,9 +1,7 @@
 """The drafter on two processes (gloo) whose rollouts take unequally long, with the real engine."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +9,26 @@ import pytest
 import torch
 
 from tests.engine.speculation_engines import save_endless_policy
-
-TESTS = Path(__file__).parent
+from tests.rank_processes import Ended, run_ranks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def launch(script: str, prompts_path: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(script: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
     policy = save_endless_policy(out / "policy")
-    command = [sys.executable, str(TESTS / script), policy, prompts_path, str(out), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "PL_GLOBAL_SEED": "3"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return run_ranks(script, out, policy, prompts_path, str(out), *arguments)
 
 
 def run(script: str, prompts_path: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
     """What each rank noted."""
     done = launch(script, prompts_path, out, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.statuses == [0, 0], done.stderr[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("two_ranks_drafter.py", prompts_path, tmp_path_factory.mktemp("ranks"), "run")
+    return run("tests.two_ranks_drafter", prompts_path, tmp_path_factory.mktemp("ranks"), "run")
 
 
 def test_the_early_rank_trains_and_both_serve_the_same_drafter(ranks: list[dict[str, Any]]) -> None:
@@ -67,17 +62,17 @@ def test_the_late_rank_is_not_slowed(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_the_death_of_the_training_rank_ends_the_run_at_once(prompts_path: str, tmp_path: Path) -> None:
-    done = launch("two_ranks_drafter.py", prompts_path, tmp_path, "die")
-    assert done.returncode != 0
+    done = launch("tests.two_ranks_drafter", prompts_path, tmp_path, "die")
+    assert done.statuses == [-signal.SIGKILL, 1]
     assert "lost touch with rank 0, which has ended" in done.stderr
     died, noticed = (float((tmp_path / f"ended{rank}").read_text()) for rank in (0, 1))
     assert noticed - died < 10  # of a rollout that would have gone on for 20
 
 
 def test_each_rank_resumes_from_what_it_held(prompts_path: str, tmp_path: Path) -> None:
-    whole = run("two_ranks_resume.py", prompts_path, tmp_path / "whole")
+    whole = run("tests.two_ranks_resume", prompts_path, tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "epoch=1.ckpt"
-    assert run("two_ranks_resume.py", prompts_path, tmp_path / "resumed", str(checkpoint)) == whole
+    assert run("tests.two_ranks_resume", prompts_path, tmp_path / "resumed", str(checkpoint)) == whole
     early, late = whole
     own = {"optimizer", "buffer", "drift"}
     for stage in ("saved", "trained"):

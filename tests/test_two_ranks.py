@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.rank_processes import run_ranks
+
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 
 
 def launch(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a user would: rank 1 is started by Lightning."""
     command = [sys.executable, str(SCRIPT), policy_path, prompts_path, str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "PL_GLOBAL_SEED": "3"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -24,8 +27,12 @@ def launch(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> s
 def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     engine: str, mode: str, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    done = launch(policy_path, prompts_path, tmp_path, engine, mode)
-    assert done.returncode == 0, done.stderr[-3000:]
+    if engine == "vllm":
+        ended = run_ranks("tests.two_ranks", tmp_path, policy_path, prompts_path, str(tmp_path), engine, mode)
+        assert ended.statuses == [0, 0], ended.stderr[-3000:]
+    else:
+        done = launch(policy_path, prompts_path, tmp_path, engine, mode)
+        assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
     assert first["batches"] == second["batches"] == 4
@@ -43,8 +50,8 @@ def test_two_ranks_share_the_work_and_end_with_the_same_weights(
 def test_a_rank_that_has_its_groups_waits_while_the_other_replaces_its_own(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    done = launch(policy_path, prompts_path, tmp_path, "transformers", "dynamic")
-    assert done.returncode == 0, done.stderr[-3000:]
+    ended = run_ranks("tests.two_ranks", tmp_path, policy_path, prompts_path, str(tmp_path), "transformers", "dynamic")
+    assert ended.statuses == [0, 0], ended.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert (first["starts"], first["ends"]) == (1, [8])
     assert (second["starts"], second["ends"]) == (2, [16])

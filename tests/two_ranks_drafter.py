@@ -7,7 +7,6 @@ Modes: `run`, which from iteration `NUM_LEARNING` on trains in every second iter
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -136,7 +135,3 @@ def main(policy: str, prompts: str, out: str, mode: str) -> None:
         drafter.loss = lambda batch: die(Path(out))
     trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, Observer(Path(out), drafting, mode))
     trainer.fit(make_module(policy), make_data(prompts))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

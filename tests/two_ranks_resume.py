@@ -6,7 +6,6 @@ Each rank trains its drafter for a number of micro-steps of its own, where idle 
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,3 @@ def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> N
     trainer.fit(make_module(policy), make_data(prompts), ckpt_path=ckpt_path)
     trainer.save_checkpoint(Path(out) / "after.ckpt")  # the engine is closed, the process group must still be there
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(observer.seen))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,24 +1,17 @@
 """What a checkpoint holds of drafters on several workers, and who goes on from what."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rank_processes import run_ranks
 from tlt_lightning.drafter.ranks import state_of_rank
-
-SCRIPT = Path(__file__).parent / "two_ranks_gather.py"
 
 
 def test_rank_zero_is_handed_what_another_holds_and_does_not_wait_for_one_that_died(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
-    commands = [[sys.executable, str(SCRIPT), str(rank), str(tmp_path / "store")] for rank in (0, 1)]
-    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    ended = run_ranks("tests.drafter.two_ranks_gather", tmp_path, str(tmp_path / "store"), timeout=100)
+    assert ended.statuses == [0, 0], ended.stderr
 
 
 @pytest.fixture

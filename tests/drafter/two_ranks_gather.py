@@ -1,7 +1,6 @@
 """Run by test_drafter_ranks.py, once per rank: rank one hands what it holds to rank zero, and then dies."""
 
 import os
-import sys
 from typing import Any
 
 import pytest
@@ -28,7 +27,8 @@ def state_of(rank: int) -> dict[str, Any]:
     }
 
 
-def main(rank: int, path: str) -> None:
+def main(path: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     group = make_group()
     others = gather_others(state_of(rank), group)
@@ -40,7 +40,3 @@ def main(rank: int, path: str) -> None:
     torch.testing.assert_close(others, [expected], rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="onnection"):
         gather_others(state_of(rank), group)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
