@@ -13,7 +13,7 @@ from widen_maps import Axis, cancelling, copied, heads, residual, side_by_side, 
 INIT_STD = 0.02  # of random weights, as Qwen2 initialises them
 CONSTANT = 2.0**-7  # the constant dimension relative to an embedding: too small to be seen by an RMSNorm in float32
 # What padded tokens make of the constant. Their logits are below -100 while the residual stream is less than a million
-# times an embedding. (2**24 was too little where a policy's stream grew to thousands: results/widen_second.md.)
+# times an embedding. (2**24 was too little where a policy's stream grew to thousands: results/earlier/second/widen.md.)
 NEVER = -(2.0**34)
 
 
