@@ -25,8 +25,9 @@ quickstart: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m tlt_lightning fit \
 	  -c recipes/base.yaml -c recipes/quickstart.yaml -c recipes/speculation.yaml
 
+# Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
 test: setup
-	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu")
+	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile)
 
 lint: setup
 	$(PY) -m ruff check .
