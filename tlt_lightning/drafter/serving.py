@@ -11,6 +11,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm_speculation import Speculation
+from tlt_lightning.speculation import arms_by_batch
 
 _SELECTOR = (
     "for example `selector: {class_path: CostModelSelector, init_args: {drafters: [learned, sibling]}}` with "
@@ -41,9 +42,8 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             "`drafter.draft_vocab_size` of a new head needs to know which tokens are common before the run: warm the "
             "head up with a DrafterDataModule and give it as `drafter.head`, or leave `draft_vocab_size` out."
         )
-    sizes = range(1, engine.max_num_seqs + 1)
-    arms = {arm for size in sizes for arm in speculation.selector.arms(size) if not arm.is_off}
-    if not any(arm.is_learned for arm in arms):
+    by_batch = arms_by_batch(speculation.selector, engine.max_num_seqs)
+    if not any(arm.is_learned for arms in by_batch.values() for arm in arms):
         raise MisconfigurationException(
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
             f"name it, {_SELECTOR}."

@@ -92,10 +92,9 @@ class Speculation:
 
     def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
         """The head's shape; raises ValueError unless it fits the policy and the selector's arms can be run."""
-        asked: set[Drafter] = set()
-        for batch_size in range(1, max_num_seqs + 1):
-            for arm in self.selector.arms(batch_size):
-                asked |= set() if arm.is_off else {arm.drafter}
+        by_batch = arms_by_batch(self.selector, max_num_seqs)
+        for batch_size, arms in by_batch.items():
+            for arm in arms:
                 if arm.num_draft_tokens > self.max_draft_tokens:
                     raise ValueError(
                         f"`speculation.selector` may draft {arm.num_draft_tokens} tokens at batch size {batch_size}, "
@@ -107,6 +106,7 @@ class Speculation:
                         f"{list(self.drafters)}; configure it (`head`, or LongTailIdleCallback, which trains one; "
                         "`siblings`; `ngram`) or drop the arm."
                     )
+        asked: set[Drafter] = {arm.drafter for arms in by_batch.values() for arm in arms if not arm.is_off}
         if (self.siblings and asked <= {"learned", "ngram"}) or (self.ngram and asked <= {"learned"}):
             name, drafter = ("siblings", "sibling") if self.siblings else ("ngram", "ngram")
             raise ValueError(

@@ -136,7 +136,7 @@ class SpeculationSteering:
 
     @property
     def _looks_up(self) -> bool:
-        return self.texts is not None and not self.strategy.is_off and self.strategy.drafter != "learned"
+        return self.texts is not None and self.strategy.looks_up
 
     def _look_up(self, request_id: str, tokens: Sequence[int], num_tokens: int) -> Found | None:
         assert self.texts is not None

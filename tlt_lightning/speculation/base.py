@@ -14,6 +14,9 @@ Drafter = Literal["learned", "mixed", "ngram", "sibling"]
 """Who drafts: the learned head; the text itself or its siblings, looked up; or the head for all and look-ups in its
 place wherever they are expected to be accepted more often."""
 
+LEARNED_DRAFTERS: tuple[Drafter, ...] = ("learned", "mixed")
+"""Those in whose steps the learned head drafts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -39,7 +42,12 @@ class Strategy:
     @property
     def is_learned(self) -> bool:
         """True if the learned head drafts in this step, alone or mixed with look-ups."""
-        return not self.is_off and self.drafter in ("learned", "mixed")
+        return not self.is_off and self.drafter in LEARNED_DRAFTERS
+
+    @property
+    def looks_up(self) -> bool:
+        """True if drafts are looked up in this step, alone or mixed with the learned head's."""
+        return not self.is_off and self.drafter != "learned"
 
 
 OFF = Strategy(0)

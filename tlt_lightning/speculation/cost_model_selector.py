@@ -13,7 +13,15 @@ from typing_extensions import override
 
 from tlt_lightning.speculation.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.arms import check_at_least, check_share, make_arms
-from tlt_lightning.speculation.base import OFF, Drafter, MeasuredStep, SelectorState, Strategy, StrategySelector
+from tlt_lightning.speculation.base import (
+    LEARNED_DRAFTERS,
+    OFF,
+    Drafter,
+    MeasuredStep,
+    SelectorState,
+    Strategy,
+    StrategySelector,
+)
 from tlt_lightning.speculation.cost_model import StepTimeModel
 
 PROBE_STEPS = 8
@@ -178,7 +186,7 @@ class CostModelSelector(StrategySelector):
 
     def _doubt_drafter(self, rates: dict[Strategy, float]) -> None:
         """Take a new drafter for as good or bad as the old one, but unknown, and see that a short probe can be paid."""
-        learned = [self.acceptance[name] for name in self.acceptance if name in ("learned", "mixed")]
+        learned = [self.acceptance[name] for name in LEARNED_DRAFTERS if name in self.acceptance]
         for acceptance in learned:
             acceptance.doubt()
         if learned and self.step_time.scale:
