@@ -74,8 +74,6 @@ def be_rank(rank: int, port: int, script: str, out: Path, arguments: tuple[str, 
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
         "LOCAL_RANK": str(rank),
-        "PL_GLOBAL_SEED": "3",
     }
     importlib.import_module(script).main(*arguments)
