@@ -18,6 +18,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,16 @@ COLUMNS = {"steps": "steps", "found": "found", "us_a_request": "us a request", "
 EMITTED = (1, 2, 4, 4)  # tokens of a request and step, drawn from these: 2.75 on average, as with a trained head
 
 
+@dataclass
+class Tally:
+    """What the steps of one range of batch sizes add up to."""
+
+    steps: int = 0
+    look_ups: int = 0
+    finds: int = 0
+    seconds: float = 0.0
+
+
 def write_answers(num_prompts: int, group_size: int, seed: int) -> dict[str, tuple[list[int], list[int]]]:
     """Prompt and answer of every request."""
     rng, answers = random.Random(seed), {}
@@ -47,8 +58,8 @@ def write_answers(num_prompts: int, group_size: int, seed: int) -> dict[str, tup
     return answers
 
 
-def replay(answers: dict[str, tuple[list[int], list[int]]], seed: int) -> dict[int, tuple[int, int, int, float]]:
-    """Steps, look-ups, finds and seconds by the power of two that is nearest below the number of requests."""
+def replay(answers: dict[str, tuple[list[int], list[int]]], seed: int) -> dict[int, Tally]:
+    """What looking up took, by the power of two that is nearest below the number of requests."""
     from vllm.v1.utils import ConstantList
 
     rng = random.Random(seed)
@@ -60,7 +71,7 @@ def replay(answers: dict[str, tuple[list[int], list[int]]], seed: int) -> dict[i
         known = ConstantList(tokens)
         requests[name] = SimpleNamespace(num_tokens=len(tokens), all_token_ids=known)
         texts.add(name, known)
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+    tallies: dict[int, Tally] = defaultdict(Tally)
     while requests:
         scheduler = SimpleNamespace(running=list(requests.values()), waiting=[], max_num_running_reqs=len(answers))
         scheduler.requests = requests
@@ -70,8 +81,11 @@ def replay(answers: dict[str, tuple[list[int], list[int]]], seed: int) -> dict[i
         if lookups:
             pack_lookups(list(requests), lookups)
         seconds = time.perf_counter() - began
-        row = sums[1 << len(requests).bit_length() - 1]
-        row[:] = [before + new for before, new in zip(row, (1, len(requests), len(lookups), seconds), strict=True)]
+        tally = tallies[1 << len(requests).bit_length() - 1]
+        tally.steps += 1
+        tally.look_ups += len(requests)
+        tally.finds += len(lookups)
+        tally.seconds += seconds
         steering.after_schedule(SimpleNamespace(finished_req_ids=set()))
         for name in list(requests):
             answer, done = answers[name][1], len(written[name]) - len(answers[name][0])
@@ -80,7 +94,7 @@ def replay(answers: dict[str, tuple[list[int], list[int]]], seed: int) -> dict[i
             if len(written[name]) == len(answers[name][0]) + len(answer):
                 del requests[name]
                 texts.remove(name)
-    return {size: (int(row[0]), int(row[1]), int(row[2]), row[3]) for size, row in sums.items()}
+    return tallies
 
 
 def render(results: dict[str, Any]) -> str:
@@ -106,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.collect()
     gc.freeze()  # as vLLM does once it has started
     rounds = [replay(answers, args.seed) for _ in range(args.rounds)]
-    fastest = {size: min(found[size][3] for found in rounds) for size in rounds[0]}
+    fastest = {size: min(found[size].seconds for found in rounds) for size in rounds[0]}
     results = about("siblings", "", args.seed, on_cpu=True) | {
         "requests": len(answers),
         "group_size": args.group_size,
@@ -114,12 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "by_batch": [
             {
                 "least": size,
-                "steps": steps,
-                "found": f"{finds / look_ups:.0%}",
-                "us_a_request": round(1e6 * fastest[size] / look_ups, 1),
-                "ms_a_step": round(1e3 * fastest[size] / steps, 2),
+                "steps": tally.steps,
+                "found": f"{tally.finds / tally.look_ups:.0%}",
+                "us_a_request": round(1e6 * fastest[size] / tally.look_ups, 1),
+                "ms_a_step": round(1e3 * fastest[size] / tally.steps, 2),
             }
-            for size, (steps, look_ups, finds, _) in sorted(rounds[0].items())
+            for size, tally in sorted(rounds[0].items())
         ],
     }
     save(args.out / "lookup_costs.json", results)
