@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -11,16 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tlt_lightning.engine.base import (
-    NamedTensors,
-    OnProgress,
-    Request,
-    Response,
-    RolloutEngine,
-    RolloutProgress,
-    Sampling,
-)
+from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.checks import check_requests
+from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.policy import end_token_ids
 
@@ -73,25 +65,13 @@ class TransformersEngine(RolloutEngine):
         if self._model is None or self._policy_version < 0:
             raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
         check_requests(requests, max_model_len=self._max_model_len, vocab_size=self._model.config.vocab_size)
-        started, finished, tokens, longest = time.perf_counter(), 0, 0, 0
+        counter, num_left = ProgressCounter(), len(requests)
         with seeded(seed):
             for batch, limit in self._batches(requests, sampling):
                 responses = self._generate_batch(batch, limit, sampling)
-                finished += len(batch)
-                tokens += sum(len(response.token_ids) for response in responses)
-                longest = max(longest, *(len(response.token_ids) for response in responses))
+                num_left -= len(batch)
                 if on_progress is not None:
-                    waiting, elapsed = len(requests) - finished, time.perf_counter() - started
-                    on_progress(
-                        RolloutProgress(
-                            waiting=waiting,
-                            running=0,
-                            finished=finished,
-                            tokens=tokens,
-                            longest=longest,
-                            elapsed=elapsed,
-                        )
-                    )
+                    on_progress(counter.after_step(responses, waiting=num_left))
                 yield from responses
 
     def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[list[Request], int]]:

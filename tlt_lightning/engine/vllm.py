@@ -25,6 +25,7 @@ from tlt_lightning.engine.base import (
 )
 from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.graph_workspaces import owned_workspaces
+from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.engine.vllm_session import SpeculationSession
 from tlt_lightning.engine.vllm_speculation import Speculation
@@ -279,7 +280,7 @@ class VLLMEngine(RolloutEngine):
         on_progress: OnProgress | None,
     ) -> Iterator[Response]:
         engine, session = self._live, self._session
-        started, num_finished, finished_tokens, longest = time.perf_counter(), 0, 0, 0
+        counter = ProgressCounter()
         if session is not None:
             session.begin_rollout()
         try:
@@ -291,12 +292,7 @@ class VLLMEngine(RolloutEngine):
                     session.account(time.perf_counter() - step_started)
                 finished = [self._response(output) for output in outputs if output.finished]
                 if on_progress is not None:
-                    num_finished += len(finished)
-                    finished_tokens += sum(len(response.token_ids) for response in finished)
-                    lengths = [request.num_output_tokens for request in self._scheduler.running]
-                    longest = max([longest, *lengths, *(len(response.token_ids) for response in finished)])
-                    tokens = finished_tokens + sum(lengths)
-                    on_progress(self._progress(num_finished, tokens, longest, time.perf_counter() - started))
+                    on_progress(self._progress(counter, finished))
                 yield from finished
         finally:
             if engine.has_unfinished_requests():  # the consumer gave up, or an exception passed through
@@ -311,15 +307,12 @@ class VLLMEngine(RolloutEngine):
             if self._session is not None:
                 self._session.add(internal_id)
 
-    def _progress(self, num_finished: int, tokens: int, longest: int, elapsed: float) -> RolloutProgress:
+    def _progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         scheduler, session = self._scheduler, self._session
-        return RolloutProgress(
+        return counter.after_step(
+            finished,
             waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            finished=num_finished,
-            tokens=tokens,
-            longest=longest,
-            elapsed=elapsed,
+            running=[request.num_output_tokens for request in scheduler.running],
             strategy=OFF if session is None else session.strategy,
             acceptance_length=1.0 if session is None else session.acceptance_length,
         )

@@ -1,0 +1,50 @@
+"""How far a rollout has come, counted as its responses finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tlt_lightning.engine.base import Response, RolloutProgress
+from tlt_lightning.speculation.base import OFF, Strategy
+
+
+class ProgressCounter:
+    """Counts finished responses from the time it is made."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._num_finished = self._finished_tokens = self._longest = 0
+
+    def after_step(
+        self,
+        finished: Sequence[Response],
+        *,
+        waiting: int,
+        running: Sequence[int] = (),
+        strategy: Strategy = OFF,
+        acceptance_length: float = 1.0,
+    ) -> RolloutProgress:
+        """The rollout's state after an engine step.
+
+        Args:
+            finished: Responses that finished in it.
+            waiting: Requests that have not begun.
+            running: Tokens of each response under way.
+            strategy: As in `RolloutProgress`.
+            acceptance_length: Likewise.
+        """
+        lengths = [len(response.token_ids) for response in finished]
+        self._num_finished += len(lengths)
+        self._finished_tokens += sum(lengths)
+        self._longest = max([self._longest, *running, *lengths])
+        return RolloutProgress(
+            waiting=waiting,
+            running=len(running),
+            finished=self._num_finished,
+            tokens=self._finished_tokens + sum(running),
+            longest=self._longest,
+            elapsed=time.perf_counter() - self._started,
+            strategy=strategy,
+            acceptance_length=acceptance_length,
+        )
