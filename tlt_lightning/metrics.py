@@ -1,4 +1,4 @@
-"""Numbers about rollouts: per iteration for the logger, and accuracy over held-out prompts."""
+"""Numbers about rollouts and updates: per iteration for the logger, and accuracy over held-out prompts."""
 
 from __future__ import annotations
 
@@ -107,6 +107,43 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
     limit = max(1.0, fraction * num_requests)
     start = next((seconds for seconds, unfinished in trace if unfinished <= limit), trace[-1][0])
     return 1.0 - start / trace[-1][0]
+
+
+class UpdateMetrics:
+    """This rank's metrics of an iteration's update: means over each optimizer step, then over the steps.
+
+    They are kept until the iteration's end, when all are logged. Logged as they come they would take over a hundredth
+    of a small policy's update, and with `sync_dist` a collective each, which a progress bar begins on rank zero alone.
+    """
+
+    def __init__(self) -> None:
+        self._micro_batches: list[dict[str, Tensor]] = []  # since the last optimizer step
+        self._steps: dict[str, list[Tensor]] = {}
+
+    def clear(self) -> None:
+        """Begin an iteration; an earlier fit may have been interrupted within a step."""
+        self._micro_batches.clear()
+        self._steps.clear()
+
+    def add_micro_batch(self, metrics: dict[str, Tensor]) -> None:
+        """Take in a micro-batch of the step under way."""
+        self._micro_batches.append(metrics)
+
+    def end_step(self) -> dict[str, Tensor]:
+        """Means over the step's micro-batches, which are noted."""
+        parts, self._micro_batches = self._micro_batches, []
+        metrics = {name: torch.stack([part[name] for part in parts]).mean() for name in parts[0]}
+        self.note(metrics)
+        return metrics
+
+    def note(self, metrics: dict[str, Tensor]) -> None:
+        """Take in what a whole step has."""
+        for name, value in metrics.items():
+            self._steps.setdefault(name, []).append(value)
+
+    def means(self) -> dict[str, float]:
+        """Means over the iteration's steps."""
+        return {name: float(torch.stack(values).mean()) for name, values in self._steps.items()}
 
 
 def combine_over_ranks(trainer: L.Trainer, metrics: dict[str, float]) -> dict[str, float]:

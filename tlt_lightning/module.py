@@ -20,7 +20,7 @@ from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import PassAtK
+from tlt_lightning.metrics import PassAtK, UpdateMetrics
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 from tlt_lightning.taps import BatchTap, HiddenStateRequest
@@ -89,8 +89,7 @@ class RLModule(L.LightningModule):
         self._update_tap: BatchTap | None = None  # over the update's passes, where the policy is not scored before
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
-        self._micro_metrics: list[dict[str, Tensor]] = []  # of the micro-batches since the last optimizer step
-        self._step_metrics: dict[str, list[Tensor]] = {}  # of the iteration's optimizer steps
+        self._update_metrics = UpdateMetrics()
         self.val_accuracy = PassAtK()
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
@@ -209,7 +208,7 @@ class RLModule(L.LightningModule):
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
-        self._micro_metrics.append({"train/loss": output.loss.detach(), **output.metrics})
+        self._update_metrics.add_micro_batch({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 
     @override
@@ -222,22 +221,6 @@ class RLModule(L.LightningModule):
         self._lap("update")
         states = replace(tap.batch, hidden_states=tap.hidden_states)
         call_rollout_hook(self.trainer, "on_hidden_states", states)
-
-    def _end_step(self) -> dict[str, Tensor]:
-        """Note and return this rank's means over the optimizer step's micro-batches."""
-        parts, self._micro_metrics = self._micro_metrics, []
-        metrics = {name: torch.stack([part[name] for part in parts]).mean() for name in parts[0]}
-        self._note(metrics)
-        return metrics
-
-    def _note(self, metrics: dict[str, Tensor]) -> None:
-        """Keep an optimizer step's metrics until the iteration's end, when all are logged.
-
-        Logged as they come they would take over a hundredth of a small policy's update, and with `sync_dist` a
-        collective each, which a progress bar begins on rank zero alone.
-        """
-        for name, value in metrics.items():
-            self._step_metrics.setdefault(name, []).append(value)
 
     def _check_kl(self, metrics: dict[str, Tensor]) -> None:
         """Stop updating for the rest of the iteration once the policy has moved by `objective.stop_at_kl`."""
@@ -254,7 +237,7 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
-        self._check_kl(self._end_step())
+        self._check_kl(self._update_metrics.end_step())
         if self._skip_updates:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
@@ -264,7 +247,7 @@ class RLModule(L.LightningModule):
                 parameter.grad = None
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         if gradients:
-            self._note({"train/grad_norm": torch.nn.utils.get_total_norm(gradients)})
+            self._update_metrics.note({"train/grad_norm": torch.nn.utils.get_total_norm(gradients)})
 
     @override
     def on_train_start(self) -> None:
@@ -274,13 +257,11 @@ class RLModule(L.LightningModule):
     @override
     def on_train_epoch_start(self) -> None:
         self._skip_updates = False
-        self._micro_metrics.clear()  # an earlier fit may have been interrupted within a step
-        self._step_metrics.clear()
+        self._update_metrics.clear()
 
     @override
     def on_train_epoch_end(self) -> None:
-        update = {name: float(torch.stack(values).mean()) for name, values in self._step_metrics.items()}
-        metrics = self.trainer.datamodule.finish_iteration(update)  # type: ignore[attr-defined]
+        metrics = self.trainer.datamodule.finish_iteration(self._update_metrics.means())  # type: ignore[attr-defined]
         self._check_finite(metrics)
         self.log_dict(metrics)
         self.log("step", float(self.current_epoch))  # Lightning's x-axis: iterations, not micro-batches

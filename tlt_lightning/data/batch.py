@@ -151,6 +151,11 @@ class RolloutBatch:
         """Tokens of each sequence, prompt and response, (B,) in int64."""
         return self.prompt_lengths + self.response_lengths
 
+    def count_loss(self, rows: Sequence[int]) -> tuple[float, float]:
+        """Response tokens that count in the loss of the given sequences, and how many of these have any."""
+        mask = self.response_mask[rows]
+        return float(mask.sum()), float(mask.bool().any(-1).sum())
+
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The given sequences without hidden states, trimmed to their own longest prompt-plus-response and response."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.input_ids.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -274,7 +274,8 @@ class RolloutDataModule(L.LightningDataModule):
             plan = plan_minibatches(
                 lengths, micro_batch_size=self.micro_batch_size, num_steps=num_steps, generator=generator
             )
-            counts = self._sum_over_ranks(torch.tensor([_counts(batch, step) for step in plan]))
+            own = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
+            counts = self._sum_over_ranks(torch.tensor(own))
             for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
                 for rows in step:
                     yield replace(
@@ -344,8 +345,3 @@ class RolloutDataModule(L.LightningDataModule):
             return value
         summed = value.to(self._trainer.strategy.root_device, copy=True)  # it is reduced in place
         return self._trainer.strategy.reduce(summed, reduce_op="sum").to(value)
-
-
-def _counts(batch: RolloutBatch, step: Sequence[Sequence[int]]) -> tuple[float, float]:
-    mask = batch.response_mask[[row for part in step for row in part]]
-    return float(mask.sum()), float(mask.bool().any(-1).sum())
