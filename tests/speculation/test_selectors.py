@@ -94,6 +94,17 @@ def test_choices_are_arms_of_their_batch_size(make):
         selector.record(state, strategy, emitted, generator.uniform(0.004, 0.02))
 
 
+@pytest.mark.parametrize(
+    ("drafter", "is_learned", "looks_up"),
+    [("learned", True, False), ("mixed", True, True), ("ngram", False, True), ("sibling", False, True)],
+)
+def test_who_drafts_in_a_step_and_nobody_while_off(drafter, is_learned, looks_up):
+    on, off = Strategy(3, drafter), Strategy(0, drafter)
+    assert (on.is_learned, on.looks_up) == (is_learned, looks_up)
+    assert not off.is_learned
+    assert not off.looks_up
+
+
 def test_fixed_selector_never_changes_its_mind():
     assert set(drive(FixedSelector(3, "ngram"), 0, 100)) == {Strategy(3, "ngram")}
     assert FixedSelector(0).arms(7) == (OFF,)
