@@ -25,13 +25,13 @@ from tlt_lightning import (
     TransformersEngine,
     VLLMEngine,
 )
+from tlt_lightning.checks import check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import RolloutEngine
 from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, ObjectiveOutput, group_statistics
 from tlt_lightning.policy import causal_lm
-from tlt_lightning.trainer_checks import check_trainer
 
 
 def evenness(prompt: str, response: str, row: dict[str, Any]) -> float:

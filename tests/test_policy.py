@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.tensor_sizes import LargestOfWidth
+from tests.support.tensor_sizes import LargestOfWidth
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_processes import Ended, run_ranks
+from tests.support.rank_processes import Ended, run_ranks
 
-SCRIPT = Path(__file__).parent / "two_ranks.py"
+SCRIPT = Path(__file__).parent / "support" / "two_ranks.py"
 
 
 def launch(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
     """Run it as a user would: Lightning starts rank 1, and the status is that of rank 0."""
     command = [sys.executable, str(SCRIPT), policy_path, prompts_path, str(out), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     return Ended([done.returncode], done.stderr)
 
 
 def fork(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
     """Run both ranks without importing everything anew."""
-    return run_ranks("tests.two_ranks", out, policy_path, prompts_path, str(out), *arguments)
+    return run_ranks("tests.support.two_ranks", out, policy_path, prompts_path, str(out), *arguments)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tlt_lightning.engine import VLLMEngine as VLLMEngine
     from tlt_lightning.export import export_policy as export_policy
     from tlt_lightning.hooks import RolloutCallback as RolloutCallback
-    from tlt_lightning.long_tail import LongTailIdleCallback as LongTailIdleCallback
+    from tlt_lightning.long_tail.callback import LongTailIdleCallback as LongTailIdleCallback
     from tlt_lightning.module import RLModule as RLModule
     from tlt_lightning.policy import LoRA as LoRA
     from tlt_lightning.rewards import RewardTerm as RewardTerm
@@ -30,7 +30,7 @@ _HOMES = {
     "DrafterDataModule": "drafter.data",
     "DrafterModule": "drafter.module",
     "LoRA": "policy",
-    "LongTailIdleCallback": "long_tail",
+    "LongTailIdleCallback": "long_tail.callback",
     "PromptSource": "data.prompts",
     "RLModule": "module",
     "RewardTerm": "rewards",

@@ -16,15 +16,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from tlt_lightning.checks import check_trainer
 from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
+from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import PassAtK, UpdateMetrics
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
-from tlt_lightning.taps import BatchTap, HiddenStateRequest
-from tlt_lightning.trainer_checks import check_trainer
 
 
 class RLModule(L.LightningModule):

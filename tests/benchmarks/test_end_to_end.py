@@ -1,4 +1,4 @@
-"""`benchmarks/end_to_end.py`: what it plans, what it makes of processes that fail, and its arms on a tiny policy."""
+"""`python -m benchmarks end_to_end`: its plan, processes that fail, and its arms on a tiny policy."""
 
 import argparse
 import json
@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import end_to_end
-import end_to_end_picture
-import end_to_end_report
 import pytest
-from end_to_end_work import FINISHED, ITERATION, RUNGS, STARTED, Work, score
-from rungs import ASSETS
+
+from benchmarks.common.sizes import ASSETS
+from benchmarks.end_to_end import picture as end_to_end_picture
+from benchmarks.end_to_end import report as end_to_end_report
+from benchmarks.end_to_end import run as end_to_end
+from benchmarks.end_to_end.work import FINISHED, ITERATION, RUNGS, STARTED, Work, score
 
 
 def tiny_work(**settings: Any) -> Work:
@@ -102,9 +103,10 @@ def test_what_a_replayed_response_says_after_its_end_does_not_count() -> None:
 
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **given: Any) -> end_to_end.Bench:
     """A bench whose arms are `script`, which finds what was asked of it in `spec`."""
-    for name in ("end_to_end_arm.py", "trl_peer.py"):
-        (tmp_path / name).write_text(f"import json, os, sys\nspec = json.load(open(sys.argv[1]))\n{script}\n")
-    monkeypatch.setattr(end_to_end, "HERE", tmp_path)
+    (tmp_path / "scripted_arm.py").write_text(f"import json, os, sys\nspec = json.load(open(sys.argv[1]))\n{script}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(end_to_end, "OURS", "scripted_arm")
+    monkeypatch.setattr(end_to_end, "PEER", "scripted_arm")
     return end_to_end.Bench(arguments(out=str(tmp_path), **given), tiny_work(), [])
 
 
@@ -280,8 +282,8 @@ def test_report_holds_stages_memory_curves_and_what_is_missing(tmp_path: Path) -
 def test_arms_write_the_lengths_they_are_told_on_the_prompts_the_peer_would_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import end_to_end_arm
-    import trl_peer
+    from benchmarks.end_to_end import arm as end_to_end_arm
+    from benchmarks.peers import trl_grpo as trl_peer
 
     prompts: list[str] = []
 

@@ -1,19 +1,19 @@
-"""Arm `paired` of `benchmarks/end_to_end.py`: the head a run began with beside the one that is trained along."""
+"""Arm `paired` of `end_to_end/run.py`: the head a run began with beside the one that is trained along."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import end_to_end_picture
 import pytest
 import torch
-from end_to_end_report import paired_table
-from end_to_end_work import FIRST_HEAD
-from first_head import FirstHead
 
-from tests.drafter.test_drafter_trainer import OneWeight, make_buffer
-from tlt_lightning.drafter.buffer import DrafterBuffer
+from benchmarks.end_to_end import picture as end_to_end_picture
+from benchmarks.end_to_end.first_head import FirstHead
+from benchmarks.end_to_end.report import paired_table
+from benchmarks.end_to_end.work import FIRST_HEAD
+from tests.long_tail.test_trainer import OneWeight, make_buffer
 from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.long_tail.buffer import DrafterBuffer
 
 
 class JudgedWeight(OneWeight):

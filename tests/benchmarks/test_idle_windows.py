@@ -1,14 +1,14 @@
-"""`benchmarks/idle_windows.py`: what it counts, compares and reports; the runs themselves need two devices."""
+"""`python -m benchmarks idle_windows`: what it counts, compares and reports; the runs themselves need two devices."""
 
 import argparse
 from types import SimpleNamespace
 from typing import Any
 
-import idle_windows
 import pytest
 import torch
-from rungs import FILES
 
+from benchmarks.common.sizes import FILES
+from benchmarks.end_to_end import idle_windows as idle_windows
 from tlt_lightning.engine.base import RolloutProgress
 
 

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-import lookup_costs
 import pytest
+
+from benchmarks.micro import lookup_costs as lookup_costs
 
 
 @pytest.mark.vllm

@@ -1,14 +1,15 @@
-"""`benchmarks/lossless.py`: both checks are made with every arm, and one that fails takes no other with it."""
+"""`lossless/run.py`: both checks are made with every arm, and one that fails takes no other with it."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import lossless
 import pytest
-from rollout_process import EngineError
-from rungs import FILES
+
+from benchmarks.common.sizes import FILES
+from benchmarks.lossless import run as lossless
+from benchmarks.rollout.process import EngineError
 
 alive: list[list[str]] = []
 
@@ -59,7 +60,7 @@ def test_every_arm_is_checked_and_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [failure["arm"] for failure in results["failures"]] == ["greedy, K=7"]
     report = (tmp_path / "lossless_tiny.md").read_text()
     assert "4 of 4" in report
-    assert "greedy, K=7 failed: `rollout_process.EngineError: RuntimeError: out of luck`" in report
+    assert "greedy, K=7 failed: `benchmarks.rollout.process.EngineError: RuntimeError: out of luck`" in report
 
 
 def test_nothing_is_written_beyond_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

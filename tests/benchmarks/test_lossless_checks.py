@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from lossless_checks import agreement, divergence, excess, first_difference, gaps, score
 from torch import Tensor
 
+from benchmarks.lossless.checks import agreement, divergence, excess, first_difference, gaps, score
 from tlt_lightning.policy import load_policy
 
 PROMPTS = [[12, 13, 3], [14, 15, 3, 4]] * 32

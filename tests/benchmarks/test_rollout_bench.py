@@ -8,14 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from rollout_bench import WARM_UP_TOKENS, Bench, warm_up_lengths
-from rollout_heads import head_tensors, redrawn
-from rollout_setup import Setup, add_arguments, setup_of
-from rollout_steps import EDGES
 
+from benchmarks.rollout.bench import WARM_UP_TOKENS, Bench, warm_up_lengths
+from benchmarks.rollout.heads import head_tensors, redrawn
+from benchmarks.rollout.setup import Setup, add_arguments, setup_of
+from benchmarks.rollout.steps import EDGES
 from tests.conftest import save_policy
-from tests.engine.eagle_head import make_head, save_head
-from tests.engine.speculation_engines import save_trained_head
+from tests.support.eagle_head import make_head, save_head
+from tests.support.speculation_engines import save_trained_head
 from tlt_lightning.engine import Sampling
 
 LENGTHS = [40, 31, 22, 13]

@@ -1,17 +1,17 @@
-"""`benchmarks/rollout.py`: what it measures in which order, what it makes of failures, and what it writes."""
+"""`rollout/run.py`: what it measures in which order, what it makes of failures, and what it writes."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import rollout
-import rollout_process
-from rollout_arms import KS, Tour, arms_of, is_modelled
-from rollout_process import EngineError
-from rollout_report import arms_table
-from rollout_steps import Row, summarize
 
+from benchmarks.rollout import process as rollout_process
+from benchmarks.rollout import run as rollout
+from benchmarks.rollout.arms import KS, Tour, arms_of, is_modelled
+from benchmarks.rollout.process import EngineError
+from benchmarks.rollout.report import arms_table
+from benchmarks.rollout.steps import Row, summarize
 from tlt_lightning.speculation import FixedSelector, ThresholdSelector
 
 LENGTHS = [40 + 9 * i for i in range(16)]

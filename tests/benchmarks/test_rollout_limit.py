@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_limit import RecordedWorkload, merged, model
-from rollout_steps import Row, acceptance_by_phase, summarize
-from selector_regret import DRAFT_LENGTHS, Oracle
 
+from benchmarks.rollout.limit import RecordedWorkload, merged, model
+from benchmarks.rollout.steps import Row, acceptance_by_phase, summarize
+from benchmarks.simulation.selector_regret import DRAFT_LENGTHS, Oracle
+from benchmarks.simulation.simulator import Outcome, RolloutSimulator, StepCosts, Workload, constant
 from tlt_lightning.speculation import FixedSelector
-from tlt_lightning.speculation.simulator import Outcome, RolloutSimulator, StepCosts, Workload, constant
 
 CHANCES = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 LENGTHS = tuple(

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from rollout_steps import (
+
+from benchmarks.rollout.steps import (
     Row,
     StepRecorder,
     WatchedScheduler,
@@ -13,10 +14,9 @@ from rollout_steps import (
     stall_seconds,
     summarize,
 )
-
 from tlt_lightning.engine import RolloutProgress
-from tlt_lightning.engine.vllm_counters import SpeculationCounters
 from tlt_lightning.speculation import Strategy
+from tlt_lightning.speculation.counters import SpeculationCounters
 
 
 def test_step_times_are_medians_of_each_batch_size_and_do_not_see_pauses() -> None:

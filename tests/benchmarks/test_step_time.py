@@ -1,7 +1,7 @@
-"""The report of `benchmarks/step_time.py` says what is assumed and what is missing."""
+"""The report of `micro/step_time.py` says what is assumed and what is missing."""
 
-from step_time import render, step_table
-from step_time_scales import TINY
+from benchmarks.micro.step_time import render, step_table
+from benchmarks.micro.step_time_scales import TINY
 
 
 def test_rates_are_called_bounds_and_failed_parts_are_named() -> None:

@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import target
-import target_head
-import target_policy
-import target_text
 import torch
-import widen
-import widen_check
-import widen_maps
-import widen_plan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.target import head as target_head
+from benchmarks.target import pad_check as widen_check
+from benchmarks.target import pad_maps as widen_maps
+from benchmarks.target import pad_plan as widen_plan
+from benchmarks.target import pad_to_7b as widen
+from benchmarks.target import policy as target_policy
+from benchmarks.target import run as target
+from benchmarks.target import text as target_text
 from recipes.assets.make_countdown import EOS, HIT, START, WORDS, make_tokenizer
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.rewards.countdown import countdown

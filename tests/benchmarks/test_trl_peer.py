@@ -1,4 +1,4 @@
-"""`benchmarks/trl_peer.py`: it gives TRL the same work, and splits its iterations as ours are split."""
+"""`peers/trl_grpo.py`: it gives TRL the same work, and splits its iterations as ours are split."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import trl_peer
-from end_to_end_work import Work
-from rungs import ASSETS
+
+from benchmarks.common.sizes import ASSETS
+from benchmarks.end_to_end.work import Work
+from benchmarks.peers import trl_grpo as trl_peer
 
 
 def test_stages_tell_the_two_log_prob_passes_apart_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

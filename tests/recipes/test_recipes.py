@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.rows import (
+from tests.support.rows import (
     ARC,
     ARC_BAD,
     ARC_GOOD,
@@ -16,11 +16,11 @@ from tests.recipes.rows import (
     HUMANEVAL_BAD,
     HUMANEVAL_GOOD,
 )
+from tlt_lightning.checks import check_trainer
 from tlt_lightning.cli import run_cli
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool
-from tlt_lightning.trainer_checks import check_trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BASE = [RECIPES / "base.yaml"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Response
-    from tlt_lightning.taps import HiddenStates
+    from tlt_lightning.hidden_states import HiddenStates
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from tlt_lightning.checks import check_context, check_sizes, check_trainer
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate, plan_minibatches
 from tlt_lightning.data.collector import RolloutCollector
@@ -28,7 +29,6 @@ from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.timing import LapClock
-from tlt_lightning.trainer_checks import check_context, check_sizes, check_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

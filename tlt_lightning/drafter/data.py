@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from tlt_lightning.drafter.packing import PackedBatch, Piece, check_num_tokens, fill_pack, plan_packs
 from tlt_lightning.drafter.sequence import DraftSequence
-from tlt_lightning.taps import HiddenStateTap
+from tlt_lightning.hidden_states import HiddenStateTap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

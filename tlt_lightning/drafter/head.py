@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
-from tlt_lightning.drafter.unroll import attend_in_documents
-from tlt_lightning.engine.vllm_head import check_head, default_layer_ids, read_head
-from tlt_lightning.engine.vllm_head_update import canonical_name
+from tlt_lightning.drafter.training_time_test import attend_in_documents
+from tlt_lightning.engine.vllm.drafter_weights import canonical_name
+from tlt_lightning.speculation.eagle3_files import check_head, default_layer_ids, read_head
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

@@ -13,14 +13,14 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from typing_extensions import override
 
+from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
-from tlt_lightning.drafter import vocabulary
 from tlt_lightning.drafter.export import write_head
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import DraftQuality, count_accepted, quality_of
-from tlt_lightning.drafter.strategies import EAGLE3, DraftStrategy
 from tlt_lightning.drafter.target import live_weights, read_target, read_weights
-from tlt_lightning.drafter.unroll import regress, shifted, step_masks, unroll
+from tlt_lightning.drafter.teaching import EAGLE3, DraftStrategy
+from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -164,7 +164,7 @@ class DrafterModule(L.LightningModule):
         positions = masks.sum(-1).clamp(min=1)
         decay = strategy.decay ** torch.arange(strategy.num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
-        predictions, loss = vocabulary.predict(head, features, batch.last_states[0], self._terms(batch), weights)
+        predictions, loss = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights)
         metrics = {}
         if strategy.regression_weight:
             regression = regress(features, fused, batch.document_ids[0], masks, decay)
@@ -175,7 +175,7 @@ class DrafterModule(L.LightningModule):
         metrics |= {f"drafter/top1_pos_{k}": value for k, value in enumerate(agreement, start=1)}
         return loss, metrics
 
-    def _terms(self, batch: PackedBatch) -> vocabulary.LossTerms:
+    def _terms(self, batch: PackedBatch) -> chunked_loss.LossTerms:
         from speculators.losses import resolve_loss_config
 
         return resolve_loss_config(self.loss_spec, "fused" if batch.states.is_cuda else "eager")
@@ -196,7 +196,7 @@ class DrafterModule(L.LightningModule):
         features, _ = unroll(head, batch, num_steps)
         masks = step_masks(batch, num_steps, head.t2d)
         weights = masks.float()
-        predictions, _ = vocabulary.predict(head, features, batch.last_states[0], self._terms(batch), weights)
+        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights)
         text = torch.stack([shifted(batch.next_ids[0], step) for step in range(num_steps)])
         walk = count_accepted(predictions.drafts == text, batch.document_ids[0], batch.loss_mask[0])
         sums = [predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks]

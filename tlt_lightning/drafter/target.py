@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from tlt_lightning.engine.vllm_head import default_layer_ids
 from tlt_lightning.policy import causal_lm, merged_weight
+from tlt_lightning.speculation.eagle3_files import default_layer_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -2,8 +2,8 @@
 
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.engine.vllm import VLLMEngine
-from tlt_lightning.engine.vllm_speculation import Speculation
+from tlt_lightning.engine.vllm.engine import VLLMEngine
+from tlt_lightning.engine.vllm.speculation import Speculation
 
 __all__ = [
     "Request",

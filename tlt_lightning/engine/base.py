@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.speculation.base import OFF, Strategy
+from tlt_lightning.speculation.strategy import OFF, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from tlt_lightning.engine.base import Response, RolloutProgress
-from tlt_lightning.speculation.base import OFF, Strategy
+from tlt_lightning.speculation.strategy import OFF, Strategy
 
 
 class ProgressCounter:

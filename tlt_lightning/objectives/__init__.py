@@ -22,7 +22,9 @@ from tlt_lightning.objectives.aggregation import (
 from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective, Reduce
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.correction import MaskedImportance, MismatchCorrection, TruncatedImportance
-from tlt_lightning.objectives.family import (
+from tlt_lightning.objectives.groups import group_statistics
+from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty, StraightThrough
+from tlt_lightning.objectives.named import (
     CISPO,
     DAPO,
     GRPO,
@@ -33,10 +35,8 @@ from tlt_lightning.objectives.family import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from tlt_lightning.objectives.groups import group_statistics
-from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty, StraightThrough
+from tlt_lightning.objectives.overlong import OverlongPunishment, overlong_punishment
 from tlt_lightning.objectives.ppo import PPO, explained_variance
-from tlt_lightning.objectives.rewards import OverlongPunishment, overlong_punishment
 from tlt_lightning.objectives.surrogates import (
     CappedRatio,
     ClippedRatio,

@@ -22,7 +22,7 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.base import Reduce
 from tlt_lightning.objectives.groups import group_statistics
 from tlt_lightning.objectives.numerics import fill, global_moments, require
-from tlt_lightning.objectives.rewards import at_last_token
+from tlt_lightning.objectives.overlong import at_last_token
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:

@@ -1,0 +1,252 @@
+"""One arm of `end_to_end/run.py` in this process: GRPO iterations with one way to speculate. Started by that script."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from typing_extensions import override
+
+from benchmarks.common.engines import EndlessEngine
+from benchmarks.common.results_file import hardware
+from benchmarks.end_to_end.work import (
+    FINISHED,
+    ITERATION,
+    STARTED,
+    Deadline,
+    Emit,
+    MemoryWatch,
+    Work,
+    emit,
+    read_spec,
+    score,
+)
+from tlt_lightning import RLModule, RolloutDataModule
+from tlt_lightning.callbacks.progress_bar import IterationCallback, RolloutProgressBar
+from tlt_lightning.data.batch import Rollout
+from tlt_lightning.data.prompts import PromptSource
+from tlt_lightning.engine import Request, Response, Sampling
+from tlt_lightning.engine.base import OnProgress
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.policy import LoRA
+from tlt_lightning.rewards import RewardTerm
+from tlt_lightning.speculation import CostModelSelector
+from tlt_lightning.timing import LapClock
+
+KEPT = ("time/", "rollout/", "reward/mean", "reward/zero", "speculation/", "drafter/", "mismatch/", "train/")
+"""Metrics that go into the results."""
+
+
+class ReplayEngine(EndlessEngine):
+    """An engine that can be told how long every response is, so that all arms write equally much.
+
+    Set `lengths` before `generate`: tokens by rollout and request.
+    """
+
+    lengths: list[list[int]] | None = None
+    _num_rollouts = 0
+
+    @override
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
+    ) -> Iterator[Response]:
+        if self.lengths is not None:
+            lengths, first = self.lengths[self._num_rollouts], _rank() * len(requests)
+            requests = [replace(request, max_tokens=lengths[first + request.id]) for request in requests]
+        self._num_rollouts += 1
+        yield from super().generate(requests, sampling, seed=seed, on_progress=on_progress)
+
+
+class WatchedClock(LapClock):
+    """A clock that also tells whose memory the peak since the last lap was."""
+
+    def __init__(self, memory: MemoryWatch) -> None:
+        super().__init__()
+        self._memory = memory
+
+    @override
+    def lap(self, stage: str) -> float:
+        self._memory.end_stage(stage)
+        return super().lap(stage)
+
+
+class Recorder(IterationCallback):
+    """Emits every finished iteration; ends the run when the time is up.
+
+    Args:
+        tell: Takes what is emitted.
+        deadline: When to end.
+        keep_lengths: Whether to tell each response's length.
+    """
+
+    def __init__(self, tell: Emit, deadline: Deadline, *, keep_lengths: bool) -> None:
+        super().__init__()
+        self._tell, self._deadline, self._keep_lengths = tell, deadline, keep_lengths
+        self._lengths: list[int] = []
+        self._memory: MemoryWatch | None = None
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._memory = MemoryWatch()  # not before the engine has captured its graphs
+        trainer.datamodule.clock = WatchedClock(self._memory)  # type: ignore[attr-defined]
+
+    @override
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
+        lengths = [len(rollout.response.token_ids) for rollout in rollouts]
+        by_rank = [lengths] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(by_rank, lengths)
+        self._lengths = [length for each in by_rank for length in each]
+
+    @override
+    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+        assert self._memory is not None
+        kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
+        told: dict[str, Any] = {"iteration": iteration, "metrics": kept, "memory": self._memory.read()}
+        if self._keep_lengths:
+            told["lengths"] = self._lengths
+        if trainer.is_global_zero:
+            self._tell(ITERATION, told)
+        is_over = self._deadline.is_near(metrics["time/iteration"])
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(is_over, all=False)
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
+def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None:
+    """How `arm` speculates; None for the plain engine."""
+    if arm == "plain":
+        return None
+    if arm == "siblings":
+        return Speculation(siblings=True, selector=CostModelSelector(drafters=("sibling",)))
+    return Speculation(
+        head=head if arm == "frozen" else None,
+        cold_head=arm != "frozen",  # the callback that trains the head brings it
+        selector=CostModelSelector(drafters=("learned",)),
+        draft_sampling=work.draft_sampling,
+    )
+
+
+def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
+    """The callback that trains the drafter, for the arms that have one.
+
+    A random head has everything to learn: it sees all of an iteration's tokens, at ten times the rate. Beside a frozen
+    one the callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
+    """
+    shares = {"adaptive": 0.1, "paired": 0.1, "random": 1.0} | ({"frozen": 0.0} if work.lengths is None else {})
+    if arm not in shares:
+        return []
+    from benchmarks.end_to_end.first_head import FirstHead
+    from tlt_lightning.drafter.module import DrafterModule
+    from tlt_lightning.long_tail.callback import LongTailIdleCallback
+
+    is_random = arm == "random"
+    lr = work.drafter_lr * (10 if is_random else 1)
+    drafter = DrafterModule(
+        work.policy,
+        head=None if is_random else head,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0),
+    )
+    drafting = LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, share=shares[arm])
+    return [drafting, FirstHead(drafting)] if arm == "paired" else [drafting]
+
+
+def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, RolloutDataModule]:
+    """The policy and its data."""
+    engine = ReplayEngine(
+        dtype="float32" if work.is_tiny else "bfloat16",
+        max_num_seqs=work.prompts * work.group_size // work.devices,
+        gpu_memory_utilization=work.gpu_memory_utilization,
+        kv_cache_gib=work.kv_cache_gib,
+        enforce_eager=work.is_tiny,
+        sleep=work.sleep,
+        speculation=speculation,
+    )
+    engine.lengths, engine.ignores_ends = work.lengths, work.lengths is not None
+    data = RolloutDataModule(
+        engine=engine,
+        rewards=[RewardTerm(function=score, name="countdown")],
+        train=PromptSource(path=work.train),
+        group_size=work.group_size,
+        prompts_per_iteration=work.prompts,
+        micro_batch_size=work.micro_batch_size,
+        sampling=Sampling(max_tokens=work.max_tokens),
+        max_prompt_tokens=work.max_prompt_tokens,
+    )
+    module = RLModule(
+        work.policy,
+        GRPO(),
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=work.lr, weight_decay=0.0),
+        lora=LoRA(rank=work.lora_rank, alpha=2 * work.lora_rank, base_dtype="bfloat16") if work.lora_rank else None,
+    )
+    return module, data
+
+
+def trainer_of(
+    work: Work, folder: str, callbacks: Sequence[L.Callback], loggers: Sequence[Logger] | None = None
+) -> L.Trainer:
+    """The Trainer that does it, writing to `folder`; without `loggers` it logs nothing."""
+    return L.Trainer(
+        accelerator="cpu" if work.is_tiny else "gpu",
+        devices=work.devices,
+        strategy="ddp" if work.devices > 1 else "auto",
+        precision=work.precision,  # type: ignore[arg-type]
+        max_epochs=work.iterations,
+        accumulate_grad_batches=work.accumulate,
+        gradient_clip_val=1.0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=loggers or False,  # type: ignore[arg-type]
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[RolloutProgressBar(), *callbacks],
+    )
+
+
+def run_arm(work: Work, arm: str, *, head: str | None, until: float, keep_lengths: bool, tell: Emit) -> None:
+    """Train for `work.iterations` iterations, or until the time is up, telling of each."""
+    started, deadline = time.perf_counter(), Deadline(until)
+    L.seed_everything(work.seed, verbose=False)
+    with tempfile.TemporaryDirectory() as folder:
+        module, data = modules_of(work, speculation_of(arm, head, work))
+        recorder = Recorder(tell, deadline, keep_lengths=keep_lengths)
+        # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
+        loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
+        callbacks = [*callbacks_of(arm, head, work), recorder, _Ready(tell, started)]
+        trainer = trainer_of(work, folder, callbacks, loggers)
+        trainer.fit(module, data)
+    if trainer.is_global_zero:
+        tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class _Ready(L.Callback):
+    """Tells when everything is loaded."""
+
+    def __init__(self, tell: Emit, started: float) -> None:
+        self._tell, self._started = tell, started
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seconds = round(time.perf_counter() - self._started, 1)
+        if trainer.is_global_zero:
+            self._tell(STARTED, {"device": hardware(), "setup_seconds": seconds})
+
+
+if __name__ == "__main__":
+    run_arm(**read_spec(), tell=emit)

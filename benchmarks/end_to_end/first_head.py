@@ -1,0 +1,55 @@
+"""The head a run began with and the one that is trained along, on the same text of the same policy.
+
+Two runs, one with a frozen head and one with an adaptive, are not alike for long: their policies part. Here one policy
+drifts, and both heads draft what it wrote last.
+"""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from benchmarks.end_to_end.work import FIRST_HEAD
+from tlt_lightning.drafter.module import POLICY_ROWS
+from tlt_lightning.drafter.packing import pack
+from tlt_lightning.long_tail.callback import LongTailIdleCallback
+
+
+class FirstHead(L.Callback):
+    """Measures the head as it was at the start on each held-out text that the trained one is judged by.
+
+    Args:
+        drafting: What trains the head; must come before this among the Trainer's callbacks.
+    """
+
+    def __init__(self, drafting: LongTailIdleCallback) -> None:
+        self._drafting = drafting
+        self._first: dict[str, Tensor] = {}
+        self._found: dict[str, float] = {}
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Rows of the policy's head follow the policy: they are no part of what the drafter was.
+        self._first = {name: tensor for name, tensor in self._weights().items() if name != POLICY_ROWS}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._drafting.drafter.trainable_tensors()}
+
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure; the drafter knows the policy of now, and its decision is taken."""
+        drafter, held_out = self._drafting.drafter, self._drafting.buffer.held_out
+        if not held_out:
+            return
+        now, device = self._weights(), pl_module.device
+        drafter.load_trainable(now | self._first)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            quality = drafter.evaluate(pack(held_out, self._drafting.pack_tokens, device))
+        drafter.load_trainable(now)
+        self._found = quality.metrics(FIRST_HEAD)
+        trainer.datamodule.clock.lap("drafter")  # type: ignore[attr-defined]
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.log_dict(self._found)

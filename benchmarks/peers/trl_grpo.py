@@ -1,0 +1,282 @@
+"""The peer of `end_to_end/run.py`: the same work under TRL's GRPOTrainer with colocated vLLM. Started by that script.
+
+What is the same: policy, prompts in their order, reward, group size, micro-batches and accumulation, learning rate,
+clipping, gradient norm, lengths (replayed or the same limit), temperature, precision on both sides, share of memory,
+sleep. The objective too: `loss_type="dapo"` is the mean over the tokens of the optimizer step, the clip is 0.2 / 0.28,
+importance weights for the mismatch of engine and trainer are cut at 2 per token, there is no KL penalty.
+
+What TRL does its own way, and what was chosen for it: full CUDA graphs, as many sequences at once as there are
+responses (both TRL's defaults with vLLM), the fused AdamW, no checkpoints, nothing reported but the log. It pads every
+micro-batch to the longest response of the iteration and offers no setting against that.
+
+TRL 1.16 names vLLM 0.22 to 0.31 as supported and warns of 0.32, with which it runs. On CUDA nothing of it is changed
+but where stated below; on a CPU, where vLLM repacks its weights, their update has to take vLLM's own way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common.results_file import hardware
+from benchmarks.end_to_end.work import (
+    FINISHED,
+    ITERATION,
+    STARTED,
+    Deadline,
+    Emit,
+    MemoryWatch,
+    Work,
+    emit,
+    read_spec,
+    score,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+LOGGED = {
+    "reward": "reward/mean",
+    "frac_reward_zero_std": "reward/zero_std_groups",
+    "completions/mean_length": "rollout/length_mean",
+    "completions/max_length": "rollout/length_max",
+    "completions/clipped_ratio": "rollout/truncated",
+    "entropy": "train/entropy",
+    "grad_norm": "train/grad_norm",
+    "sampling/sampling_logp_difference/mean": "mismatch/logp_abs_diff",
+    "step_time": "trl/step_time",
+}
+"""What TRL logs under which of our names."""
+
+_BLOCKS = {"sync_weights": "sync", "vLLM.generate": "rollout", "_calculate_rewards": "reward"}
+
+
+class Stages:
+    """Splits an iteration by the blocks that TRL itself times; what they leave is update, or other.
+
+    The log-prob pass over the iteration and the one inside the loss go by one name: the former is inside
+    `_prepare_inputs`, the latter inside `compute_loss`, whichever ends next.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._logprobs = 0.0
+        self._began = time.perf_counter()
+
+    def watch(self) -> None:
+        """Listen to TRL's timers, which otherwise report to trackers alone."""
+        from trl.extras.profiling import ProfilingContext
+
+        ProfilingContext._log_metrics = lambda context, seconds: self.took(context.name, seconds)
+
+    def took(self, name: str, seconds: float) -> None:
+        """A block of TRL's has ended."""
+        block = name.partition(".")[2]
+        if block == "_get_per_token_logps_and_entropies":
+            self._logprobs += seconds
+        elif block == "compute_loss":
+            self._logprobs = 0.0
+        elif block == "_prepare_inputs":
+            self.seconds["prepare"] += seconds
+            self.seconds["logprobs"] += self._logprobs
+            self._logprobs = 0.0
+        elif block in _BLOCKS:
+            self.seconds[_BLOCKS[block]] += seconds
+
+    def end_iteration(self) -> dict[str, float]:
+        """The stages since the last call, which add up to the time since then."""
+        now = time.perf_counter()
+        total, self._began = now - self._began, now
+        known, self.seconds = self.seconds, defaultdict(float)
+        prepare = known.pop("prepare", 0.0)
+        other = max(0.0, prepare - sum(known.values()))  # tokenising, padding, sleep, the KV cache's wake
+        stages = {**known, "other": other, "update": total - prepare, "iteration": total}
+        return {f"time/{stage}": round(seconds, 6) for stage, seconds in stages.items()}
+
+
+def dataset(work: Work) -> Dataset:
+    """The prompts in the order in which `RolloutDataModule` would take them."""
+    from datasets import Dataset
+
+    from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
+    from tlt_lightning.policy import load_tokenizer
+
+    source = PromptSource(path=work.train)
+    prompts = load_prompts(source, load_tokenizer(work.policy), max_prompt_tokens=work.max_prompt_tokens)
+    cursor = PromptCursor(len(prompts), work.seed)
+    chosen = [prompts[index] for index in cursor.take(work.iterations * work.prompts)]
+    return Dataset.from_list([{"prompt": prompt.text, "row": json.dumps(prompt.row)} for prompt in chosen])
+
+
+def reward(prompts: list[str], completions: list[str], row: list[str], **_: Any) -> list[float]:
+    """The same reward in the form TRL calls."""
+    return [score(*each, json.loads(text)) for *each, text in zip(prompts, completions, row, strict=True)]
+
+
+def settings(work: Work, folder: str) -> GRPOConfig:
+    """The same hyper-parameters under TRL's names."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=work.is_tiny,
+        bf16=not work.is_tiny,
+        model_init_kwargs={"dtype": "bfloat16" if work.lora_rank else "float32"},
+        seed=work.seed,
+        max_steps=work.iterations,
+        shuffle_dataset=False,  # ours is in order
+        num_generations=work.group_size,
+        per_device_train_batch_size=work.micro_batch_size,
+        gradient_accumulation_steps=work.accumulate,
+        max_completion_length=work.max_tokens,
+        temperature=1.0,
+        learning_rate=work.lr,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=work.max_prompt_tokens + work.max_tokens,
+        vllm_gpu_memory_utilization=work.gpu_memory_utilization,
+        vllm_enable_sleep_mode=work.sleep,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
+def as_bfloat16(policy: str, folder: str) -> str:
+    """The same policy by links, declared as bfloat16: TRL lets vLLM take the type of the configuration."""
+    target = Path(folder) / "policy"
+    target.mkdir()
+    for path in Path(policy).resolve().iterdir():
+        if path.name != "config.json":
+            (target / path.name).symlink_to(path)
+    config = json.loads((Path(policy) / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return str(target)
+
+
+def callback(work: Work, stages: Stages, deadline: Deadline, tell: Emit, started: float) -> TrainerCallback:
+    """Tells of each iteration, as `end_to_end_arm.Recorder` does."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Teller(TrainerCallback):
+        """Listens to the trainer."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = round(time.perf_counter() - started, 1)
+            tell(STARTED, {"device": hardware(), "setup_seconds": seconds})
+            self.memory = MemoryWatch()
+            stages.end_iteration()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.metrics = stages.end_iteration()
+            self.memory.end_stage("update")
+            if deadline.is_near(self.metrics["time/iteration"]):
+                control.should_training_stop = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+            if "reward" not in logs:
+                return  # the summary at the end
+            metrics = {ours: float(logs[name]) for name, ours in LOGGED.items() if logs.get(name) is not None}
+            tokens = metrics["rollout/length_mean"] * work.prompts * work.group_size
+            metrics["rollout/tokens_per_s"] = tokens / self.metrics["time/rollout"]
+            told = {"iteration": state.global_step, "metrics": {**metrics, **self.metrics}}
+            tell(ITERATION, {**told, "memory": self.memory.read()})
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.memory.close()
+
+    return Teller()
+
+
+def replay_lengths(trainer: GRPOTrainer, lengths: list[list[int]]) -> None:
+    """Give every request its recorded length, whatever end tokens say. Nothing else of the rollout changes."""
+    llm = trainer.vllm_generation.llm
+    generate: Callable[..., Any] = llm.generate
+
+    def replayed(prompts: list[Any], sampling_params: Any, **options: Any) -> Any:
+        each = []
+        for length in lengths[trainer.state.global_step]:
+            params = sampling_params.clone()
+            params.max_tokens, params.ignore_eos = length, True
+            each.append(params)
+        return generate(prompts, sampling_params=each, **options)
+
+    llm.generate = replayed
+
+
+def reload_on_cpu(trainer: GRPOTrainer) -> None:
+    """Update weights by vLLM's own reload: its CPU build packs them, after which TRL cannot write them in place."""
+    from tlt_lightning.engine.vllm.internals import reload_weights
+
+    generation = trainer.vllm_generation
+
+    def sync_weights() -> None:
+        reload_weights(generation.llm.llm_engine, generation._iter_named_params())
+        generation.llm.reset_prefix_cache()
+
+    generation.sync_weights = sync_weights
+
+
+def run(work: Work, *, until: float, tell: Emit) -> None:
+    """Train for `work.iterations` iterations, or until the time is up, telling of each."""
+    started, deadline = time.perf_counter(), Deadline(until)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches for the engine's model, which must be in here
+    from trl import GRPOTrainer
+
+    from tlt_lightning.policy import load_tokenizer
+
+    peft_config = None
+    if work.lora_rank:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(
+            r=work.lora_rank, lora_alpha=2 * work.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    stages = Stages()
+    stages.watch()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(work.policy)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        trainer = GRPOTrainer(
+            model=work.policy if work.is_tiny else as_bfloat16(work.policy, folder),
+            reward_funcs=reward,
+            args=settings(work, folder),
+            train_dataset=dataset(work),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            callbacks=[callback(work, stages, deadline, tell, started)],
+        )
+        if work.lengths is not None:
+            replay_lengths(trainer, work.lengths)
+        if work.is_tiny:
+            reload_on_cpu(trainer)
+        trainer.train()
+    tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})
+
+
+if __name__ == "__main__":
+    run(**read_spec(), tell=emit)

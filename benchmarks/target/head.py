@@ -1,0 +1,101 @@
+"""Train draft heads for the benchmarks' policy, on its hidden states over text of the kind that it writes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.target.policy import Clock, Scale, optimise
+from benchmarks.target.text import Streams, write_row
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.packing import PackedBatch, pack
+from tlt_lightning.drafter.sequence import DraftSequence
+
+NUM_DRAFT_TOKENS = 7  # that quality is measured at: as many as any engine drafts
+BRIEF = 0.1  # share of the training after which the briefly trained head is kept
+MEASURED_ROWS = 8
+
+
+def load_policy(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The policy at `path`, for inference."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def write_rows(seed: int, rows: int, length: int) -> Tensor:
+    """Text to measure on, the same for the same seed: (rows, length)."""
+    rng = random.Random(f"measure {seed}")  # a string: the streams' own seeds are numbers
+    return torch.tensor([write_row(rng, length) for _ in range(rows)])
+
+
+@torch.no_grad()
+def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int]) -> list[DraftSequence]:
+    """The rows of `ids` with the policy's states, on its device; all but the first token count as written by it.
+
+    Args:
+        policy: The target.
+        ids: Text. (B, S)
+        layer_ids: Layers that the head reads, all before the last one's output.
+    """
+    ids = ids.to(policy.device)
+    last: list[Tensor] = []
+    trunk = policy.base_model
+    handle = trunk.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    states = trunk(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    handle.remove()
+    layers = torch.cat([states[layer] for layer in layer_ids], -1)  # (B, S, 3H)
+    return [
+        DraftSequence(row, row_layers, row_last, prompt_length=1)
+        for row, row_layers, row_last in zip(ids, layers, last[0], strict=True)
+    ]
+
+
+def make_packs(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int], num_tokens: int) -> list[PackedBatch]:
+    """The rows of `ids` as packs of `num_tokens` entries for training or measuring a head."""
+    return pack(draft_sequences(policy, ids, layer_ids), num_tokens)
+
+
+def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: str, seed: int) -> dict[str, Any]:
+    """Train a head for `seconds`, start-up not counted, and write it as it is before, early and after.
+
+    Returns:
+        What `optimise` returns, and the quality of `head-random`, `head-brief` and `head` as `DraftQuality` names it.
+    """
+    length = scale.head_length
+    stream = DataLoader(Streams(scale.head_rows, length, (), seed + 1), batch_size=None, num_workers=scale.workers)
+    batches = iter(stream)
+    next(batches)  # the workers are forked before CUDA is touched
+    module = DrafterModule(str(policy), num_draft_tokens=NUM_DRAFT_TOKENS, seed=seed)
+    module.configure_model()
+    module.to(device)
+    is_cuda = device == "cuda"
+    target = load_policy(policy, device, torch.bfloat16 if is_cuda else torch.float32)
+    measured = make_packs(target, write_rows(seed, MEASURED_ROWS, length), module.layer_ids, length - 2)
+    clock, qualities = Clock(seconds, scale.head_learning_rate), {}
+
+    def keep(name: str) -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=is_cuda):
+            quality = module.evaluate(measured)
+        module.export(out / name, quality)
+        qualities[name] = quality.metrics("")
+        print(f"{name}: {quality.acceptance_length:.2f} tokens per step of {NUM_DRAFT_TOKENS} drafts", flush=True)
+
+    def loss() -> Tensor:
+        (batch,) = make_packs(target, next(batches).long(), module.layer_ids, scale.head_rows * (length - 2))
+        with torch.autocast(device, torch.bfloat16, enabled=is_cuda):
+            return module.loss(batch)[0]
+
+    def keep_brief() -> None:
+        if clock.progress > BRIEF and "head-brief" not in qualities:
+            keep("head-brief")
+
+    keep("head-random")
+    result = optimise(module, loss, clock, scale.head_rows * length, keep_brief)
+    keep("head")
+    return {**result, "quality": qualities}

@@ -1,0 +1,252 @@
+import io
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+
+from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
+from tlt_lightning.callbacks.progress_bar import (
+    IterationCallback,
+    RolloutProgressBar,
+    best_and_worst,
+    completions_table,
+    progress_text,
+    shorten,
+    summary_line,
+)
+from tlt_lightning.speculation.strategy import Strategy
+
+
+def make_rollouts(iteration: int) -> list[Any]:
+    return [make_rollout(reward, length=10 * iteration, cut=reward == 0) for reward in (1.0, 0.0, 0.5, 0.5)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Recorder(IterationCallback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+        self.seen.append((iteration, metrics))
+
+
+def test_iteration_callback_gets_each_iteration_once_with_its_own_metrics(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(tmp_path, [recorder]).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    assert [iteration for iteration, _ in recorder.seen] == [1, 2, 3]
+    assert [metrics["rollout/length_max"] for _, metrics in recorder.seen] == [10.0, 20.0, 30.0]
+    assert all(metrics["train/loss"] == 1.0 for _, metrics in recorder.seen)
+
+
+def test_iteration_callback_hands_on_validation_only_where_it_ran(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(tmp_path, [recorder]).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    accuracies = [metrics.get("val/accuracy") for _, metrics in recorder.seen]
+    assert accuracies == [None, pytest.approx(0.2), None]
+
+
+def test_an_iteration_has_no_metrics_that_only_an_earlier_one_logged(tmp_path: Path) -> None:
+    class Sometimes(Recorder):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            super().on_train_epoch_end(trainer, pl_module)
+            if trainer.current_epoch in (0, 2, 3):
+                pl_module.log("time/sometimes", 4.0)  # the same value each time
+
+    recorder = Sometimes()
+    make_trainer(tmp_path, [recorder], max_epochs=5).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    assert [metrics.get("time/sometimes") for _, metrics in recorder.seen] == [4.0, None, 4.0, 4.0, None]
+
+
+def test_a_run_that_is_told_to_stop_ends_with_the_iteration_it_was_told_in(tmp_path: Path) -> None:
+    class Stopper(IterationCallback):
+        def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+            trainer.should_stop = iteration == 2
+
+    first, last = Recorder(), Recorder()
+    trainer = make_trainer(tmp_path, [first, Stopper(), last], max_epochs=5)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    for recorder in (first, last):
+        assert [iteration for iteration, _ in recorder.seen] == [1, 2]
+        assert [metrics["rollout/length_max"] for _, metrics in recorder.seen] == [10.0, 20.0]
+    assert trainer.current_epoch == 2
+
+
+def test_a_state_is_up_to_date_in_the_checkpoint_of_an_iteration(tmp_path: Path) -> None:
+    class Stateful(Recorder):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": [iteration for iteration, _ in self.seen]}
+
+    recorder, stateful = Recorder(), Stateful()
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = make_trainer(tmp_path, [recorder, stateful, checkpoints], enable_checkpointing=True)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
+    assert saved[stateful.state_key]["seen"][-1] == 2
+    assert [iteration for iteration, _ in recorder.seen] == [1, 2, 3]  # what is printed is printed once
+
+
+def test_iteration_callback_leaves_out_an_unfinished_iteration(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="made to fail"):
+        make_trainer(tmp_path, [recorder]).fit(LoggingModule(2), datamodule=RolloutLoop(make_rollouts))
+    assert [iteration for iteration, _ in recorder.seen] == [1]
+
+
+def test_fit_prints_one_line_per_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = RolloutLoop(make_rollouts, progress=[progress()] * 5)
+    make_trainer(tmp_path, [RolloutProgressBar()]).fit(LoggingModule(), datamodule=data)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "before training  val/accuracy 0.200",
+        *(
+            f"iteration {i}/3  reward 0.500 ± 0.354{'  val accuracy 0.200' if i == 2 else ''}  "
+            f"length p50 {i}0 max {i}0  truncated 25.0%  1,234 tok/s  3.5 s (rollout 2.0 update 1.0 sync 0.5 other 0.0)"
+            for i in (1, 2, 3)
+        ),
+    ]
+
+
+def test_only_rank_zero_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(L.Trainer, "is_global_zero", False)
+    bar = RolloutProgressBar(show_completions=2)
+    data = RolloutLoop(make_rollouts, progress=[progress(elapsed=60.0)])
+    make_trainer(tmp_path, [bar]).fit(LoggingModule(), datamodule=data)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_terminal_a_rollout_writes_a_line_every_ten_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))  # one progress call a second
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    bar = RolloutProgressBar(refresh_seconds=0.1)
+    trainer = make_trainer(tmp_path, [bar])
+    bar.on_rollout_start(trainer, LoggingModule())
+    for second in range(35):
+        bar.on_rollout_progress(trainer, LoggingModule(), progress(elapsed=float(second)))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "rollout 1/3: 3/6 finished, running 2, waiting 1, 60 tok/s, longest 128"
+
+
+@pytest.mark.parametrize("lightning_bar", [TQDMProgressBar, RichProgressBar, None])
+def test_bar_in_a_terminal_shows_the_rollout_and_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightning_bar: type[L.Callback] | None
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    bars = [] if lightning_bar is None else [lightning_bar()]
+    data = RolloutLoop(make_rollouts, progress=[progress()])
+    trainer = make_trainer(
+        tmp_path, [RolloutProgressBar(refresh_seconds=1e-9), *bars], max_epochs=1, enable_progress_bar=bool(bars)
+    )
+    trainer.fit(LoggingModule(), datamodule=data)
+    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert "rollout 1/1" in screen
+    assert "validation before training" in screen
+    assert "running 2, waiting 1, 300 tok/s, longest 128" in screen
+    assert "3/6" in screen
+    assert "iteration 1/1  reward 0.500" in screen.rsplit("rollout 1/1", 1)[1]
+
+
+def test_exception_closes_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    bar = RolloutProgressBar()
+
+    def fail(iteration: int) -> list[Any]:
+        assert bar._display is not None
+        raise RuntimeError("engine died")
+
+    trainer = make_trainer(tmp_path, [bar], num_sanity_val_steps=0)
+    with pytest.raises(RuntimeError, match="engine died"):
+        trainer.fit(LoggingModule(), datamodule=RolloutLoop(fail, progress=[progress()]))
+    assert bar._display is None
+
+
+def test_prediction_and_validation_rollouts_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = RolloutLoop(make_rollouts)
+    trainer = make_trainer(tmp_path, [RolloutProgressBar(show_completions=1)])
+    trainer.validate(LoggingModule(), datamodule=data, verbose=False)
+    trainer.predict(LoggingModule(), datamodule=data)
+    titles = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("completions")]
+    assert titles == ["completions, validation", "completions, prediction"]
+
+
+def test_throttled_progress_call_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    bar, module, state = RolloutProgressBar(refresh_seconds=1000.0), LoggingModule(), progress()
+    trainer = make_trainer(tmp_path, [bar])
+    bar.on_rollout_start(trainer, module)
+    bar.on_rollout_progress(trainer, module, state)
+    start = time.perf_counter()
+    for _ in range(10_000):
+        bar.on_rollout_progress(trainer, module, state)
+    assert (time.perf_counter() - start) / 10_000 < 20e-6
+    bar.teardown(trainer, module, "fit")
+
+
+def test_speculation_is_shown_while_it_is_on() -> None:
+    assert "accept" not in progress_text(progress())
+    text = progress_text(progress(strategy=Strategy(4), acceptance_length=2.5))
+    assert text.endswith("longest 128, K 4, accept 2.50")
+
+
+def test_summary_line_leaves_out_what_was_not_logged() -> None:
+    assert summary_line(7, None, {}) == "iteration 7"
+    speculation = {"speculation/acceptance_length": 2.0}
+    assert summary_line(1, -1, speculation) == "iteration 1  accept 2.00"
+    assert summary_line(1, -1, {**speculation, "speculation/off_share": 1.0}) == "iteration 1"
+
+
+def test_summary_line_names_the_stages_that_take_a_twentieth() -> None:
+    seconds = {"iteration": 10.0, "other": 0.6, "rollout": 6.0, "sync": 0.4, "drafter": 1.0, "update": 2.0}
+    line = summary_line(1, -1, {f"time/{stage}": value for stage, value in seconds.items()})
+    assert line == "iteration 1  10.0 s (rollout 6.0 update 2.0 drafter 1.0 other 1.0)"
+
+
+def test_best_and_worst_takes_both_ends_once() -> None:
+    rollouts = [make_rollout(reward) for reward in (0.1, 0.9, 0.5, 0.3, 0.7)]
+    assert [rollout.reward for rollout in best_and_worst(rollouts, 3)] == [0.9, 0.7, 0.1]
+    assert len(best_and_worst(rollouts, 100)) == 5
+
+
+def test_completions_table_shows_text_as_it_is_and_shortens_it() -> None:
+    rollout = make_rollout(0.25, text="[bold]start[/nope] " + "x " * 2000 + "the end", cut=True)
+    table = completions_table([rollout], "rollout 1/3")
+    assert "0.250" in table
+    assert "cut" in table
+    assert "[bold]start[/nope]" in table
+    assert "the end" in table
+    assert len(table) < 5000
+
+
+def test_shorten_keeps_both_ends_within_the_limit() -> None:
+    assert shorten("a\n  b", 10) == "a b"
+    text = shorten("0123456789" * 10, 25)
+    assert len(text) == 25
+    assert text.startswith("0123456789 ...")
+    assert text.endswith("0123456789")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [({"show_completions": -1}, "`show_completions`.*got -1"), ({"refresh_seconds": 0.0}, "`refresh_seconds`.*got 0")],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        RolloutProgressBar(**arguments)

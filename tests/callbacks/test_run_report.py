@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import matplotlib.image
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
+from tlt_lightning.callbacks import run_report
+from tlt_lightning.callbacks.run_report import RunReport, draw, summarize
+
+
+def make_rollouts(iteration: int) -> list[Any]:
+    return [make_rollout(0.1 * iteration, length=length * iteration) for length in (10, 20, 100)]
+
+
+def read_summary(dirpath: Path) -> dict[str, Any]:
+    return json.loads((dirpath / "summary.json").read_text())
+
+
+def fit(path: Path, *, fail_in: int | None = None, ckpt_path: Path | None = None, **settings: Any) -> RunReport:
+    """Fit three iterations with a checkpoint after each, validating after the second."""
+    checkpoint = ModelCheckpoint(path / "checkpoints", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    callback = RunReport(str(path / "demo"))
+    trainer = make_trainer(path, [callback, checkpoint], enable_checkpointing=True, **settings)
+    trainer.fit(LoggingModule(fail_in), datamodule=RolloutLoop(make_rollouts), ckpt_path=ckpt_path)
+    return callback
+
+
+def test_summary_holds_the_run_and_the_files_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    fit(tmp_path, logger=[CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="tensorboard")])
+    summary = read_summary(tmp_path / "demo")
+    assert 0 < summary.pop("seconds") < 300
+    assert summary == {
+        "seed": 7,
+        "iterations": 3,
+        "held_out_accuracy_before": pytest.approx(0.2),
+        "held_out_accuracy_after": pytest.approx(0.2),
+        "held_out_accuracy_after_iteration": 2,
+        "reward_mean": pytest.approx(0.3),
+        "length_p50": 60.0,
+        "length_p99": pytest.approx(295.2),
+        "length_max": 300.0,
+        "interrupted": False,
+    }
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:] if "metrics" not in line)
+    assert set(printed) == {"checkpoint", "summary", "picture"}
+    assert all(Path(path).is_file() for path in printed.values())
+
+
+def test_metric_directories_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, logger=[CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="tensorboard")])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    dirs = [words[1] for words in lines if words[0] == "metrics"]
+    assert dirs == [str(tmp_path / name / "version_0") for name in ("csv", "tensorboard")]
+    assert all(Path(path).is_dir() for path in dirs)
+
+
+def test_what_was_not_measured_is_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    fit(tmp_path, limit_val_batches=0)
+    summary = read_summary(tmp_path / "demo")
+    missing = {name for name, value in summary.items() if value is None}
+    after = {"held_out_accuracy_after", "held_out_accuracy_after_iteration"}
+    assert missing == {"seed", "held_out_accuracy_before", *after}
+
+
+def test_accuracy_before_is_null_if_only_some_held_out_prompts_were_seen(tmp_path: Path) -> None:
+    fit(tmp_path, num_sanity_val_steps=1)
+    assert read_summary(tmp_path / "demo")["held_out_accuracy_before"] is None
+
+
+def test_interrupted_run_has_a_report(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="made to fail"):
+        fit(tmp_path, fail_in=3)
+    summary = read_summary(tmp_path / "demo")
+    assert summary["interrupted"] is True
+    assert summary["iterations"] == 2
+    assert (tmp_path / "demo" / "report.png").is_file()
+
+
+def test_run_that_failed_before_its_first_iteration_leaves_an_earlier_report_alone(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="made to fail"):
+        fit(tmp_path, fail_in=1)
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_failing_report_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(run_report, "draw", fail)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        fit(tmp_path, fail_in=2)
+    assert "could not be written" in caplog.text
+
+
+def test_failing_validation_alone_writes_no_report(tmp_path: Path) -> None:
+    def fail(iteration: int) -> list[Any]:
+        raise RuntimeError("engine died")
+
+    callback = RunReport(str(tmp_path / "demo"))
+    callback.history = {1: dict.fromkeys(run_report.RECORDED)}
+    with pytest.raises(RuntimeError, match="engine died"):
+        make_trainer(tmp_path, [callback]).validate(LoggingModule(), datamodule=RolloutLoop(fail), verbose=False)
+    assert not (tmp_path / "demo").exists()
+
+
+def test_resumed_run_reports_from_its_beginning(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="made to fail"):
+        fit(tmp_path / "killed", fail_in=3)
+    resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / "checkpoints" / "epoch=1.ckpt")
+    assert resumed.history == whole.history
+    assert set(resumed.history) == {1, 2, 3}
+    assert resumed.accuracy_before == pytest.approx(0.2)
+    assert read_summary(tmp_path / "resumed" / "demo")["iterations"] == 3
+
+
+def test_seconds_before_a_resume_count(tmp_path: Path) -> None:
+    callback = RunReport(str(tmp_path))
+    callback.load_state_dict({"history": {}, "accuracy_before": None, "seconds": 1000.0})
+    assert 1000.0 < callback.state_dict()["seconds"] < 1100.0
+
+
+def test_checkpoint_holds_the_iteration_it_was_saved_after_as_primitives(tmp_path: Path) -> None:
+    fit(tmp_path)
+    checkpoint = torch.load(tmp_path / "checkpoints" / "epoch=1.ckpt", weights_only=True)
+    history = checkpoint["callbacks"]["RunReport"]["history"]
+    assert history[2]["reward_mean"] == pytest.approx(0.2)
+    assert history[2]["held_out_accuracy"] == pytest.approx(0.2)
+    assert history[1]["held_out_accuracy"] is None
+
+
+def test_summary_of_nothing_is_null() -> None:
+    summary = summarize({}, None)
+    assert summary.pop("iterations") == 0
+    assert set(summary.values()) == {None}
+
+
+@pytest.mark.parametrize(("accuracy_before", "height"), [(0.1, 3), (None, 2)])
+def test_picture_has_a_panel_for_accuracy_only_if_it_was_measured(
+    tmp_path: Path, accuracy_before: float | None, height: int
+) -> None:
+    values = {"reward_mean": 0.5, "held_out_accuracy": None, "length_p50": 5.0, "length_p99": 9.0, "length_max": 9.0}
+    draw({1: values, 2: values}, accuracy_before, tmp_path / "report.png", "demo")
+    pixels = matplotlib.image.imread(tmp_path / "report.png")
+    assert pixels.shape[0] == int((1.0 + 2.2 * height) * 150)
+    assert pixels[..., :3].min() < 0.5  # something was drawn
+
+
+def test_report_survives_metrics_that_were_never_logged(tmp_path: Path) -> None:
+    class Silent(LoggingModule):
+        def on_train_epoch_end(self) -> None:
+            pass
+
+    trainer: L.Trainer = make_trainer(tmp_path, [RunReport(str(tmp_path / "demo"))], limit_val_batches=0)
+    trainer.fit(Silent(), datamodule=RolloutLoop(make_rollouts))
+    assert read_summary(tmp_path / "demo")["length_max"] is None

@@ -1,0 +1,241 @@
+"""`Trainer.fit(DrafterModule, DrafterDataModule)`: from completions on disk to a head on disk."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import save_policy
+from tests.support.draft_texts import read_by_target
+from tests.support.speculation_engines import greedy_texts, save_endless_policy
+from tlt_lightning.cli import run_drafter_cli
+from tlt_lightning.drafter.data import DrafterDataModule, read_texts, similar_lengths, split_by_prompt
+from tlt_lightning.drafter.head import drafted_tokens
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.teaching import EAGLE, HASS
+from tlt_lightning.speculation.eagle3_files import read_head
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "drafter_warmup.yaml"
+NUM_PROMPTS = 24
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_endless_policy(tmp_path_factory.mktemp("drafter") / "policy")
+
+
+def write_completions(policy: str, path: Path) -> str:
+    """What the policy writes, with greedy search and to many lengths."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, 32) for _ in range(4)] for _ in range(NUM_PROMPTS)]
+    rows = []
+    for prompt, text in zip(prompts, greedy_texts(policy, 60, prompts), strict=True):
+        length = draw.randrange(10, 60)
+        rows.append({"prompt_ids": prompt, "response_ids": text[4 : 4 + length], "reward": 1.0})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def completions(policy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_completions(policy, tmp_path_factory.mktemp("completions") / "completions.jsonl")
+
+
+def save_forgetful_policy(path: Path) -> str:
+    """A policy whose next token depends on the last one alone: what is learned on some prompts holds for others."""
+    save_endless_policy(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name: tensor * (0 if "o_proj" in name else 1) for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+def make_trainer(path: Path, **options: Any) -> L.Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "default_root_dir": path,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**{**defaults, **options})
+
+
+def make_module(policy: str, **arguments: Any) -> DrafterModule:
+    return DrafterModule(policy, optimizer=lambda params: torch.optim.Adam(params, 3e-3), **arguments)
+
+
+def weights(module: DrafterModule) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.trainable_tensors()}
+
+
+def test_warm_up_raises_acceptance_on_held_out_prompts_and_leaves_a_head(tmp_path: Path) -> None:
+    policy = save_forgetful_policy(tmp_path / "policy")
+    completions = write_completions(policy, tmp_path / "completions.jsonl")
+    module = make_module(policy, export_dir=str(tmp_path / "head"))
+    data = DrafterDataModule(completions, num_tokens=128, val_share=0.25)
+    trainer = make_trainer(tmp_path, max_epochs=6)
+    before = trainer.validate(module, data, verbose=False)[0]
+    trainer.fit(module, data)
+    after = trainer.callback_metrics
+    assert before["val/acceptance_length"] < 1.3
+    assert after["val/acceptance_length"] > before["val/acceptance_length"] + 0.5
+    assert after["val/top1_pos_1"] > before["val/top1_pos_1"] + 0.3
+    assert after["drafter/loss"].isfinite()
+    assert read_head(str(tmp_path / "head")).layer_ids == module.layer_ids
+    assert f"{after['val/acceptance_length']:.2f} tokens per step" in (tmp_path / "head/README.md").read_text()
+
+
+def test_a_reduced_vocabulary_is_chosen_from_what_the_training_texts_hold(
+    policy: str, completions: str, tmp_path: Path
+) -> None:
+    module = make_module(policy, draft_vocab_size=12)
+    data = DrafterDataModule(completions, num_tokens=128)
+    make_trainer(tmp_path, max_epochs=1).fit(module, data)
+    counts = data.token_counts()
+    drafted = set(drafted_tokens(module.head.d2t).tolist())
+    others = set(range(32)) - drafted
+    assert min(counts[token] for token in drafted) >= max(counts[token] for token in others)
+    written = [token for _, response in data.train_texts for token in response]
+    assert int(counts[9]) == written.count(9)
+
+
+def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"`draft_vocab_size` needs to know.*DrafterDataModule"):
+        make_trainer(tmp_path, max_epochs=1).fit(make_module(policy, draft_vocab_size=12), [])
+
+
+def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str, tmp_path: Path) -> None:
+    whole, first, second = (make_module(policy) for _ in range(3))
+    make_data = lambda: DrafterDataModule(completions, num_tokens=128)  # noqa: E731
+    make_trainer(tmp_path, max_epochs=4).fit(whole, make_data())
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(first, make_data())
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    make_trainer(tmp_path, max_epochs=4).fit(second, make_data(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(second).items())
+    assert not torch.equal(expected["fc.weight"], weights(first)["fc.weight"])
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert set(saved["state_dict"]) == set(expected)  # the target's own weights are not in it
+
+
+def test_a_checkpoint_for_other_tokens_is_refused(policy: str, completions: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(make_module(policy, draft_vocab_size=12), DrafterDataModule(completions, num_tokens=128))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    other = make_module(policy, draft_vocab_size=12)
+    other.choose_vocabulary(torch.arange(32))
+    with pytest.raises(ValueError, match="drafts other tokens"):
+        make_trainer(tmp_path).fit(
+            other, DrafterDataModule(completions, num_tokens=128), ckpt_path=tmp_path / "one.ckpt", weights_only=True
+        )
+
+
+def test_features_are_those_of_each_text_alone(policy: str, completions: str, tmp_path: Path) -> None:
+    module, data = make_module(policy), DrafterDataModule(completions, num_tokens=128)
+    make_trainer(tmp_path, max_epochs=0).fit(module, data)
+    data.setup("fit")
+    for text, sequence in zip(data.train_texts, data.sequences(data.train_texts), strict=True):
+        (expected,) = read_by_target(policy, [text[0] + text[1]], len(text[0]), module.layer_ids)
+        assert torch.equal(sequence.input_ids, expected.input_ids)
+        assert sequence.prompt_length == 4
+        torch.testing.assert_close(sequence.states.float(), expected.states, atol=0.03, rtol=0.01)  # bfloat16
+        torch.testing.assert_close(sequence.last_states.float(), expected.last_states, atol=0.03, rtol=0.01)
+
+
+def test_packs_come_in_another_order_in_each_epoch(policy: str, completions: str, tmp_path: Path) -> None:
+    class Seen(L.Callback):
+        packs: list[list[int]]
+
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.packs = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+            self.packs.append(batch.input_ids[0].tolist())
+
+    seen = Seen()
+    trainer = make_trainer(tmp_path, callbacks=[seen])
+    trainer.fit(make_module(policy), DrafterDataModule(completions, num_tokens=128))
+    half = trainer.num_training_batches
+    first, second = seen.packs[:half], seen.packs[half:]
+    assert len(first) == len(second) > 3
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_responses_to_one_prompt_stay_on_one_side() -> None:
+    texts = [([prompt], [prompt, answer]) for prompt in range(20) for answer in range(5)]
+    train, held_out = split_by_prompt(texts, 0.1, seed=0)
+    assert len(held_out) == 2 * 5
+    assert len(train) == 18 * 5
+    assert not {tuple(prompt) for prompt, _ in train} & {tuple(prompt) for prompt, _ in held_out}
+    assert split_by_prompt(texts, 0.1, seed=1)[1] != held_out
+
+
+def test_groups_of_similar_length_waste_little() -> None:
+    lengths = [random.Random(seed).randrange(1, 200) for seed in range(50)] + [900]
+    groups = list(similar_lengths(lengths, 512))
+    assert sorted(row for group in groups for row in group) == list(range(51))
+    for group in groups:
+        longest = max(lengths[row] for row in group)
+        assert len(group) * longest <= max(512, longest)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1 + 1", "response": "2"}, "line 2.*`prompt_ids` and `response_ids`"),
+        ({"prompt_ids": [5], "response_ids": [3, 32]}, "line 2.*vocabulary of 32"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_named(row: dict, message: str, tmp_path: Path) -> None:
+    good = {"prompt_ids": [5], "response_ids": [3, 31]}
+    path = tmp_path / "completions.jsonl"
+    path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_texts([path], 32)
+
+
+def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        DrafterDataModule([completions, str(tmp_path / "nowhere.jsonl")])
+    with pytest.raises(ValueError, match="`val_share`"):
+        DrafterDataModule(completions, val_share=1.0)
+    with pytest.raises(ValueError, match="`num_tokens`"):
+        DrafterDataModule(completions, num_tokens=100)
+    with pytest.raises(ValueError, match="1 prompt"):
+        split_by_prompt([([1], [2])], 0.1, 0)
+
+
+def test_the_recipe_trains_a_head(completions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_policy(tmp_path / "recipes/assets/countdown/policy", num_hidden_layers=4)
+    (tmp_path / "outputs/quickstart").mkdir(parents=True)
+    (tmp_path / "outputs/quickstart/completions.jsonl").write_text(Path(completions).read_text())
+    options = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
+    run_drafter_cli(["fit", "-c", str(RECIPE), *options])
+    assert read_head("outputs/drafter/head").draft_vocab_size == 32
+    assert (tmp_path / "outputs/drafter/checkpoints/last.ckpt").is_file()
+
+
+def test_strategy_and_losses_are_chosen_in_yaml(policy: str, completions: str) -> None:
+    given = {"model.target": policy, "data.completions": completions}
+
+    def parse(**more: Any) -> Any:
+        options = [f"--{name}={value}" for name, value in {**given, **more}.items()]
+        return run_drafter_cli(options, run=False).model
+
+    eagle = parse(**{"model.strategy": "EAGLE", "model.strategy.regression_weight": 0.5, "model.loss": "tv"})
+    assert (eagle.strategy, eagle.loss_spec) == (EAGLE(regression_weight=0.5), "tv")
+    hass = parse(**{"model.strategy": "HASS", "model.strategy.num_steps": 2, "model.loss": '{"ce": 0.1, "nla": 0.9}'})
+    assert hass.strategy == HASS(num_steps=2)
+    assert json.loads(hass.loss_spec) == {"ce": 0.1, "nla": 0.9}

@@ -1,0 +1,49 @@
+"""The drafter on a GPU: fused losses, bfloat16, and not once a wait for the device."""
+
+import pytest
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from tests.support.draft_texts import make_drafter, random_sequence, train
+from tlt_lightning.drafter.packing import pack
+from tlt_lightning.drafter.teaching import EAGLE3, HASS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("loss", ["kl_div", "tv", "ce", "lk_hybrid"])
+@pytest.mark.parametrize("strategy", [EAGLE3(), HASS()], ids=repr)
+def test_loss_and_gradients_are_those_of_the_cpu(policy_path: str, loss: str, strategy: EAGLE3 | HASS) -> None:
+    drafter = make_drafter(policy_path, loss=loss, strategy=strategy)
+    (batch,) = pack([random_sequence(n, 5) for n in (100, 70, 30)], 256)
+    expected, _ = drafter.loss(batch)
+    expected.backward()
+    gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.cuda().zero_grad()
+    there = move_data_to_device(batch, torch.device("cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        drafter.loss(there)  # kernels are tuned in the first call, which waits for them
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found, _ = drafter.loss(there)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=0.02)
+    for name, p in drafter.named_parameters():
+        if name in gradients:
+            similarity = torch.cosine_similarity(p.grad.cpu().flatten(), gradients[name].cpu().flatten(), dim=0)
+            assert similarity > 0.98, name
+
+
+def test_it_learns_and_is_measured_there(policy_path: str) -> None:
+    drafter = make_drafter(policy_path).cuda()
+    batches = pack([random_sequence(300, 5)], 384)
+    there = move_data_to_device(batches, torch.device("cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        losses = train(drafter, there, num_steps=60)
+        found = drafter.evaluate(there)
+    assert losses[-1] < 0.9 * losses[0]
+    expected = drafter.cpu().evaluate(batches)
+    assert found.acceptance_length == pytest.approx(expected.acceptance_length, abs=0.05)
+    assert found.top3 == pytest.approx(expected.top3, abs=0.1)

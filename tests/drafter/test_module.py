@@ -1,0 +1,288 @@
+"""What a drafter shares with its target, what it drafts of a reduced vocabulary, and what travels."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import save_policy
+from tests.support.draft_texts import alone, draft_logits, make_drafter, random_sequence, read_by_target
+from tests.support.eagle_head import make_head, save_head
+from tlt_lightning.drafter.chunked_loss import predict
+from tlt_lightning.drafter.head import drafted_tokens
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.target import choose_layer_ids
+from tlt_lightning.drafter.teaching import EAGLE, EAGLE3, HASS
+from tlt_lightning.drafter.training_time_test import step_masks, unroll
+from tlt_lightning.engine.vllm.drafter_weights import check_tensors
+from tlt_lightning.policy import LoRA, load_policy, stream_weights
+from tlt_lightning.speculation.eagle3_files import read_head
+
+
+@pytest.fixture(scope="module")
+def drafter(policy_path: str) -> DrafterModule:
+    return make_drafter(policy_path)
+
+
+@pytest.fixture(scope="module")
+def reduced(policy_path: str) -> DrafterModule:
+    """Drafts the tokens 8 to 23 alone."""
+    drafter = DrafterModule(policy_path, draft_vocab_size=16)
+    drafter.choose_vocabulary(torch.tensor([0] * 8 + [5] * 16 + [1] * 8))
+    drafter.configure_model()
+    return drafter
+
+
+# What it shares with its target
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_embedding_and_head_are_the_targets_and_frozen(architecture: str, policy_path: str, llama_path: str) -> None:
+    path = {"qwen2": policy_path, "llama": llama_path}[architecture]
+    head, policy = make_drafter(path).head, load_policy(path)
+    assert torch.equal(head.embed_tokens.weight, policy.get_input_embeddings().weight)
+    assert torch.equal(head.lm_head.weight, policy.get_output_embeddings().weight)
+    assert torch.equal(head.verifier_norm.weight, policy.model.norm.weight)
+    assert (head.lm_head.weight is head.embed_tokens.weight) == (architecture == "qwen2")  # tied there
+    frozen = {name for name, p in head.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    assert frozen == {f"{name}.weight" for name in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm")}
+
+
+def test_targets_are_what_the_policy_predicts(policy_path: str) -> None:
+    drafter, policy = make_drafter(policy_path), load_policy(policy_path)
+    ids = random_sequence(50).input_ids
+    (sequence,) = read_by_target(policy, [ids.tolist()], 1, drafter.layer_ids)
+    head = drafter.head
+    logits = head.verifier_lm_head(head.verifier_norm(alone(sequence).last_states[0, :48]))
+    torch.testing.assert_close(logits, policy(ids[None]).logits[0, 1:49], atol=1e-4, rtol=1e-4)
+
+
+def test_positions_are_the_targets(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0}
+    save_policy(tmp_path, "llama", rope_parameters=rope, head_dim=16, max_position_embeddings=777)
+    head, policy = make_drafter(str(tmp_path)).head, load_policy(str(tmp_path))
+    places = torch.arange(40)[None]
+    theirs = policy.model.rotary_emb(torch.zeros(1), places)
+    torch.testing.assert_close(head.rotary_emb(torch.zeros(1), places), theirs)
+    assert head.config.transformer_layer_config.max_position_embeddings == 777
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2), LoRA(rank=2, target_modules=["embed_tokens", "lm_head"])])
+def test_refreshed_it_holds_the_live_policys_weights(llama_path: str, lora: LoRA | None) -> None:
+    policy, drafter = load_policy(llama_path, lora=lora), make_drafter(llama_path)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    mine = {name: tensor.clone() for name, tensor in drafter.trainable_tensors()}
+    drafter.refresh_target(policy)
+    live, head = dict(stream_weights(policy)), drafter.head
+    torch.testing.assert_close(head.embed_tokens.weight.data, live["model.embed_tokens.weight"])
+    torch.testing.assert_close(head.lm_head.weight.data, live["lm_head.weight"])
+    torch.testing.assert_close(head.verifier_norm.weight.data, live["model.norm.weight"])
+    assert head.lm_head.weight is head.verifier_lm_head.weight
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in drafter.trainable_tensors())
+
+
+def test_tied_embedding_is_refreshed_for_the_output_too(policy_path: str) -> None:
+    policy, drafter = load_policy(policy_path), make_drafter(policy_path)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight.mul_(3)
+    drafter.refresh_target(policy)
+    assert torch.equal(drafter.head.verifier_lm_head.weight, policy.get_input_embeddings().weight)
+    assert drafter.head.verifier_lm_head.weight.data_ptr() != policy.get_input_embeddings().weight.data_ptr()
+
+
+# A reduced vocabulary
+
+
+def test_only_chosen_tokens_are_drafted(reduced: DrafterModule) -> None:
+    assert drafted_tokens(reduced.head.d2t).tolist() == list(range(8, 24))
+    with torch.no_grad():
+        features, _ = unroll(reduced.head, alone(random_sequence(60)), 1)
+        drafts = predict(
+            reduced.head, features, torch.randn(256, 64), {"kl_div": (lambda x, y: x.sum(-1), 1.0)}, torch.ones(1, 256)
+        )[0].drafts
+    assert 8 <= drafts.min() <= drafts.max() < 24
+
+
+def test_tokens_outside_the_vocabulary_do_not_count(reduced: DrafterModule) -> None:
+    batch = alone(random_sequence(60, 1), 128)
+    counts = step_masks(batch, 2, reduced.head.t2d)
+    is_drafted = (batch.next_ids[0, :58] >= 8) & (batch.next_ids[0, :58] < 24)
+    assert torch.equal(counts[0, :58], is_drafted)
+    assert torch.equal(counts[1, :57], is_drafted[1:])
+    assert 0 < counts.sum() < 2 * 58
+
+
+def test_its_rows_of_the_policys_head_travel(reduced: DrafterModule, policy_path: str, tmp_path: Path) -> None:
+    policy = load_policy(policy_path)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight.mul_(2)
+    reduced.refresh_target(policy)
+    sent = dict(reduced.trainable_tensors())
+    assert torch.equal(sent["lm_head.weight"], policy.get_input_embeddings().weight[8:24])
+    check_tensors(sent, read_head(str(reduced.export(tmp_path))).tensors, shares_head=False)
+
+
+def test_a_reduced_vocabulary_needs_counts(policy_path: str) -> None:
+    with pytest.raises(RuntimeError, match="choose_vocabulary"):
+        DrafterModule(policy_path, draft_vocab_size=16).configure_model()
+
+
+# What travels
+
+
+def test_random_weights_are_the_same_everywhere(policy_path: str) -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    one = dict(make_drafter(policy_path).trainable_tensors())
+    assert torch.equal(torch.get_rng_state(), state)  # and cost the run no random numbers
+    torch.manual_seed(2)
+    other = dict(make_drafter(policy_path).trainable_tensors())
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(one["fc.weight"], dict(make_drafter(policy_path, seed=1).trainable_tensors())["fc.weight"])
+
+
+def test_the_engine_accepts_what_travels(drafter: DrafterModule, tmp_path: Path) -> None:
+    sent = dict(drafter.trainable_tensors())
+    assert "lm_head.weight" not in sent
+    assert all(tensor.isfinite().all() and not tensor.requires_grad for tensor in sent.values())
+    shape = read_head(str(drafter.export(tmp_path)))
+    check_tensors(sent, shape.tensors, shares_head=True)
+    assert set(shape.tensors) == set(sent)  # the policy's own tensors are not in the file
+    assert shape.layer_ids == drafter.layer_ids == (0, 1, 2)
+
+
+def test_weights_are_taken_over_whole_or_not_at_all(policy_path: str) -> None:
+    source, drafter = make_drafter(policy_path, seed=1), make_drafter(policy_path)
+    tensors = dict(source.trainable_tensors())
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        drafter.load_trainable({name: tensor for name, tensor in tensors.items() if name != "norm.weight"})
+    drafter.load_trainable(tensors)
+    batch = alone(random_sequence(60))
+    assert drafter.loss(batch)[0] == source.loss(batch)[0]
+
+
+@pytest.mark.parametrize("name", ["drafter", "reduced"])
+def test_an_exported_head_is_loaded_again(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    source: DrafterModule = request.getfixturevalue(name)
+    batch = alone(random_sequence(60))
+    source.refresh_target(load_policy(source.target))  # an earlier test moved it
+    path = source.export(tmp_path / "head", source.evaluate([batch]))
+    loaded = make_drafter(source.target, head=str(path))
+    assert loaded.follows_target
+    assert loaded.layer_ids == source.layer_ids
+    assert loaded.loss(batch)[0] == source.loss(batch)[0]
+    assert {n for n, _ in loaded.trainable_tensors()} == {n for n, _ in source.trainable_tensors()}
+
+
+def test_the_readme_says_what_was_measured(drafter: DrafterModule, tmp_path: Path) -> None:
+    quality = DraftQuality((0.81, 0.62, 0.33), (0.9, 0.8, 0.7), (1.0, 0.9, 0.8), (0.1, 0.2, 0.3), num_steps=1234)
+    text = (drafter.export(tmp_path, quality) / "README.md").read_text()
+    assert "**2.76 tokens per step**" in text
+    assert "| 2 | 62.0% | 80.0% | 90.0% |" in text
+    assert "1234 engine steps" in text
+    assert "Not measured" in (drafter.export(tmp_path) / "README.md").read_text()
+
+
+def test_heads_of_other_makers_keep_their_own_output(policy_path: str, tmp_path: Path) -> None:
+    policy = str(save_policy(tmp_path / "policy", num_hidden_layers=4))
+    foreign = make_head(policy, draft_vocab_size=24)
+    torch.nn.init.normal_(foreign.lm_head.weight)
+    head = save_head(foreign, tmp_path / "head")
+    drafter = make_drafter(policy, head=head)
+    assert not drafter.follows_target
+    torch.testing.assert_close(drafter.head.lm_head.weight.data, foreign.lm_head.weight.data)
+    drafter.refresh_target(load_policy(policy))
+    torch.testing.assert_close(drafter.head.lm_head.weight.data, foreign.lm_head.weight.data)
+    assert torch.equal(drafter.head.verifier_lm_head.weight, load_policy(policy).lm_head.weight[:24])
+    embedded, hidden = drafter.head.embed_tokens.weight[None, 2:22], torch.randn(1, 20, 64)
+    sequence = random_sequence(22)
+    sequence.input_ids[1:21] = torch.arange(2, 22)
+    sequence.states[:20] = torch.linalg.lstsq(foreign.fc.weight.double(), hidden[0].double().T).solution.T.float()
+    features, _ = unroll(drafter.head, alone(sequence), 1)
+    expected = foreign.lm_head(foreign(embedded, hidden))
+    torch.testing.assert_close(draft_logits(drafter.head, features)[:, :20], expected, atol=1e-4, rtol=1e-4)
+    check_tensors(dict(drafter.trainable_tensors()), read_head(head).tensors, shares_head=False)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head": "nowhere/at-all"}, "`head`.*neither a directory"),
+        ({"head": "/nowhere/at/all"}, "`head`.*neither a directory"),
+        ({"layer_ids": (0, 1, 3)}, "`layer_ids`.*0 to 2"),
+        ({"layer_ids": (2, 1, 0)}, "`layer_ids`.*ascending"),
+        ({"draft_vocab_size": 33}, "`draft_vocab_size`.*32"),
+        ({"loss": "mse"}, "`loss`.*mse.*kl_div"),
+        ({"loss": {}}, "`loss`.*nothing"),
+        ({"num_draft_tokens": 0}, "`num_draft_tokens`"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(policy_path: str, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DrafterModule(policy_path, **arguments)
+
+
+def test_heads_that_do_not_fit_are_refused(drafter: DrafterModule, tmp_path: Path) -> None:
+    head = drafter.export(tmp_path / "head")
+    with pytest.raises(ValueError, match=r"`layer_ids` is .* leave it out"):
+        DrafterModule(drafter.target, head=str(head), layer_ids=(0, 1, 1))
+    other = save_policy(tmp_path / "policy", vocab_size=40)
+    with pytest.raises(ValueError, match="vocabulary of 32 tokens against 40"):
+        DrafterModule(str(other), head=str(head))
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "fc_norm": True}))
+    with pytest.raises(ValueError, match="fc_norm, which is not supported"):
+        make_drafter(drafter.target, head=str(head))
+    (head / "config.json").write_text(json.dumps(config))
+    tensors = load_file(head / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing \['fc\.weight'\]"):
+        make_drafter(drafter.target, head=str(head))
+    shutil.rmtree(head)
+    head.mkdir()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        DrafterModule(drafter.target, head=str(head))
+
+
+def test_targets_of_other_families_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 32}')
+    with pytest.raises(ValueError, match=r"gpt2.*llama, qwen2, qwen3"):
+        DrafterModule(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [(2, (0, 1, 2)), (3, (1, 2, 3)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (28, (2, 14, 25))],
+)
+def test_layers_are_chosen_as_vllm_does_where_it_can(num_layers: int, expected: tuple) -> None:
+    assert choose_layer_ids(num_layers) == expected
+
+
+def test_a_target_of_one_layer_has_too_few_states() -> None:
+    with pytest.raises(ValueError, match="at least 2 layers"):
+        choose_layer_ids(1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        (HASS, {"num_steps": 0}, "`num_steps` of HASS"),
+        (EAGLE3, {"decay": 0.0}, "`decay` of EAGLE3"),
+        (EAGLE, {"regression_weight": -1.0}, "`regression_weight` of EAGLE"),
+    ],
+)
+def test_strategies_check_their_numbers(strategy: type, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        strategy(**arguments)

@@ -1,0 +1,131 @@
+"""The vLLM engine between rollouts: what is refused, and what an error leaves behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.speculation_engines import MAX_MODEL_LEN, engine_of, siblings, write
+from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.speculation.trace import StepTrace, read_trace
+
+
+@pytest.fixture(scope="module")
+def engine(policy_path: str) -> Iterator[VLLMEngine]:
+    with engine_of(policy_path, None) as engine:
+        yield engine
+
+
+@pytest.fixture
+def policy(engine: VLLMEngine, policy_path: str) -> torch.nn.Module:
+    """The saved policy, pushed into the engine as version 0."""
+    model = load_policy(policy_path)
+    engine.update_weights(stream_weights(model), 0)
+    return model
+
+
+@pytest.mark.vllm
+def test_weights_that_break_off_are_forgotten_and_replaced_by_the_next(
+    engine: VLLMEngine, policy: torch.nn.Module
+) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for number, (name, tensor) in enumerate(stream_weights(policy)):
+            if number == 9:
+                raise OSError("gone")
+            yield name, tensor + 1
+
+    expected = write(engine, siblings())
+    with pytest.raises(OSError, match="gone"):
+        engine.update_weights(broken(), 1)
+    assert engine.policy_version == -1
+    with pytest.raises(RuntimeError, match="no current weights"):
+        write(engine, siblings())
+    engine.update_weights(stream_weights(policy), 2)
+    assert write(engine, siblings()) == expected
+
+
+@pytest.mark.vllm
+def test_weights_are_refused_before_they_are_touched(engine: VLLMEngine, policy: torch.nn.Module) -> None:
+    responses = engine.generate(siblings(), Sampling(max_tokens=16), seed=0)
+    next(responses)
+    with pytest.raises(RuntimeError, match=r"requests running; finish or close `generate`"):
+        engine.update_weights(stream_weights(policy), 1)
+    assert engine.policy_version == 0
+    responses.close()
+    engine.update_weights(stream_weights(policy), 1)
+    assert engine.policy_version == 1
+
+
+@pytest.mark.vllm
+def test_requests_that_vllm_refuses_leave_nothing_behind(
+    engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = engine._live.add_request
+    accepted = iter(range(3))
+
+    def refuse_the_fourth(*args: Any) -> str:
+        if next(accepted, None) is None:
+            raise ValueError("refused")
+        return add(*args)
+
+    monkeypatch.setattr(engine._live, "add_request", refuse_the_fourth)
+    with pytest.raises(ValueError, match="refused"):
+        write(engine, siblings())
+    monkeypatch.undo()
+    responses = list(engine.generate(siblings()[3:], Sampling(max_tokens=4), seed=0))
+    assert sorted(response.request_id for response in responses) == list(range(3, 12))
+
+
+@pytest.mark.vllm
+def test_a_sleeping_engine_refuses_weights(
+    engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_asleep", True)  # a CPU has no sleep
+    with pytest.raises(RuntimeError, match="call `wake` first"):
+        engine.update_weights(stream_weights(policy), 1)
+
+
+@pytest.mark.vllm
+def test_a_second_setup_must_ask_for_the_same(engine: VLLMEngine, policy_path: str) -> None:
+    engine.setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
+    with pytest.raises(RuntimeError, match=r"asks for .* 64, 0\) .*set up for .* 128, 0\); call `close` first"):
+        engine.setup(policy_path, max_model_len=64, seed=0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"max_num_seqs": 0}, {"gpu_memory_utilization": 1.5}, {"kv_cache_gib": 0}],
+    ids=lambda a: next(iter(a)),
+)
+def test_sizes_that_cannot_be_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        VLLMEngine(**arguments)
+
+
+def test_an_engine_that_was_never_set_up_closes() -> None:
+    engine = VLLMEngine()
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="call `setup` first"):
+        engine.update_weights([], 0)
+
+
+def test_a_trace_that_goes_on_numbers_rollouts_on(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    for run, num_rollouts in (("first", 3), ("second", 1)):
+        trace = StepTrace(str(path))
+        for _ in range(num_rollouts):
+            trace.begin_rollout()
+            trace.write({"run": run})
+        trace.close()
+        trace.write({"run": run})
+        trace.close()
+    assert [row["run"] for row in read_trace(path, 0)] == ["first"]
+    assert [(row["rollout"], row["step"], row["run"]) for row in read_trace(path)] == [
+        (3, 0, "second"),
+        (3, 1, "second"),
+    ]

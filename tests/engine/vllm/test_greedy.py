@@ -1,0 +1,135 @@
+"""Greedy text is the same to the token with every drafter, however the strategy changes from step to step."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import save_policy
+from tests.support.eagle_head import make_head, save_head
+from tests.support.speculation_engines import (
+    GREEDY,
+    PROMPTS,
+    ScriptedSelector,
+    engine_of,
+    greedy_texts,
+    save_endless_policy,
+    save_trained_head,
+    siblings,
+    write,
+)
+from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
+
+pytestmark = pytest.mark.vllm
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2, all drafters": {"architecture": "qwen2", "head": "trained", "siblings": True, "ngram": True},
+    "qwen2, random head": {"architecture": "qwen2", "head": "random"},
+    "llama, trained head": {"architecture": "llama", "head": "trained", "catch_up": "reprefill"},
+    "llama, no head": {"architecture": "llama", "siblings": True, "ngram": True},
+}
+
+
+class Setup(NamedTuple):
+    engine: VLLMEngine
+    selector: ScriptedSelector
+    texts: list[list[int]]
+    name: str
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    case = dict(CASES[request.param])
+    path = tmp_path_factory.mktemp("greedy")
+    policy = save_endless_policy(path / "policy", case.pop("architecture"))
+    head = case.pop("head", None)
+    if head == "trained":
+        case["head"] = save_trained_head(policy, path / "head")
+    elif head == "random":
+        case["head"] = save_head(make_head(policy), path / "head")
+    drafters: list[Drafter] = ["learned"] if head else []
+    drafters += ["sibling", "ngram"] if case.get("siblings") else []
+    drafters += ["mixed"] if {"head", "siblings"} <= case.keys() else []
+    selector = ScriptedSelector(tuple(drafters))
+    speculation = Speculation(selector=selector, max_draft_tokens=5, steps_per_choice=1, **case)
+    with engine_of(policy, speculation) as engine:
+        yield Setup(engine, selector, [text[len(PROMPTS[0]) :] for text in greedy_texts(policy, 64)], request.param)
+
+
+def expected(setup: Setup, requests: list[Request]) -> list[list[int]]:
+    return [setup.texts[request.group][: request.max_tokens] for request in requests]
+
+
+def test_strategies_change_every_step(setup: Setup) -> None:
+    setup.selector.at_random(0)
+    assert write(setup.engine, siblings()) == expected(setup, siblings())
+    assert setup.engine.stats()["speculation/switches"] > 4
+
+
+def test_every_drafter_at_its_longest(setup: Setup) -> None:
+    for drafter in {arm.drafter for arm in setup.selector.all_arms if not arm.is_off}:
+        setup.selector.script = lambda state, drafter=drafter: Strategy(5, drafter)
+        assert write(setup.engine, siblings()) == expected(setup, siblings())
+        if "random" not in setup.name:  # greedy text hardly repeats itself
+            assert setup.engine.stats()["speculation/acceptance_length"] > (1.05 if drafter == "ngram" else 1.5), (
+                drafter
+            )
+
+
+def test_off_and_on_again(setup: Setup) -> None:
+    setup.selector.off_and_on(next(arm for arm in setup.selector.all_arms if arm.num_draft_tokens == 4), steps=7)
+    assert write(setup.engine, siblings()) == expected(setup, siblings())
+
+
+def test_off_is_plain_decoding(setup: Setup) -> None:
+    setup.selector.script = lambda state: OFF
+    assert write(setup.engine, siblings()) == expected(setup, siblings())
+    stats = setup.engine.stats()
+    assert (stats["speculation/off_share"], stats["speculation/k_mean"]) == (1, 0)
+    assert stats["speculation/acceptance_length"] == 1
+
+
+def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
+    emitted: list[list[int]] = []
+    steering = setup.engine._session.steering
+    after_step = steering.after_step
+
+    def spy(scheduler: Any, output: Any, result: Any) -> None:
+        emitted.extend(list(tokens) for tokens in result.sampled_token_ids)
+        after_step(scheduler, output, result)
+
+    drafters = {arm.drafter for arm in setup.selector.all_arms if not arm.is_off}
+    drafter: Drafter = next(name for name in ("mixed", "sibling", "learned") if name in drafters)
+    setup.selector.script = lambda state: Strategy(5, drafter)
+    steering.after_step = spy
+    try:
+        for length in range(20, 26):
+            requests = [Request(id=i, prompt_ids=PROMPTS[0], max_tokens=length + i) for i in range(3)]
+            assert write(setup.engine, requests) == [setup.texts[0][: length + i] for i in range(3)]
+        stops_inside = 0
+        for stop in setup.texts[0][20:32:2]:
+            end = setup.texts[0].index(stop) + 1
+            emitted.clear()
+            requests = [Request(id=i, prompt_ids=PROMPTS[0]) for i in range(10)]
+            sampling = Sampling(max_tokens=64, temperature=0, stop_token_ids=(stop,))
+            assert write(setup.engine, requests, sampling) == [setup.texts[0][:end]] * 10
+            stops_inside += any(stop in tokens[1:-1] for tokens in emitted)
+    finally:
+        steering.after_step = after_step
+    assert stops_inside or "random" in setup.name  # in the middle of an accepted run
+
+
+def test_the_end_of_sequence_inside_accepted_drafts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("ends")
+    policy = str(save_policy(path / "policy", num_hidden_layers=4))
+    texts = [text[len(PROMPTS[0]) :] for text in greedy_texts(policy, 64)]
+    group = next(index for index, text in enumerate(texts) if 1 in text[4:])
+    end = texts[group].index(1) + 1
+    selector = ScriptedSelector(("sibling",))
+    selector.script = lambda state: Strategy(5, "sibling")
+    requests = [Request(id=i, prompt_ids=PROMPTS[group]) for i in range(6)]
+    with engine_of(policy, Speculation(selector=selector, siblings=True), max_num_seqs=2) as engine:
+        assert write(engine, requests, GREEDY) == [texts[group][:end]] * 6
+        assert engine.stats()["speculation/acceptance_length"] > 2

@@ -1,0 +1,158 @@
+"""What is refused before anything is loaded, each with an error that says how to go on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from tests.conftest import save_policy
+from tests.support.eagle_head import make_head, save_head
+from tests.support.speculation_engines import ScriptedSelector
+from tlt_lightning.engine import VLLMEngine
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.speculation import CostModelSelector, FixedSelector
+from tlt_lightning.speculation.eagle3_files import check_head, read_head
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_policy(tmp_path_factory.mktemp("policy"), num_hidden_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "nobody to draft"),
+        ({"ngram": True, "max_draft_tokens": 0}, "max_draft_tokens"),
+        ({"ngram": True, "steps_per_choice": 0}, "steps_per_choice"),
+        ({"ngram": True, "keep_siblings": "ever"}, "keep_siblings"),
+        ({"ngram": True, "draft_sampling": "typical"}, "draft_sampling"),
+        ({"ngram": True, "catch_up": "never"}, "catch_up"),
+    ],
+)
+def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Speculation(selector=FixedSelector(3, "ngram"), **arguments)
+
+
+def test_arms_that_cannot_run_are_refused(policy: str) -> None:
+    with pytest.raises(ValueError, match=r"draft 9 tokens at batch size 1, but .*max_draft_tokens. is 7"):
+        Speculation(selector=FixedSelector(9, "ngram"), ngram=True).check(policy, 4)
+    with pytest.raises(ValueError, match=r"asks? for the drafter 'learned', but .* only \['sibling'\]"):
+        Speculation(selector=FixedSelector(3), siblings=True).check(policy, 4)
+    Speculation(selector=ScriptedSelector(("sibling", "ngram")), siblings=True, ngram=True).check(policy, 4)
+    Speculation(selector=ScriptedSelector(("sibling",)), siblings=True, ngram=True).check(policy, 4)
+    with pytest.raises(ValueError, match=r"asks? for the drafter 'mixed', but .* only \['learned'\]"):
+        Speculation(selector=FixedSelector(3, "mixed"), head="head").check(policy, 4)
+
+
+@pytest.mark.parametrize(("looks_up", "drafter"), [("siblings", "sibling"), ("ngram", "ngram")])
+def test_a_drafter_that_is_never_asked_for_is_refused(policy: str, looks_up: str, drafter: str) -> None:
+    speculation = Speculation(selector=FixedSelector(3), cold_head=True, **{looks_up: True})
+    message = f"`speculation.{looks_up}` is true, but .* never asks for the drafter '{drafter}', only for .'learned'."
+    with pytest.raises(ValueError, match=message):
+        speculation.check(policy, 4)
+
+
+def test_a_head_that_fits_is_accepted(policy: str, tmp_path: Path) -> None:
+    for draft_vocab_size in (None, 16):
+        head = read_head(save_head(make_head(policy, draft_vocab_size=draft_vocab_size), tmp_path / "head"))
+        check_head(head, policy)
+        assert head.draft_vocab_size == (draft_vocab_size or 32)
+        assert head.tensors["fc.weight"] == (64, 192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 40, "draft_vocab_size": 40}, "vocabulary of 40 tokens against 32"),
+        ({"target_hidden_size": 128}, "width 128 against 64"),
+        ({"draft_vocab_size": 64}, "draft vocabulary of 64 tokens, more than the 32"),
+        ({"draft_vocab_size": 16}, "without `d2t`"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}, r"reads layers \[1, 3, 9\], of which the policy has 4"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, r"reads layers \[2, 2, 1\]"),
+    ],
+)
+def test_a_head_for_another_policy_is_refused(
+    policy: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = save_head(make_head(policy), tmp_path / "head", **changes)
+    speculation = Speculation(selector=FixedSelector(3), head=path)
+    with pytest.raises(ValueError, match=message) as caught:
+        speculation.check(policy, 4)
+    assert path in str(caught.value)
+    assert policy in str(caught.value)
+
+
+def test_what_is_no_head_is_refused(policy: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        read_head(str(tmp_path))
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM"):
+        read_head(policy)
+
+
+def test_the_format_of_speculators_is_read(policy: str, tmp_path: Path) -> None:
+    path = Path(save_head(make_head(policy), tmp_path))
+    flat = json.loads((path / "config.json").read_text())
+    nested = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 32,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "transformer_layer_config": {name: flat[name] for name in ("vocab_size", "hidden_size")},
+    }
+    (path / "config.json").write_text(json.dumps(nested))
+    head = read_head(str(path))
+    check_head(head, policy)
+    assert (head.vocab_size, head.target_hidden_size, head.layer_ids) == (32, 64, (1, 2, 3))
+
+
+@pytest.mark.vllm
+def test_vllm_is_asked_for_standard_verification_alone(policy: str, tmp_path: Path) -> None:
+    path = save_head(make_head(policy), tmp_path)
+    for is_v2 in (False, True):
+        for speculation in (
+            Speculation(selector=FixedSelector(3), head=path, draft_sampling="probabilistic"),
+            Speculation(selector=FixedSelector(3, "ngram"), ngram=True),
+        ):
+            config = speculation.engine_args(is_v2=is_v2)["speculative_config"]
+            assert config["rejection_sample_method"] == "standard"
+    both = Speculation(selector=FixedSelector(3), head=path, draft_sampling="probabilistic", siblings=True)
+    both.engine_args(is_v2=False)
+    with pytest.raises(ValueError, match="cannot be combined"):
+        both.engine_args(is_v2=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("parameter", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
+def test_vllm_refuses_the_sampling_parameters_that_speculation_does_not_honour(parameter: dict[str, Any]) -> None:
+    """`Sampling` has none of them; should it ever gain one, this is who says no."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+        SamplingParams(**parameter)._validate_spec_decode(speculative_config=object())  # type: ignore[arg-type]
+
+
+def test_speculation_is_configured_by_name() -> None:
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(VLLMEngine, "engine", fail_untyped=False)
+    config = {
+        "class_path": "tlt_lightning.engine.VLLMEngine",
+        "init_args": {
+            "speculation": {
+                "selector": {
+                    "class_path": "CostModelSelector",
+                    "init_args": {"drafters": ["sibling"], "num_draft_tokens": [2, 4]},
+                },
+                "siblings": True,
+                "graph_pool": {"class_path": "BucketedGraphPool", "init_args": {"memory_budget_mib": 500}},
+            }
+        },
+    }
+    engine = parser.instantiate_classes(parser.parse_object({"engine": config})).engine
+    assert isinstance(engine.speculation.selector, CostModelSelector)
+    assert [arm.num_draft_tokens for arm in engine.speculation.selector.arms(1)] == [0, 2, 4]
+    assert engine.speculation.drafters == ("sibling",)

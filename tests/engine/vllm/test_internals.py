@@ -1,0 +1,27 @@
+import pytest
+from packaging.version import Version
+
+from tlt_lightning.engine.vllm import internals
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_supported_versions_pass(version: str) -> None:
+    internals.check_version(Version(version))
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
+def test_other_versions_are_refused_with_the_supported_range(version: str) -> None:
+    with pytest.raises(ImportError, match=r">=0\.32\.0,<0\.33\.0"):
+        internals.check_version(Version(version))
+
+
+def test_a_missing_internal_names_itself_and_the_supported_versions() -> None:
+    with pytest.raises(RuntimeError, match=r"missing: `moved`.*>=0\.32\.0"):
+        internals.reach(internals, "reach.moved")
+
+
+def test_a_second_engine_that_can_sleep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "_sleep_mode_claimed", False)
+    internals.claim_sleep_mode()
+    with pytest.raises(RuntimeError, match="sleep: false"):
+        internals.claim_sleep_mode()

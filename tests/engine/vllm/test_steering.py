@@ -1,0 +1,123 @@
+"""What is collected of a step, with and without looking at each request, and what a V1 runner is spared while off."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.speculation_engines import ScriptedSelector
+from tlt_lightning.engine.vllm import steering
+from tlt_lightning.engine.vllm.runner_v1 import step_plainly_without_drafts
+from tlt_lightning.engine.vllm.steering import DeviceSteering
+from tlt_lightning.speculation.controller import SpeculationControl, StepResult
+
+
+def request(num_tokens: int = 10, stale: int = 0, drops: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_tokens=num_tokens, num_stale_output_tokens=stale, drop_stale_output=drops, all_token_ids=[1] * num_tokens
+    )
+
+
+def step(
+    scheduled: dict[str, int], requests: dict[str, Any], sampled: list[list[int]], drafts: dict[str, int] | None = None
+) -> list[StepResult]:
+    """What the control hears of a step of `scheduled` tokens."""
+    steering = DeviceSteering(SpeculationControl(ScriptedSelector(), steps_per_choice=1), None)
+    heard: list[StepResult] = []
+    steering.control.finished = heard.append  # type: ignore[method-assign]
+    scheduler: Any = SimpleNamespace(
+        running=list(requests.values()), waiting=[], max_num_running_reqs=8, requests=requests
+    )
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={name: [0] * count for name, count in (drafts or {}).items()},
+        finished_req_ids=set(),
+    )
+    steering.before_schedule(scheduler)
+    steering.after_schedule(output)
+    result = SimpleNamespace(req_id_to_index={name: i for i, name in enumerate(scheduled)}, sampled_token_ids=sampled)
+    steering.after_step(scheduler, output, result)
+    return heard
+
+
+def test_a_plain_step_is_collected_without_looking_at_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = {name: request() for name in "abc"}
+    scheduled, sampled = dict.fromkeys("abc", 1), [[5], [6], [7]]
+    with monkeypatch.context() as patch:
+        patch.setattr(steering, "_is_plain_decode", lambda *args: False)
+        (slow,) = step(scheduled, requests, sampled)
+    monkeypatch.setattr(DeviceSteering, "_collect", lambda *args: pytest.fail("looked at each request"))
+    (fast,) = step(scheduled, requests, sampled)
+    for result in (slow, fast):
+        assert list(result.num_drafted) == [0, 0, 0]
+        assert list(result.num_emitted) == [1, 1, 1]
+        assert (result.num_learned, result.is_decode, result.running, result.waiting) == ((0, 0), True, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "requests", "sampled", "emitted"),
+    [
+        ({"a": 1, "b": 7}, {"a": request(), "b": request()}, [[5], [6]], [1]),  # b reads its prompt
+        ({"a": 1, "b": 1}, {"a": request(), "b": request()}, [[5], []], [1]),  # b reads the rest but one of its prompt
+        ({"a": 1, "b": 1}, {"a": request()}, [[5], [6]], [1]),  # b has finished meanwhile
+        ({"a": 1, "b": 1}, {"a": request(), "b": request(stale=1, drops=True)}, [[5], [6]], [1]),  # b was preempted
+    ],
+)
+def test_other_steps_are_no_decode_steps(
+    scheduled: dict[str, int], requests: dict[str, Any], sampled: list[list[int]], emitted: list[int]
+) -> None:
+    (result,) = step(scheduled, requests, sampled)
+    assert not result.is_decode
+    assert list(result.num_emitted) == emitted
+
+
+def test_a_preempted_request_whose_token_still_counts_is_counted() -> None:
+    (result,) = step({"a": 1, "b": 1}, {"a": request(), "b": request(stale=1)}, [[5], [6]])
+    assert result.is_decode
+    assert list(result.num_emitted) == [1, 1]
+
+
+def test_verified_drafts_are_counted_by_request() -> None:
+    (result,) = step({"a": 4, "b": 1}, {"a": request(), "b": request()}, [[5, 6], [7]], drafts={"a": 3})
+    assert (list(result.num_drafted), list(result.num_emitted), result.is_decode) == ([3, 0], [2, 1], True)
+
+
+def test_a_step_that_everybody_has_left_is_forgotten() -> None:
+    assert step({"a": 1}, {"b": request()}, [[5]]) == []
+
+
+def test_a_v1_runner_without_a_head_is_a_plain_one_in_plain_steps() -> None:
+    config, seen = object(), []
+
+    class Runner:
+        def __init__(self) -> None:
+            self.speculative_config = config
+
+        def execute_model(self, scheduler_output: Any) -> None:
+            seen.append(self.speculative_config)
+
+        def sample_tokens(self, grammar: Any) -> None:
+            seen.append(self.speculative_config)
+            if grammar:
+                raise RuntimeError("broken")
+
+    runner, is_off = Runner(), {"value": True}
+    step_plainly_without_drafts(runner, lambda: is_off["value"])
+
+    def run(drafts: dict[str, Any], scheduled: dict[str, int], grammar: Any = None) -> list[Any]:
+        seen.clear()
+        runner.execute_model(SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts))
+        runner.sample_tokens(grammar)
+        assert runner.speculative_config is config
+        return list(seen)
+
+    assert run({}, {"a": 1}) == [None, None]
+    assert run({"a": [1]}, {"a": 2}) == [config, config]  # the last drafts of a strategy that was switched off
+    assert run({}, {}) == [config, config]
+    is_off["value"] = False
+    assert run({}, {"a": 1}) == [config, config]
+    is_off["value"] = True
+    with pytest.raises(RuntimeError, match="broken"):
+        run({}, {"a": 1}, grammar=True)
+    assert runner.speculative_config is config

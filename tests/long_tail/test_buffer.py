@@ -1,0 +1,302 @@
+import io
+import random
+
+import pytest
+import torch
+
+from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.long_tail.buffer import DrafterBuffer, choose_rows
+
+HIDDEN = 4
+TOKEN_BYTES = 8 + 2 * 4 * HIDDEN  # a token id, three layers and the last one in bfloat16
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def sequence(length: int, prompt: int = 0, version: int = 0, answer: int = 0) -> DraftSequence:
+    """A sequence of `length` tokens that answers prompt number `prompt` with answer number `answer`."""
+    ids = torch.full((length,), answer)
+    ids[0] = prompt
+    states, last = torch.randn(length, 3 * HIDDEN).bfloat16(), torch.randn(length, HIDDEN).bfloat16()
+    return DraftSequence(ids, states, last, prompt_length=1, policy_version=version)
+
+
+def prompts(sequences: list[DraftSequence]) -> set[int]:
+    return {int(sequence.input_ids[0]) for sequence in sequences}
+
+
+def lengths_of(sequences: list[DraftSequence]) -> list[int]:
+    return sorted(map(len, sequences))
+
+
+def long_tailed(count: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [int(min(2000, 8 + source.lognormvariate(4, 1))) for _ in range(count)]
+
+
+def same(one: list[DraftSequence], other: list[DraftSequence]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a.input_ids, b.input_ids)
+        and torch.equal(a.states, b.states)
+        and torch.equal(a.last_states, b.last_states)
+        and (a.prompt_length, a.policy_version) == (b.prompt_length, b.policy_version)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_chosen_rows_fit_and_fill():
+    lengths = long_tailed(200)
+    for share in (0.1, 0.3, 0.9):
+        limit = int(share * sum(lengths))
+        rows = choose_rows(lengths, limit, generator())
+        assert rows == sorted(set(rows))
+        assert limit - min(lengths[row] for row in set(range(200)) - set(rows)) < sum(lengths[r] for r in rows) <= limit
+
+
+def test_chosen_rows_have_the_lengths_of_the_iteration():
+    lengths = long_tailed(400)
+    ordered = sorted(lengths)
+    half_mass = next(length for i, length in enumerate(ordered) if sum(ordered[:i]) > sum(lengths) / 2)
+    for seed in range(5):
+        chosen = [lengths[row] for row in choose_rows(lengths, sum(lengths) // 5, generator(seed))]
+        assert sum(length for length in chosen if length > half_mass) / sum(chosen) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_long_row_is_chosen_however_many_short_ones_there_are():
+    lengths = [10] * 990 + [1000] * 10
+    for seed in range(5):
+        assert max(choose_rows(lengths, 2000, generator(seed))) >= 990
+
+
+def test_all_rows_are_chosen_if_they_fit_and_none_if_none_does():
+    lengths = long_tailed(20)
+    assert choose_rows(lengths, sum(lengths), generator()) == list(range(20))
+    assert choose_rows(lengths, min(lengths) - 1, generator()) == []
+    assert choose_rows([], 100, generator()) == []
+
+
+def test_the_choice_follows_the_generator():
+    lengths = long_tailed(100)
+    choices = [choose_rows(lengths, 1000, generator(seed)) for seed in (0, 0, 1)]
+    assert choices[0] == choices[1] != choices[2]
+
+
+@pytest.mark.parametrize("max_tokens", [400, 777, 3000, 100_000])
+def test_the_buffer_never_holds_more_than_its_bound(max_tokens):
+    buffer = DrafterBuffer(max_tokens * TOKEN_BYTES)
+    for version in range(6):
+        lengths = long_tailed(5 + 10 * version, seed=version)
+        buffer.add([sequence(length, prompt=i // 4, version=version) for i, length in enumerate(lengths)])
+        held = buffer.training + buffer.held_out
+        assert buffer.nbytes == sum(map(len, held)) * TOKEN_BYTES <= buffer.max_bytes
+        assert buffer.training
+        assert buffer.held_out
+
+
+def test_views_of_a_larger_tensor_are_copied():
+    ids, states, last = torch.zeros(100, dtype=torch.int64), torch.randn(4, 100, 12), torch.randn(4, 100, 4)
+    buffer = DrafterBuffer(1 << 20, held_out_share=0)
+    buffer.add([DraftSequence(ids[:50], states[2, :50], last[2, :50], prompt_length=1)])
+    (held,) = buffer.training
+    assert torch.equal(held.states, states[2, :50])
+    assert {held.states.untyped_storage().nbytes(), held.last_states.untyped_storage().nbytes()} == {50 * 48, 50 * 16}
+    assert held.input_ids.untyped_storage().nbytes() == 50 * 8
+
+
+def test_long_sequences_of_the_previous_iteration_stay_and_older_ones_go():
+    buffer = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0, previous_share=0.5)
+    lengths = [300, 150, 50, 50, 50, *[20] * 20]
+    for version in range(2):
+        buffer.add([sequence(length, i, version) for i, length in enumerate(lengths)])
+    assert [len(item) for item in buffer.training if item.policy_version == 0] == [300, 150, 50]
+    assert max(len(item) for item in buffer.training if item.policy_version == 1) == 300
+    buffer.add([sequence(20, i, version=2) for i in range(10)])
+    assert next(len(item) for item in buffer.training if item.policy_version == 1) == 300
+    assert {item.policy_version for item in buffer.training} == {1, 2}
+
+
+def test_a_previous_share_of_zero_leaves_the_previous_iteration_only_what_is_free():
+    buffer = DrafterBuffer(500 * TOKEN_BYTES, held_out_share=0, previous_share=0)
+    buffer.add([sequence(100, i) for i in range(5)])
+    buffer.add([sequence(100, i, version=1) for i in range(4)])
+    assert [item.policy_version for item in buffer.training] == [1, 1, 1, 1, 0]
+    buffer.add([sequence(100, i, version=2) for i in range(5)])
+    assert {item.policy_version for item in buffer.training} == {2}
+
+
+def test_held_out_prompts_are_the_newest_and_never_trained_on():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0.25)
+    for version in range(3):
+        buffer.add([sequence(20 + version, i // 4, version, answer=i) for i in range(32)])
+        assert len(prompts(buffer.held_out)) == 2
+        assert len(buffer.held_out) == 8
+        assert prompts(buffer.held_out).isdisjoint(prompts(buffer.training))
+        assert {item.policy_version for item in buffer.held_out} == {version}
+    assert {item.policy_version for item in buffer.training} == {1, 2}
+
+
+def test_what_was_trained_on_leaves_when_its_prompt_is_held_out():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0.5)
+    buffer.add([sequence(10, prompt) for prompt in range(10)])
+    trained = prompts(buffer.training)
+    buffer.add([sequence(10, prompt, version=1) for prompt in sorted(trained)[:2]])
+    (held_out,) = prompts(buffer.held_out)
+    assert prompts(buffer.training) == trained - {held_out}
+
+
+def test_of_a_single_prompt_sequences_are_held_out():
+    buffer = DrafterBuffer(1 << 20)
+    buffer.add([sequence(10, prompt=5, answer=i) for i in range(8)])
+    assert (len(buffer), len(buffer.held_out)) == (6, 2)
+    buffer.add([sequence(10, prompt=5)])
+    assert (len(buffer.held_out), buffer.training[0].input_ids[0]) == (0, 5)
+
+
+def test_something_is_held_out_even_if_it_takes_more_than_its_share():
+    buffer = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0.05)
+    buffer.add([sequence(400, prompt) for prompt in range(4)])
+    assert (len(buffer), len(buffer.held_out)) == (1, 1)
+
+
+def test_nothing_is_held_out_where_nothing_shall_be():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0)
+    buffer.add([sequence(10, prompt) for prompt in range(8)])
+    assert (len(buffer), buffer.held_out) == (8, [])
+
+
+def test_an_empty_iteration_changes_nothing():
+    buffer = DrafterBuffer(1 << 20)
+    buffer.add([sequence(10, prompt) for prompt in range(8)])
+    before = buffer.training
+    buffer.add([])
+    assert same(buffer.training, before)
+
+
+def test_an_iteration_that_does_not_fit_is_a_warning(caplog):
+    buffer = DrafterBuffer(100 * TOKEN_BYTES, held_out_share=0)
+    buffer.add([sequence(101, prompt) for prompt in range(3)])
+    assert "None of an iteration's 3 sequences fits" in caplog.text
+    assert buffer.nbytes == 0
+    with pytest.raises(RuntimeError, match="nothing to train on"):
+        buffer.sample(10, generator())
+
+
+def test_what_is_larger_than_the_buffer_is_not_held_out_either():
+    buffer = DrafterBuffer(100 * TOKEN_BYTES)
+    buffer.add([sequence(101 + prompt, prompt) for prompt in range(3)])
+    assert buffer.nbytes == 0
+
+
+def test_the_same_sequences_are_kept_whenever_they_are_added():
+    sequences = [sequence(10 + i % 7, i) for i in range(200)]
+    buffers = [DrafterBuffer(500 * TOKEN_BYTES) for _ in range(2)]
+    for buffer in buffers:
+        buffer.add(sequences)
+    assert same(buffers[0].training, buffers[1].training)
+
+
+def test_what_is_too_short_to_draft_anything_is_not_held():
+    buffer = DrafterBuffer(1 << 20)
+    buffer.add([sequence(2, i) for i in range(9)])
+    assert len(buffer) == len(buffer.held_out) == 0
+    buffer.add([sequence(2 + i % 2, i) for i in range(9)])
+    assert {len(sequence) for sequence in (*buffer.training, *buffer.held_out)} == {3}
+
+
+def test_a_sample_has_the_tokens_asked_for_of_all_lengths_and_nothing_twice():
+    lengths = long_tailed(300)
+    buffer = DrafterBuffer(1 << 30, held_out_share=0)
+    buffer.add([sequence(length, i) for i, length in enumerate(lengths)])
+    for seed in range(5):
+        sample = buffer.sample(sum(lengths) // 4, generator(seed))
+        assert len({id(item) for item in sample}) == len(sample) == 75
+        assert sum(map(len, sample)) == pytest.approx(sum(lengths) / 4, rel=0.15)
+        assert sum(len(item) > sorted(lengths)[270] for item in sample) in (7, 8, 9)
+        assert lengths_of(sample) != list(map(len, sample))
+
+
+def test_all_sequences_are_drawn_alike_whatever_their_length():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0)
+    buffer.add([sequence(length, i) for i, length in enumerate([5, 10, 20, 40, 80, 160, 320])])
+    counts, source = dict.fromkeys(range(7), 0), generator()
+    for _ in range(700):
+        for item in buffer.sample(180, source):  # two of seven
+            counts[int(item.input_ids[0])] += 1
+    assert sum(counts.values()) == 1400
+    assert all(160 < count < 240 for count in counts.values())
+
+
+def test_neighbours_in_length_are_not_always_drawn_together():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0)
+    buffer.add([sequence(10 + i, i) for i in range(12)])
+    source = generator()
+    assert len({frozenset(prompts(buffer.sample(46, source))) for _ in range(100)}) > 10
+
+
+def test_a_sample_larger_than_the_buffer_repeats_everything_alike():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0)
+    buffer.add([sequence(10, i) for i in range(4)])
+    sample = buffer.sample(100, generator())
+    counts = [sum(int(item.input_ids[0]) == i for item in sample) for i in range(4)]
+    assert sorted(counts) == [2, 2, 3, 3]
+
+
+def test_a_sample_is_never_empty_and_follows_the_generator():
+    buffer = DrafterBuffer(1 << 20, held_out_share=0)
+    buffer.add([sequence(100 + i, i) for i in range(50)])
+    assert len(buffer.sample(1, generator())) == 1
+    samples = [[len(item) for item in buffer.sample(2000, generator(seed))] for seed in (3, 3, 4)]
+    assert samples[0] == samples[1] != samples[2]
+
+
+def test_a_restored_buffer_goes_on_as_the_one_that_was_saved():
+    def iteration(version: int) -> list[DraftSequence]:
+        torch.manual_seed(version)
+        lengths = long_tailed(40, seed=version)
+        return [sequence(length, i // 2, version) for i, length in enumerate(lengths)]
+
+    buffer, restored = (DrafterBuffer(3000 * TOKEN_BYTES, held_out_share=0.2) for _ in range(2))
+    for version in range(3):
+        buffer.add(iteration(version))
+    file = io.BytesIO()
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    for version in range(3, 5):
+        assert same(restored.training, buffer.training)
+        assert same(restored.held_out, buffer.held_out)
+        assert same(restored.sample(500, generator(9)), buffer.sample(500, generator(9)))
+        buffer.add(iteration(version))
+        restored.add(iteration(version))
+    assert same(restored.training, buffer.training)
+
+
+def test_a_smaller_buffer_restores_what_fits():
+    buffer, smaller = DrafterBuffer(1 << 20), DrafterBuffer(300 * TOKEN_BYTES)
+    buffer.add([sequence(10 + i, i) for i in range(30)])
+    smaller.load_state_dict(buffer.state_dict())
+    assert 200 * TOKEN_BYTES < smaller.nbytes <= smaller.max_bytes
+    assert smaller.held_out
+    empty = DrafterBuffer(100)
+    empty.load_state_dict(DrafterBuffer(100).state_dict())
+    assert empty.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_bytes": 0}, "`max_bytes` must be positive, got 0"),
+        ({"max_bytes": 9, "held_out_share": 1.0}, "`held_out_share` must be at least 0 and below 1, got 1.0"),
+        ({"max_bytes": 9, "previous_share": -0.1}, "`previous_share` must be at least 0"),
+    ],
+)
+def test_impossible_bounds_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        DrafterBuffer(**values)
+
+
+def test_sampling_no_tokens_is_refused():
+    with pytest.raises(ValueError, match="`num_tokens` must be positive, got 0"):
+        DrafterBuffer(10).sample(0, generator())

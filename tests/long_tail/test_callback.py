@@ -1,0 +1,271 @@
+"""The adaptive drafter in whole runs with the real engine, on one worker."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from safetensors.torch import load_file
+
+from tests.support.drafter_runs import (
+    POLICY,
+    Greedy,
+    Metrics,
+    TailWatch,
+    fixed,
+    make_callback,
+    make_data,
+    make_engine,
+    make_module,
+    make_trainer,
+)
+from tlt_lightning import RLModule
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
+from tlt_lightning.long_tail.callback import LongTailIdleCallback
+from tlt_lightning.long_tail.snapshots import load_snapshot
+from tlt_lightning.policy import load_policy
+from tlt_lightning.speculation import FixedSelector
+from tlt_lightning.timing import LapClock
+
+
+@dataclass
+class Run:
+    root: Path
+    module: RLModule
+    callback: LongTailIdleCallback
+    rows: list[dict[str, float]]
+    greedy: Greedy
+    tail: TailWatch
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows]
+
+
+def fit(root: Path, ckpt_path: str | None = None, max_epochs: int = 3, **callback: Any) -> Run:
+    L.seed_everything(3)
+    selector, metrics, checkpoints = fixed(), Metrics(), ModelCheckpoint(root, "{epoch}", save_top_k=-1)
+    drafting = make_callback(**{"share": 8.0, "tail_requests": 16, **callback})
+    greedy, tail, module = Greedy(selector), TailWatch(), make_module()
+    trainer = make_trainer(root, drafting, tail, metrics, checkpoints, greedy, max_epochs=max_epochs)
+    trainer.fit(module, make_data(make_engine(selector)), ckpt_path=ckpt_path)
+    return Run(root, module, drafting, metrics.rows, greedy, tail)
+
+
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return fit(tmp_path_factory.mktemp("adaptive"))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_acceptance_rises_from_a_random_head_that_drafts_nothing_before_it_was_trained(adaptive: Run) -> None:
+    lengths = adaptive.column("speculation/acceptance_length")
+    assert max(lengths) >= lengths[0] + 0.5
+    assert lengths[0] == adaptive.rows[0]["speculation/off_share"] == 1
+    assert adaptive.column("speculation/off_share")[1:] == [0, 0]
+    assert adaptive.column("speculation/alarms") == [0, 0, 0]
+    # What is measured on held-out text is what the engine then achieves.
+    assert adaptive.rows[1]["drafter/acceptance_after"] == pytest.approx(lengths[1], abs=0.25)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_books_of_a_run(adaptive: Run) -> None:
+    assert adaptive.column("drafter/version")[:2] == [0, 1]
+    assert "drafter/acceptance_after" not in adaptive.rows[0]
+    for row in adaptive.rows[1:]:
+        assert row["drafter/published"] == (row["drafter/acceptance_after"] > row["drafter/acceptance_before"])
+        assert 0 < row["drafter/top1_pos_1"] <= row["drafter/top3_pos_1"] <= 1
+    assert adaptive.rows[0]["drafter/policy_drift"] == 0
+    assert 0 < adaptive.rows[1]["drafter/policy_drift"] < adaptive.rows[2]["drafter/policy_drift"]
+    assert adaptive.rows[1]["drafter/policy_lag"] == 1  # an optimizer step an iteration, and one iteration behind
+    assert all(row["drafter/micro_steps"] > 20 and row["drafter/loss"] > 0 for row in adaptive.rows)
+    assert adaptive.column("drafter/idle_seconds_available") == [0, 0, 0]
+    for row in adaptive.rows:
+        stages = [value for name, value in row.items() if name.startswith("time/") and name != "time/iteration"]
+        assert row["time/drafter"] > 0
+        assert sum(stages) == pytest.approx(row["time/iteration"])
+    assert adaptive.tail.seconds[0] == 0  # nothing to learn from yet
+    assert max(adaptive.tail.seconds[1:]) > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_greedy_text_stays_the_same_whatever_was_pushed(adaptive: Run) -> None:
+    assert adaptive.callback.drafter is not None
+    assert adaptive.greedy.texts[3] == adaptive.greedy.texts[0]
+    assert len({tuple(text) for text in adaptive.greedy.texts[0]}) > 4
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_leaves_its_drafter_its_snapshots_and_a_picture(adaptive: Run) -> None:
+    folder = adaptive.root / "drafter"
+    assert (folder / "drafter.png").stat().st_size > 10_000
+    assert "tokens per step" in (folder / "final" / "README.md").read_text()
+    saved = load_file(folder / "final" / "model.safetensors")
+    snapshot, version = load_snapshot(sorted((folder / "snapshots").iterdir())[-1])
+    published = {name: tensor.float() for name, tensor in adaptive.callback.drafter.trainable_tensors()}
+    assert version >= adaptive.rows[-1]["drafter/version"]
+    for name, tensor in published.items():
+        assert torch.equal(saved[name], tensor)
+        assert torch.equal(snapshot[name], tensor)
+    assert not any(name.startswith(("embed_tokens", "lm_head")) for name in saved)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(adaptive: Run, tmp_path: Path) -> None:
+    resumed = fit(tmp_path, ckpt_path=str(adaptive.root / "epoch=1.ckpt"))
+    theirs = dict(adaptive.callback.drafter.trainable_tensors())
+    for name, tensor in resumed.callback.drafter.trainable_tensors():
+        assert torch.equal(tensor, theirs[name]), name
+    policy = dict(adaptive.module.policy_weights())
+    for name, tensor in resumed.module.policy_weights():
+        assert torch.equal(tensor, policy[name]), name
+    # The engine drafted with the published head from the first step on.
+    # A new engine begins with a step without drafts: a switch more.
+    is_timed = ("time/", "speculation/tokens_per_s", "speculation/switches", "rollout/", "drafter/snapshot_ms")
+    mine = {name: value for name, value in resumed.rows[-1].items() if not name.startswith(is_timed)}
+    assert mine == {name: adaptive.rows[-1][name] for name in mine}
+    assert sorted(resumed.callback.archive.history) == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def random_head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A head of 64 of the policy's 115 tokens."""
+    drafter = DrafterModule(POLICY, draft_vocab_size=64)
+    drafter.choose_vocabulary(torch.arange(115, 0, -1))
+    drafter.configure_model()
+    return str(drafter.export(tmp_path_factory.mktemp("random")))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_frozen_drafter_stays_as_bad_as_it_was(
+    random_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random head, but warm: it drafts from the first step on and is never trained."""
+    pushed: list[tuple[int, torch.Tensor]] = []
+    push = VLLMEngine.update_drafter
+
+    def spy(engine: VLLMEngine, named_tensors: Any, version: int) -> None:
+        tensors = dict(named_tensors)
+        pushed.append((version, tensors["lm_head.weight"].clone()))
+        push(engine, tensors.items(), version)
+
+    monkeypatch.setattr(VLLMEngine, "update_drafter", spy)
+    run = fit(tmp_path, head=random_head, share=0.0, max_epochs=2)
+    for row in run.rows:
+        assert row["speculation/acceptance_length"] < 1.1
+        assert row["speculation/off_share"] < 1
+        assert row["drafter/micro_steps"] == row["drafter/version"] == row["speculation/drafter_version"] == 0
+    assert run.module.hidden_state_request is None
+    assert len(run.callback.buffer) == 0
+    # What it drafts with are rows of the policy's head, and these follow the policy.
+    head = run.callback.drafter.head
+    assert head is not None
+    policy = load_policy(POLICY).get_output_embeddings().weight.detach()[head.t2d]
+    assert [version for version, _ in pushed] == [0, 0]
+    assert torch.equal(pushed[0][1], policy)
+    assert 0 < (pushed[1][1] - policy).abs().max() < 1e-3
+
+
+def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = POLICY) -> None:
+    callback.on_engine_setup(SimpleNamespace(), SimpleNamespace(policy_path=policy), engine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "message"),
+    [
+        (TransformersEngine(), POLICY, "TransformersEngine cannot use"),
+        (VLLMEngine(), POLICY, r"`engine\.speculation` is not set.*drafters: \[learned, sibling\]"),
+        (make_engine(FixedSelector(3, "ngram"), ngram=True), POLICY, "never asks for it.*learned"),
+        (make_engine(fixed()), "another/policy", r"target` is .*policy.*but the policy is 'another/policy'"),
+        (make_engine(fixed(), head="somewhere", cold_head=False), POLICY, "give the head as `drafter.head` alone"),
+    ],
+)
+def test_an_engine_that_cannot_serve_the_drafter_is_refused(engine: RolloutEngine, policy: str, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        set_up(make_callback(), engine, policy)
+
+
+def test_a_head_of_few_tokens_must_have_been_warmed_up() -> None:
+    callback = LongTailIdleCallback(DrafterModule(POLICY, draft_vocab_size=32))
+    with pytest.raises(MisconfigurationException, match="warm the head up"):
+        set_up(callback, make_engine(fixed()))
+
+
+def test_the_engine_starts_with_the_head_that_training_starts_from(random_head: str) -> None:
+    for head, is_cold in ((None, True), (random_head, False)):
+        callback, engine = make_callback(head), make_engine(fixed())
+        for _ in range(2):  # a second stage of the same objects
+            set_up(callback, engine)
+        assert engine.speculation is not None
+        assert engine.speculation.cold_head is is_cold
+        assert engine.speculation.head is not None
+        saved = load_file(Path(engine.speculation.head) / "model.safetensors")
+        for name, tensor in callback.drafter.trainable_tensors():
+            assert torch.equal(saved[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"share": -0.1}, "`share` must be at least 0, got -0.1"),
+        ({"every_n_iterations": 0}, "`every_n_iterations` must be at least 1"),
+        ({"patience": 0}, "`patience` must be at least 1"),
+        ({"tail_requests": -1}, "`tail_requests` must be at least 0"),
+        ({"buffer_gib": 0}, "`buffer_gib` must be positive"),
+        ({"pack_tokens": 100}, "`pack_tokens` must be a positive multiple of 128, got 100"),
+    ],
+)
+def test_bad_arguments_name_themselves(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_callback(**arguments)
+
+
+def test_a_checkpoint_after_an_error_waits_for_no_other_rank() -> None:
+    callback = make_callback()
+    callback._group = SimpleNamespace()  # type: ignore[assignment]
+    checkpoint: dict[str, Any] = {"callbacks": {callback.state_key: {}}}
+    callback.on_save_checkpoint(SimpleNamespace(interrupted=True), SimpleNamespace(), checkpoint)  # type: ignore[arg-type]
+    assert "others" not in checkpoint["callbacks"][callback.state_key]
+
+
+def test_another_run_of_the_same_callback_begins_its_first_iteration_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = make_callback()
+    callback._trainer = SimpleNamespace(version=0, data_version=-1, num_stale=0, begin=int)  # type: ignore[assignment]
+    monkeypatch.setattr(callback, "_decide", lambda trainer, pl_module: None)
+    for _ in range(2):  # the first is interrupted in the iteration that the second begins with
+        module = SimpleNamespace(hidden_state_request=None)
+        trainer: Any = SimpleNamespace(training=True, current_epoch=0, world_size=1, global_step=0, global_rank=0)
+        trainer.is_global_zero, trainer.datamodule = False, SimpleNamespace(clock=LapClock())
+        callback.on_fit_start(trainer, module)  # type: ignore[arg-type]
+        for _ in range(2):  # rollouts of one iteration
+            callback.on_rollout_start(trainer, module)
+        assert module.hidden_state_request is not None
+
+
+def test_when_the_drafter_trains() -> None:
+    alone, together = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+
+    def plan(trainer: Any, num_stale: int = 0, **arguments: Any) -> list[bool]:
+        callback = make_callback(**arguments)
+        callback._trainer = SimpleNamespace(num_stale=num_stale)  # type: ignore[assignment]
+        return [callback.trains(trainer, epoch) for epoch in range(4)]
+
+    assert plan(alone) == [True] * 4
+    assert plan(alone, share=0.0) == [False] * 4
+    assert plan(together, share=0.0) == [True] * 4  # a share of what is written is for a single worker
+    assert plan(alone, every_n_iterations=2) == [False, True, False, True]
+    assert plan(alone, patience=2, num_stale=1) == [True] * 4
+    assert plan(alone, patience=2, num_stale=2) == [False] * 4

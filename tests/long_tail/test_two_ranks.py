@@ -1,0 +1,83 @@
+"""The drafter on two processes (gloo) whose rollouts take unequally long, with the real engine."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.rank_processes import Ended, run_ranks
+from tests.support.speculation_engines import save_endless_policy
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def launch(script: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
+    policy = save_endless_policy(out / "policy")
+    return run_ranks(script, out, policy, prompts_path, str(out), *arguments)
+
+
+def run(script: str, prompts_path: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What each rank noted."""
+    done = launch(script, prompts_path, out, *arguments)
+    assert done.statuses == [0, 0], done.stderr[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run("tests.support.two_ranks_drafter", prompts_path, tmp_path_factory.mktemp("ranks"), "run")
+
+
+def test_the_early_rank_trains_and_both_serve_the_same_drafter(ranks: list[dict[str, Any]]) -> None:
+    early, late = ranks
+    assert early["weights"] == late["weights"]
+    versions = [own["version"] for own in early["own"]]
+    assert versions == [own["version"] for own in late["own"]]
+    assert versions[:3] == [-1, -1, 1]  # trained in iteration 2 on the states of iteration 1, served in iteration 3
+    assert early["own"][0]["steps"] == 0
+    assert min(own["steps"] for own in early["own"][1:4]) > 3
+    assert not any(own["steps"] for own in late["own"])  # nobody waits for the last one
+    assert early["rows"] == late["rows"]  # means over both
+    for row, own in zip(early["rows"], early["own"], strict=True):
+        assert row["drafter/micro_steps"] == own["steps"] / 2
+        assert row["drafter/idle_seconds_used"] <= row["drafter/idle_seconds_available"] == row["time/idle"]
+    for row in early["rows"][1:4]:
+        assert row["drafter/idle_seconds_used"] > 0.8 * row["drafter/idle_seconds_available"]
+        assert 0 < row["drafter/preemption_ms"] < 1000
+    assert early["rows"][2]["drafter/policy_lag"] == 2  # policies are an optimizer step apart
+
+
+def test_the_late_rank_is_not_slowed(ranks: list[dict[str, Any]]) -> None:
+    """Of the last iterations every second one trains, with the same drafter throughout."""
+    early, late = ranks
+    first = 4
+    assert [own["steps"] > 0 for own in early["own"][first:]] == [False, True] * 4
+    assert len({own["version"] for own in early["own"][first + 1 :]}) == 1
+    # The best of each, by processor time: others may want the cores, too.
+    paces = late["paces"]["cpu"]
+    assert max(paces[first + 1 :: 2]) > 0.7 * max(paces[first::2]), late["paces"]
+
+
+def test_the_death_of_the_training_rank_ends_the_run_at_once(prompts_path: str, tmp_path: Path) -> None:
+    done = launch("tests.support.two_ranks_drafter", prompts_path, tmp_path, "die")
+    assert done.statuses == [-signal.SIGKILL, 1]
+    assert "lost touch with rank 0, which has ended" in done.stderr
+    died, noticed = (float((tmp_path / f"ended{rank}").read_text()) for rank in (0, 1))
+    assert noticed - died < 10  # of a rollout that would have gone on for 20
+
+
+def test_each_rank_resumes_from_what_it_held(prompts_path: str, tmp_path: Path) -> None:
+    whole = run("tests.support.two_ranks_resume", prompts_path, tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "epoch=1.ckpt"
+    assert run("tests.support.two_ranks_resume", prompts_path, tmp_path / "resumed", str(checkpoint)) == whole
+    early, late = whole
+    own = {"optimizer", "buffer", "drift"}
+    for stage in ("saved", "trained"):
+        assert {part for part, value in early[stage].items() if value != late[stage][part]} >= own
+    assert all(early["trained"][part] != early["saved"][part] for part in ("optimizer", "buffer"))
+    for path in (checkpoint, tmp_path / "whole" / "after.ckpt"):
+        others = torch.load(path, weights_only=True)["callbacks"]["CountedWindows"]["others"]
+        assert [set(other["trainer"]) & {"weights", "published"} for other in others] == [set()]  # they travel once

@@ -1,0 +1,198 @@
+"""The pieces one by one: rewards, groups, discounted sums, mismatch metrics, and what they refuse."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_lightning.objectives import (
+    DAPO,
+    GAE,
+    GRPO,
+    K1,
+    K3,
+    CappedRatio,
+    ClippedRatio,
+    ComposedObjective,
+    GroupNormalized,
+    KLPenalty,
+    LeaveOneOut,
+    MaskedImportance,
+    OverlongPunishment,
+    ReinforcePlusPlus,
+    SequenceMeanTokenSumNorm,
+    SequenceRatio,
+    SoftGate,
+    TruncatedImportance,
+    WhitenedRewardToGo,
+    overlong_punishment,
+)
+from tlt_lightning.objectives.advantages import discounted_sum
+from tlt_lightning.objectives.overlong import at_last_token
+
+RandomVectors = Callable[..., SimpleNamespace]
+
+
+def test_overlong_punishment_falls_from_zero_to_minus_one_and_no_further() -> None:
+    lengths = torch.tensor([0, 80, 81, 90, 100, 250])
+    torch.testing.assert_close(
+        overlong_punishment(lengths, max_tokens=100, buffer_tokens=20),
+        torch.tensor([0.0, 0.0, -0.05, -0.5, -1.0, -1.0]),
+    )
+
+
+def test_dapo_punishes_truncated_responses_also_when_they_are_masked(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0).batch
+    batch.truncated[2] = True  # this one's mask is empty
+    shaped = DAPO(overlong=OverlongPunishment(max_tokens=9, buffer_tokens=3)).shape_rewards(batch)
+    assert shaped[2] == batch.rewards[2] - 1
+    assert shaped[1] == pytest.approx(batch.rewards[1] - 1 / 3)  # 9 tokens less 2 masked
+    assert shaped[0] == batch.rewards[0]
+
+
+def test_reward_lands_on_the_last_unmasked_token() -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    placed = at_last_token(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert placed.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
+def test_discounted_sum_is_the_plain_recursion(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    x, decay = torch.rand(2, 3, num_tokens, generator=generator, dtype=torch.float64)
+    expected, running = torch.zeros_like(x), torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(num_tokens)):
+        running = expected[:, t] = x[:, t] + decay[:, t] * running
+    torch.testing.assert_close(discounted_sum(x, decay), expected)
+
+
+def test_a_response_alone_in_its_group_has_no_advantage(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0).batch
+    batch.groups = torch.arange(len(batch))
+    zeros = torch.zeros_like(batch.old_logps)
+    for estimator in (GroupNormalized(), LeaveOneOut()):
+        assert (estimator(batch, batch.rewards, zeros, lambda x: x)[0] == 0).all()
+
+
+def test_masked_tokens_inside_a_response_do_not_discount(random_vectors: RandomVectors) -> None:
+    objective = ReinforcePlusPlus(advantage=WhitenedRewardToGo(gamma=0.5))
+    batch = random_vectors(0).batch
+    batch.rewards = torch.arange(12).double() == 1  # the sequence with a hole: 9 tokens less 2
+    advantages, _ = objective.advantages(batch, lambda x: x)
+    to_go = (advantages - advantages[0, 0])[1, batch.response_mask[1].bool()]
+    torch.testing.assert_close(to_go / to_go[-1], 0.5 ** torch.arange(6.0, -1, -1).double())
+
+
+def test_kl_in_the_reward_lowers_the_score_of_its_sequence(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0).batch
+    batch.response_mask = torch.ones_like(batch.response_mask)
+    penalty = 0.1 * (batch.old_logps - batch.ref_logps).sum(-1)
+    plain, shaped = (
+        LeaveOneOut(),
+        ComposedObjective(advantage=LeaveOneOut(), reward_kl=KLPenalty(coef=0.1, estimator=K1())),
+    )
+    expected, _ = plain(batch, batch.rewards - penalty, torch.zeros_like(batch.old_logps), lambda x: x)
+    torch.testing.assert_close(shaped.advantages(batch, lambda x: x)[0], expected)
+
+
+def test_the_mismatch_between_engine_and_trainer_is_logged_and_bounded(vectors: SimpleNamespace) -> None:
+    batch = vectors.batch
+    batch.advantages = torch.ones_like(vectors.logps)
+    shift = torch.tensor([0.5, -0.5, 2.0, 0.0], dtype=torch.float64)[:, None]
+    batch.rollout_logps = batch.old_logps - shift
+    counts = batch.response_mask.sum(-1)
+    metrics = GRPO().loss(batch, vectors.logps, vectors.entropy, None).metrics
+
+    def mean(per_sequence: torch.Tensor) -> float:
+        return ((per_sequence[:, 0] * counts).sum() / counts.sum()).item()
+
+    assert metrics["mismatch/logp_abs_diff"].item() == pytest.approx(mean(shift.abs()))
+    assert metrics["mismatch/kl"].item() == pytest.approx(mean(shift.exp() - 1 - shift))
+    assert metrics["mismatch/is_weight_mean"].item() == pytest.approx(mean(shift.exp().clamp(max=2)))
+    off = GRPO(correction=None).loss(batch, vectors.logps, vectors.entropy, None).metrics
+    assert "mismatch/is_weight_mean" not in off
+
+
+@pytest.mark.parametrize(("temperature", "is_as_expected"), [(1.0, True), (1.2, False), (0.8, False)])
+def test_only_tokens_from_the_policy_itself_surprise_it_as_its_entropy_says(
+    random_vectors: RandomVectors, temperature: float, is_as_expected: bool
+) -> None:
+    batch = random_vectors(0, num_tokens=2000).batch
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(*batch.response_mask.shape, 5, generator=generator, dtype=torch.float64)
+    logps = logits.log_softmax(-1)
+    chances = (logits / temperature).softmax(-1).flatten(0, 1)
+    tokens = torch.multinomial(chances, 1, generator=generator).view(*batch.response_mask.shape, 1)
+    entropy = -(logps.exp() * logps).sum(-1)
+    batch.advantages = torch.ones_like(entropy)
+    metrics = GRPO().loss(batch, logps.gather(-1, tokens)[..., 0], entropy, None).metrics
+    assert (abs(metrics["mismatch/surprise"].item()) < 0.03) == is_as_expected  # of 10,000 tokens, 0.01 each way
+
+
+def test_kl_to_the_reference_is_logged_where_there_is_one(vectors: SimpleNamespace) -> None:
+    batch = vectors.batch
+    batch.advantages = torch.ones_like(vectors.logps)
+    metrics = GRPO().loss(batch, vectors.logps, vectors.entropy, None).metrics
+    assert metrics["train/kl"].item() == pytest.approx(0.008896329021294447)
+    batch.ref_logps = None
+    assert "train/kl" not in GRPO().loss(batch, vectors.logps, vectors.entropy, None).metrics
+
+
+def test_approx_kl_is_zero_only_before_the_first_update(vectors: SimpleNamespace) -> None:
+    batch = vectors.batch
+    batch.advantages = torch.ones_like(vectors.logps)
+    moved = GRPO().loss(batch, vectors.logps, vectors.entropy, None).metrics["train/approx_kl"]
+    fresh = GRPO().loss(batch, batch.old_logps, vectors.entropy, None).metrics["train/approx_kl"]
+    d = vectors.logps - batch.old_logps
+    expected = ((d.exp() - 1 - d) * batch.response_mask).sum() / 16
+    assert (moved.item(), fresh.item()) == (pytest.approx(expected.item()), 0)
+
+
+def test_entropy_bonus_raises_the_entropy(vectors: SimpleNamespace) -> None:
+    vectors.batch.advantages = torch.zeros_like(vectors.logps)
+    entropy = torch.ones_like(vectors.logps).requires_grad_()
+    GRPO(entropy_coef=0.5).loss(vectors.batch, vectors.logps, entropy, None).loss.backward()
+    torch.testing.assert_close(entropy.grad, -0.5 * vectors.batch.response_mask / 16)
+
+
+def test_an_objective_tells_the_trainer_what_its_pieces_need() -> None:
+    assert (GRPO().min_group_size, ReinforcePlusPlus().min_group_size) == (2, 1)
+    assert (GRPO().needs_entropy_grad, GRPO().needs_reference, GRPO().needs_critic) == (False, False, False)
+    assert GRPO(entropy_coef=0.1).needs_entropy_grad
+    assert GRPO(loss_kl=KLPenalty()).needs_reference
+    assert GRPO(reward_kl=KLPenalty()).needs_reference
+
+
+@pytest.mark.parametrize("missing", ["old_logps", "advantages", "ref_logps"])
+def test_a_missing_tensor_is_named(missing: str, vectors: SimpleNamespace) -> None:
+    vectors.batch.advantages = torch.ones_like(vectors.logps)
+    setattr(vectors.batch, missing, None)
+    with pytest.raises(ValueError, match=f"`batch.{missing}` is None"):
+        GRPO(loss_kl=KLPenalty()).loss(vectors.batch, vectors.logps, vectors.entropy, None)
+
+
+@pytest.mark.parametrize(
+    ("piece", "settings", "match"),
+    [
+        (ClippedRatio, {"clip_low": 1.5}, "`clip_low` must be in"),
+        (ClippedRatio, {"clip_high": -0.1}, "`clip_high` must not be negative"),
+        (ClippedRatio, {"dual_clip": 1.0}, "`dual_clip` must be above 1"),
+        (SequenceRatio, {"sequence_clip_low": -1.0}, "`sequence_clip_low` must be in"),
+        (CappedRatio, {"max_ratio": 0.5}, "must enclose 1"),
+        (SoftGate, {"temperature_negative": 0.0}, "`temperature_negative` must be positive"),
+        (TruncatedImportance, {"max_weight": 0.5}, "`max_weight` must be at least 1"),
+        (MaskedImportance, {"keep_above": 2.0}, "must enclose 1"),
+        (OverlongPunishment, {"max_tokens": 10, "buffer_tokens": 11}, "`overlong.buffer_tokens` must be between"),
+        (SequenceMeanTokenSumNorm, {"max_tokens": 0}, "`max_tokens`"),
+        (KLPenalty, {"coef": 0.0, "estimator": K3()}, "must be positive"),
+        (WhitenedRewardToGo, {"gamma": 1.1}, "`gamma` must be in"),
+        (GAE, {"lam": -0.1}, "`lam` must be in"),
+        (GRPO, {"entropy_coef": -1.0}, "`entropy_coef` must be 0"),
+        (GRPO, {"advantage": GAE()}, "needs a critic"),
+    ],
+)
+def test_senseless_settings_are_refused(piece: type, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        piece(**settings)

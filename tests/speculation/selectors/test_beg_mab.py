@@ -1,0 +1,117 @@
+"""Buckets, pulls and windows of the bandit."""
+
+from random import Random
+from statistics import median
+
+import pytest
+
+from tlt_lightning.speculation import OFF, BEGMABSelector, SelectorState, Strategy
+from tlt_lightning.speculation.selectors.windowed_median import WindowedMedian
+
+
+def pull(selector: BEGMABSelector, batch: int, rates: dict[int, float]) -> Strategy:
+    """One step in which the arm with draft length K emits `rates[K]` tokens per second and request."""
+    state = SelectorState(batch)
+    arm = selector.select(state)
+    emitted = (1,) * batch
+    selector.record(state, arm, emitted, 1 / rates[arm.num_draft_tokens])
+    return arm
+
+
+def test_every_bucket_has_two_arms_at_least_and_its_own_budgets():
+    selector = BEGMABSelector()
+    assert [len(selector.arms(batch)) for batch in (1, 48, 49, 1000)] == [4, 4, 3, 3]
+
+
+def test_every_arm_is_pulled_before_the_best_is():
+    selector = BEGMABSelector(groups=((3, 1),), thresholds=(1,), epsilon=0.0)
+    rates = {0: 1.0, 1: 3.0, 3: 2.0}
+    pulled = [pull(selector, 16, rates).num_draft_tokens for _ in range(30)]
+    assert sorted(pulled[:5]) == [0, 0, 0, 1, 3]
+    assert set(pulled[5:]) == {1}
+
+
+def test_arm_that_was_unlucky_once_is_pulled_again_and_a_hopeless_one_is_not():
+    selector = BEGMABSelector(groups=((5, 3, 1),), thresholds=(1,), epsilon=0.0)
+    for _ in range(6):
+        pull(selector, 16, {0: 2.0, 1: 3.0, 3: 2.8, 5: 1.0})
+    pulled = [pull(selector, 16, {0: 2.0, 1: 3.0, 3: 3.4, 5: 9.0}).num_draft_tokens for _ in range(40)]
+    assert pulled.index(3) < 10
+    assert set(pulled[10:]) == {3}
+
+
+def test_statistics_are_shared_across_the_batch_sizes_of_a_bucket():
+    selector = BEGMABSelector(groups=((3, 1), (1,)), thresholds=(1, 33), epsilon=0.0)
+    for _ in range(6):
+        pull(selector, 16, {0: 1.0, 1: 3.0, 3: 2.0})
+    assert selector.select(SelectorState(30)).num_draft_tokens == 1
+    assert selector.values(2) == pytest.approx({OFF: 1.0, Strategy(1): 3.0, Strategy(3): 2.0})
+    assert selector.values(33) == {}
+
+
+def test_rewards_of_different_batch_sizes_compare():
+    # The paper's tokens per second would favour off, pulled at the larger batch.
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), epsilon=0.0)
+    pulled = [pull(selector, batch, {0: 1.0, 3: 2.0}).num_draft_tokens for batch in (64, 16, 64, 64)]
+    assert pulled == [0, 3, 0, 0]
+    assert pull(selector, 16, {0: 1.0, 3: 2.0}) == Strategy(3)
+
+
+def test_pull_lasts_until_enough_requests_were_stepped():
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), pull_size=12)
+    arms = [pull(selector, 4, {0: 1.0, 3: 2.0}) for _ in range(6)]
+    assert len(set(arms[:3])) == len(set(arms[3:])) == 1
+    assert arms[0] != arms[3]
+    assert selector.values(4) == pytest.approx({OFF: 1.0, Strategy(3): 2.0})
+
+
+def test_pull_ends_with_its_bucket():
+    selector = BEGMABSelector(groups=((3,), (1,)), thresholds=(1, 33), pull_size=64, epsilon=0.0)
+    selector.select(SelectorState(40))
+    selector.record(SelectorState(40), OFF, (1,) * 40, 1.0)
+    assert selector.select(SelectorState(32)) in selector.arms(32)
+    selector.record(SelectorState(32), selector.select(SelectorState(32)), (1,) * 32, 1.0)
+    assert selector.values(40) == {}
+
+
+def test_steps_of_another_strategy_are_not_counted():
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,))
+    arm = selector.select(SelectorState(16))
+    other = Strategy(3) if arm.is_off else OFF
+    selector.record(SelectorState(16), other, (1,) * 16, 1.0)
+    assert selector.values(16) == {}
+
+
+def test_epsilon_is_the_share_of_random_pulls():
+    selector = BEGMABSelector(groups=((3, 1),), thresholds=(1,), epsilon=0.3, seed=1)
+    rates = {0: 1.0, 1: 3.0, 3: 2.0}
+    pulled = [pull(selector, 16, rates).num_draft_tokens for _ in range(3000)]
+    assert pulled.count(1) / len(pulled) == pytest.approx(1 - 0.3 * 2 / 3, abs=0.03)
+
+
+def test_arm_that_lost_long_ago_is_tried_again():
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), epsilon=0.0, max_age=50)
+    lost = [pull(selector, 16, {0: 2.0, 3: 1.0}).num_draft_tokens for _ in range(50)]
+    assert lost.count(3) == 1
+    won = [pull(selector, 16, {0: 2.0, 3: 4.0}).num_draft_tokens for _ in range(100)]
+    assert set(won[10:40]) == {3}
+
+
+def test_windowed_median_matches_the_plain_one():
+    generator, windowed, values = Random(0), WindowedMedian(7), []
+    for time in range(200):
+        values.append(generator.choice((1.0, 2.0, 2.5, 7.0)))
+        windowed.append(time, values[-1])
+        assert windowed.median == median(values[-7:])
+        assert windowed.items() == [[time - index, values[-1 - index]] for index in range(min(7, time + 1))][::-1]
+
+
+def test_windowed_median_forgets_what_expired():
+    windowed = WindowedMedian(7)
+    for time, value in enumerate((1.0, 9.0, 4.0, 2.0, 3.0)):
+        windowed.append(time, value)
+    windowed.expire(before=2)
+    assert windowed.items() == [[2, 4.0], [3, 2.0], [4, 3.0]]
+    assert windowed.median == 3.0
+    windowed.expire(before=9)
+    assert len(windowed) == 0

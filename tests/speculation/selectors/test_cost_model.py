@@ -1,0 +1,135 @@
+"""Catch-up, probes and reachable arms of the cost-model selector."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.simulation.simulator import RolloutSimulator, StepCosts, Workload, constant
+from tlt_lightning.speculation import OFF, CostModelSelector, MeasuredStep, SelectorState, Strategy
+
+COSTS = StepCosts()
+
+
+def calibrated(**arguments) -> CostModelSelector:
+    selector = CostModelSelector(**arguments)
+    arms = selector.arms(1)
+    selector.calibrate(
+        [MeasuredStep(b, arm, 350.0, COSTS.step(b, arm, 350.0)) for b in COSTS.batch_sizes for arm in arms]
+    )
+    return selector
+
+
+def run(selector: CostModelSelector, chance: float, num_steps: int, batch: int = 8, catch_up: float = 0.0):
+    """Steps with true costs; a step that switches the learned drafter on takes `catch_up` seconds more."""
+    generator, state, chosen, was_on = random.Random(0), SelectorState(batch, 350.0), [], True
+    for _ in range(num_steps):
+        arm = selector.select(state)
+        is_on = arm.is_learned
+        seconds = COSTS.step(batch, arm, 350.0) + (catch_up if is_on and not was_on else 0.0)
+        was_on = is_on
+        emitted = []
+        for _ in range(batch):
+            accepted = 0
+            while accepted < arm.num_draft_tokens and generator.random() < chance:
+                accepted += 1
+            emitted.append(accepted + 1)
+        selector.record(state, arm, tuple(emitted), seconds)
+        chosen.append(arm)
+    return chosen
+
+
+def test_arms_stay_within_the_token_limit():
+    selector = CostModelSelector(num_draft_tokens=(1, 3, 7), max_batch_tokens=256)
+    assert [arm.num_draft_tokens for arm in selector.arms(32)] == [0, 1, 3, 7]
+    assert [arm.num_draft_tokens for arm in selector.arms(33)] == [0, 1, 3]
+    assert [arm.num_draft_tokens for arm in selector.arms(128)] == [0, 1]
+    assert selector.arms(129) == (OFF,)
+
+
+def test_calibrated_selector_starts_near_the_best_arm():
+    first = calibrated().select(SelectorState(1, 350.0))
+    assert first.num_draft_tokens in (1, 3)  # at the prior acceptance of 0.6
+
+
+def test_catch_up_is_learned_from_the_steps_after_switching_on():
+    selector = calibrated()
+    run(selector, 0.02, 400, catch_up=0.05)
+    chosen = run(selector, 0.9, 3000, catch_up=0.05)
+    assert chosen[-1] != OFF
+    assert selector.catch_up_seconds > 0.015
+    assert selector.step_time.seconds(8, Strategy(3), 350.0) == pytest.approx(0.0064, rel=0.1)
+
+
+def test_catch_up_that_never_pays_off_keeps_the_drafter_off():
+    selector = calibrated(catch_up_seconds=10.0, exploration=0.0)
+    selector.select(SelectorState(600, 350.0))  # beyond the token limit: off, and the drafter goes cold
+    assert set(run(selector, 0.9, 200)) == {OFF}
+    ready = calibrated(exploration=0.0)
+    ready.select(SelectorState(600, 350.0))
+    assert OFF not in run(ready, 0.9, 200)
+
+
+def test_a_new_head_is_doubted_alone_and_mixed():
+    selector = calibrated(drafters=("learned", "mixed"))
+    for drafter in selector.acceptance:
+        for _ in range(100):
+            selector.record(SelectorState(8, 350.0), Strategy(3, drafter), (3, 1) * 4, 0.006)
+    known = {name: acceptance.expected_emitted(3, 1.0) for name, acceptance in selector.acceptance.items()}
+    selector.select(SelectorState(8, 350.0, drafter_version=1))
+    selector.select(SelectorState(8, 350.0, drafter_version=2))
+    for name, acceptance in selector.acceptance.items():
+        assert acceptance.expected_emitted(3, 1.0) > known[name]
+
+
+def test_cold_heads_draft_neither_alone_nor_mixed():
+    selector = calibrated(drafters=("learned", "mixed", "sibling"))
+    rates = selector.expected_rates(SelectorState(8, 350.0, is_cold=True))
+    assert {arm.drafter for arm in rates if not arm.is_off} == {"sibling"}
+
+
+def test_model_free_drafter_needs_no_catch_up():
+    selector = calibrated(drafters=("sibling",), catch_up_seconds=10.0, exploration=0.0)
+    selector.select(SelectorState(600, 350.0))
+    assert OFF not in run(selector, 0.9, 100)
+
+
+def test_probes_cost_no_more_than_their_share():
+    with_probes, without = calibrated(exploration=0.02), calibrated(exploration=0.0)
+    for selector in (with_probes, without):
+        run(selector, 0.02, 300)
+    chosen = {share: run(selector, 0.02, 3000) for share, selector in ((0.02, with_probes), (0.0, without))}
+    assert set(chosen[0.0]) == {OFF}
+    seconds = sum(COSTS.step(8, arm, 350.0) for arm in chosen[0.02])
+    plain = len(chosen[0.02]) * COSTS.step(8, OFF, 350.0)
+    assert 1.002 * plain < seconds < 1.03 * plain
+
+
+def test_probe_is_held_for_its_length():
+    chosen = run(calibrated(exploration=0.05), 0.02, 3000)[500:]
+    lengths, current = [], 0
+    for arm in chosen:
+        if arm.is_off and current:
+            lengths.append(current)
+        current = 0 if arm.is_off else current + 1
+    assert lengths
+    assert set(lengths) <= {8, 16, 24}
+
+
+def test_better_drafter_is_found():
+    workload = Workload(
+        acceptance={"learned": constant(0.3), "sibling": constant(0.8)}, num_requests=32, max_length=2048
+    )
+    trace = RolloutSimulator(workload).run(CostModelSelector(drafters=("learned", "sibling"))).trace
+    tail = trace[len(trace) // 4 :]
+    assert sum(step.strategy.drafter == "sibling" and not step.strategy.is_off for step in tail) > 0.9 * len(tail)
+
+
+def test_margin_keeps_equal_arms_from_alternating():
+    workload = Workload(acceptance={"learned": constant(0.55)}, num_requests=40, sigma=0.01, max_length=1024)
+
+    def switches(margin: float) -> int:
+        trace = RolloutSimulator(workload).run(CostModelSelector(margin=margin, exploration=0.0)).trace
+        return sum(a.strategy != b.strategy for a, b in pairwise(trace))
+
+    assert switches(0.05) < switches(0.0)

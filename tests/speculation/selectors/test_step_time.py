@@ -1,0 +1,112 @@
+"""The model of step times: how soon and how well it knows costs it was not told."""
+
+import itertools
+import random
+
+import pytest
+
+from benchmarks.simulation.simulator import StepCosts
+from tlt_lightning.speculation import OFF, MeasuredStep, Strategy
+from tlt_lightning.speculation.selectors.step_time import StepTimeModel
+
+STRATEGIES = (OFF, Strategy(1), Strategy(3), Strategy(5), Strategy(7))
+BATCHES = (1, 2, 8, 16, 32, 48, 64, 128)
+H200 = StepCosts()
+
+
+def host_cost(batch: int, strategy: Strategy, context: float) -> float:
+    """A small CPU: tokens cost from the first one on, drafting a lot."""
+    return 0.003 + 0.0003 * batch * (strategy.num_draft_tokens + 1) + 0.0015 * strategy.num_draft_tokens
+
+
+def learn(cost, num_steps: int, noise: float = 0.05, seed: int = 0) -> StepTimeModel:
+    model, generator = StepTimeModel(("learned",)), random.Random(seed)
+    for _ in range(num_steps):
+        batch, strategy = generator.choice(BATCHES), generator.choice(STRATEGIES)
+        context = generator.uniform(100, 4000)
+        model.update(batch, strategy, context, cost(batch, strategy, context) * generator.gauss(1, noise))
+    return model
+
+
+def worst_error(model: StepTimeModel, cost) -> float:
+    cases = itertools.product(BATCHES, STRATEGIES, (200.0, 2000.0))
+    return max(abs(model.seconds(*case) / cost(*case) - 1) for case in cases)
+
+
+@pytest.mark.parametrize(("cost", "tolerance"), [(H200.step, 0.1), (host_cost, 0.15)])
+def test_costs_are_learned_from_noisy_steps(cost, tolerance):
+    assert worst_error(learn(cost, 600), cost) < tolerance
+
+
+def test_prior_shape_fits_an_h200_after_a_single_step():
+    model = StepTimeModel(("learned",))
+    model.update(1, OFF, 350.0, H200.step(1, OFF, 350.0))
+    cases = itertools.product(BATCHES, STRATEGIES, (350.0,))
+    assert max(abs(model.seconds(*case) / H200.step(*case) - 1) for case in cases) < 0.1
+
+
+def test_scale_comes_from_the_first_step():
+    slow, fast = StepTimeModel(("learned",)), StepTimeModel(("learned",))
+    slow.update(8, OFF, 350.0, 0.5)
+    fast.update(8, OFF, 350.0, 0.005)
+    assert slow.seconds(64, Strategy(3), 900.0) == pytest.approx(100 * fast.seconds(64, Strategy(3), 900.0))
+
+
+def test_calibration_beats_the_prior_before_the_first_rollout():
+    steps = [MeasuredStep(b, s, 350.0, host_cost(b, s, 350.0)) for b in BATCHES for s in STRATEGIES]
+    prior, calibrated = StepTimeModel(("learned",)), StepTimeModel(("learned",))
+    prior.update(1, OFF, 350.0, host_cost(1, OFF, 350.0))
+    calibrated.calibrate(steps)
+    assert worst_error(prior, host_cost) > 0.5
+    assert worst_error(calibrated, host_cost) < 0.15
+
+
+def test_pauses_hardly_move_it():
+    model = learn(H200.step, 600)
+    before = model.seconds(8, Strategy(3), 500.0)
+    for _ in range(3):
+        model.update(8, Strategy(3), 500.0, 100 * before)
+    assert model.seconds(8, Strategy(3), 500.0) < 1.05 * before
+
+
+def test_slower_machine_is_followed():
+    model = learn(H200.step, 600)
+    for _ in range(900):
+        model.update(8, Strategy(3), 500.0, 2 * H200.step(8, Strategy(3), 500.0))
+    assert model.seconds(8, Strategy(3), 500.0) == pytest.approx(2 * H200.step(8, Strategy(3), 500.0), rel=0.1)
+
+
+def test_other_shapes_are_not_forgotten_while_one_is_repeated():
+    model = learn(H200.step, 600)
+    for _ in range(5000):
+        model.update(1, OFF, 500.0, H200.step(1, OFF, 500.0))
+    seconds, spread = model.estimate(64, Strategy(7), 500.0)
+    assert seconds == pytest.approx(H200.step(64, Strategy(7), 500.0), rel=0.1)
+    assert spread < 0.1
+
+
+def test_uncertainty_falls_with_observation_and_is_larger_for_what_was_never_run():
+    model = StepTimeModel(("learned", "sibling"))
+    _, before = model.estimate(8, Strategy(3), 500.0)
+    for _ in range(50):
+        model.update(8, Strategy(3), 500.0, 0.006)
+    _, after = model.estimate(8, Strategy(3), 500.0)
+    _, other = model.estimate(8, Strategy(3, "sibling"), 500.0)
+    assert after < before / 5
+    assert other > 3 * after
+
+
+def test_drafters_have_costs_of_their_own():
+    model, generator = StepTimeModel(("learned", "sibling")), random.Random(0)
+    for _ in range(600):
+        batch = generator.choice(BATCHES)
+        strategy = Strategy(generator.choice((1, 3, 5)), generator.choice(("learned", "sibling")))
+        model.update(batch, strategy, 350.0, H200.step(batch, strategy, 350.0))
+    for drafter in ("learned", "sibling"):
+        strategy = Strategy(5, drafter)
+        assert model.seconds(8, strategy, 350.0) == pytest.approx(H200.step(8, strategy, 350.0), rel=0.08)
+
+
+def test_impossible_time_is_refused():
+    with pytest.raises(ValueError, match="`seconds` of a step must be positive, got 0"):
+        StepTimeModel(("learned",)).update(1, OFF, 0.0, 0.0)

@@ -1,0 +1,153 @@
+"""The loop between selector and engine, without an engine."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.support.speculation_engines import ScriptedSelector
+from tlt_lightning.speculation.alarm import AcceptanceAlarm
+from tlt_lightning.speculation.controller import SpeculationControl, StepPlan, StepResult
+from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
+from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
+from tlt_lightning.speculation.trace import StepTrace, read_trace
+
+
+def result(plan: StepPlan, drafted: list[int], emitted: list[int], **changes: object) -> StepResult:
+    learned = sum(d > 0 for d in drafted)
+    fields = {
+        "plan": plan,
+        "num_drafted": drafted,
+        "num_emitted": emitted,
+        "num_learned": (learned, sum(e > 1 for e in emitted)),
+        "is_decode": True,
+        "running": len(emitted),
+        "waiting": 0,
+    }
+    return StepResult(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_step_verifies_what_the_step_before_drafted() -> None:
+    selector = ScriptedSelector()
+    choices = iter([Strategy(3), OFF, Strategy(2), Strategy(2)])
+    selector.script = lambda state: next(choices)
+    control = SpeculationControl(selector, steps_per_choice=1)
+    plans = [control.plan(4, 100.0, 0) for _ in range(4)]
+    assert [plan.drafts for plan in plans] == [Strategy(3), OFF, Strategy(2), Strategy(2)]
+    assert [plan.verifies for plan in plans] == [OFF, Strategy(3), OFF, Strategy(2)]
+    assert [plan.credits for plan in plans] == [None, None, None, Strategy(2)]
+    assert control.counters.switches == 3
+    assert plans[0].state == SelectorState(batch_size=4, mean_context=100.0, drafter_version=-1, waiting=0)
+
+
+def test_a_choice_stands_for_its_steps() -> None:
+    selector = ScriptedSelector()
+    choices = iter([Strategy(3), Strategy(1)])
+    selector.script = lambda state: next(choices)
+    control = SpeculationControl(selector, steps_per_choice=3)
+    assert [control.plan(1, 0.0, 0).drafts.num_draft_tokens for _ in range(6)] == [3, 3, 3, 1, 1, 1]
+
+
+def test_only_settled_decode_steps_teach_the_selector() -> None:
+    selector = ScriptedSelector()
+    selector.script = lambda state: Strategy(2)
+    control = SpeculationControl(selector, steps_per_choice=1)
+    for is_decode in (True, True, False, True):
+        control.finished(result(control.plan(2, 0.0, 0), [2, 2], [3, 1], is_decode=is_decode))
+        control.account(0.25)
+    assert [(strategy, emitted, seconds) for _, strategy, emitted, seconds in selector.records] == [
+        (Strategy(2), (3, 1), 0.25)
+    ] * 2
+    stats = control.stats()
+    assert stats["speculation/tokens_per_s_learned_2"] == 4 / 0.25
+    assert stats["speculation/acceptance_length"] == 2
+
+
+def test_calls_that_finish_no_step_add_to_the_next() -> None:
+    selector = ScriptedSelector()
+    control = SpeculationControl(selector, steps_per_choice=1)
+    control.plan(1, 0.0, 0)
+    control.account(0.5)
+    control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
+    control.account(0.25)
+    assert selector.records[0][3] == 0.75
+
+
+def test_counters_by_hand() -> None:
+    counters = SpeculationCounters()
+    counters.count_step(OFF, [0, 0], [1, 1])
+    counters.count_step(Strategy(3), [3, 3, 0], [4, 2, 1])
+    counters.count_step(Strategy(1, "ngram"), [1], [1])
+    stats = counters.stats()
+    assert stats["speculation/acceptance_length"] == pytest.approx((4 + 2 + 1) / 3)
+    assert stats["speculation/off_share"] == pytest.approx(1 / 3)
+    assert stats["speculation/k_mean"] == pytest.approx(4 / 3)
+    assert [stats[f"speculation/acceptance_rate_pos_{k}"] for k in (1, 2, 3)] == pytest.approx([2 / 3, 1 / 2, 1 / 2])
+    assert arm_name(Strategy(7, "sibling")) == "sibling_7"
+
+
+def test_the_alarm_rings_once_and_only_below_the_floor(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = AcceptanceAlarm(window=100, floor=0.01)
+    for _ in range(40):
+        alarm.observe(10, 1)
+    assert not alarm.is_ringing
+    with caplog.at_level(logging.WARNING):
+        for step in range(40):
+            alarm.observe(10, 0)
+            assert alarm.is_ringing == (step >= 9)  # the window forgets what was accepted before
+    assert (alarm.num_rung, len(caplog.records)) == (1, 1)
+    alarm.reset()
+    alarm.observe(99, 0)
+    assert not alarm.is_ringing
+
+
+def test_a_silenced_choice_is_off_and_credited_with_what_off_achieves() -> None:
+    selector = ScriptedSelector(("learned", "sibling"))
+    selector.script = lambda state: Strategy(2)
+    control = SpeculationControl(selector, steps_per_choice=1, alarm=AcceptanceAlarm(window=2))
+    control.finished(result(control.plan(2, 0.0, 0), [0, 0], [1, 1]))
+    control.account(1.0)
+    control.finished(result(control.plan(2, 0.0, 0), [2, 2], [1, 1]))
+    control.account(1.0)
+    plans = [control.plan(2, 0.0, 0) for _ in range(2)]
+    assert [plan.drafts for plan in plans] == [OFF, OFF]
+    assert plans[1].credits == Strategy(2)
+    selector.script = lambda state: Strategy(2, "sibling")
+    assert control.plan(2, 0.0, 0).drafts == Strategy(2, "sibling")
+    selector.script = lambda state: Strategy(2)
+    control.weights_changed(5)
+    assert control.plan(2, 0.0, 0).drafts == Strategy(2)
+    assert control.plan(2, 0.0, 0).state.drafter_version == 5
+
+
+def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
+    selector = ScriptedSelector()
+    selector.script = lambda state: Strategy(2)
+    trace = StepTrace(str(tmp_path / "deep" / "steps.jsonl"))
+    control = SpeculationControl(selector, steps_per_choice=1, trace=trace)
+    for _ in range(2):
+        control.begin_rollout()
+        for _ in range(3):
+            control.finished(result(control.plan(2, 8.0, 1), [2, 0], [2, 1]))
+            control.account(0.125)
+    trace.close()
+    assert len((tmp_path / "deep" / "steps.jsonl").read_text().splitlines()) == 6
+    rows = read_trace(tmp_path / "deep" / "steps.jsonl")
+    assert [(row["rollout"], row["step"]) for row in rows] == [(1, 0), (1, 1), (1, 2)]
+    assert rows[-1] == {
+        **rows[-1],
+        "seconds": 0.125,
+        "batch": 2,
+        "context": 8.0,
+        "verifies": "learned_2",
+        "drafts": "learned_2",
+        "k": 2,
+        "verifications": 1,
+        "drafted": 2,
+        "accepted": 1,
+        "emitted": 3,
+        "decode": True,
+    }
+    assert json.dumps(rows[-1])
+    assert read_trace(tmp_path / "deep" / "steps.jsonl", 0)[0]["rollout"] == 0

@@ -1,0 +1,79 @@
+"""Ranks of a data-parallel run, started together as a cluster's launcher does.
+
+They are forked from a process that has imported everything once. By Lightning's own launcher each rank would import it
+anew, one after the other: on two cores half of what such a run takes. `test_two_ranks.py` has runs that go through it.
+"""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PRELOADED = (
+    "tlt_lightning.long_tail.callback",
+    "tlt_lightning.module",
+    "tlt_lightning.engine.vllm.engine",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.qwen2",
+    "speculators.models.eagle3",
+    "datasets",
+)
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks ended.
+
+    Args:
+        statuses: Exit statuses, rank zero's first; negative where a signal ended it.
+        stderr: What they wrote to it, rank zero's first.
+    """
+
+    statuses: list[int | None]
+    stderr: str
+
+
+def run_ranks(script: str, out: Path, *arguments: str, timeout: float = 280) -> Ended:
+    """Run `main` of a script of the tests as rank 0 and as rank 1, until both have ended.
+
+    Args:
+        script: Module, for instance `tests.support.two_ranks`.
+        out: Where what they print is kept.
+        arguments: Of `main`.
+        timeout: Seconds after which both are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    CONTEXT.set_forkserver_preload(list(PRELOADED))
+    ranks = [CONTEXT.Process(target=be_rank, args=(rank, port, script, out, arguments)) for rank in (0, 1)]
+    end = time.monotonic() + timeout
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(max(0.0, end - time.monotonic()))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    stderr = [(out / f"stderr{rank}").read_text(errors="replace") for rank in (0, 1)]
+    return Ended([rank.exitcode for rank in ranks], "".join(stderr))
+
+
+def be_rank(rank: int, port: int, script: str, out: Path, arguments: tuple[str, ...]) -> None:
+    """What a rank's process does."""
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        os.dup2(os.open(out / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "LOCAL_RANK": str(rank),
+    }
+    importlib.import_module(script).main(*arguments)

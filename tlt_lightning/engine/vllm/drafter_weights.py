@@ -1,0 +1,124 @@
+"""New weights for the learned drafter of a live engine: checked before anything is touched, read back afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.engine.vllm import internals
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_MAPS = ("d2t", "t2d")
+
+
+def update_head(
+    engine: LLMEngine, drafter: Any, shapes: Mapping[str, tuple[int, ...]], named_tensors: NamedTensors
+) -> None:
+    """Replace the drafter's trainable weights in place.
+
+    Args:
+        engine: The live engine.
+        drafter: The drafter's module in it.
+        shapes: Names and shapes of the tensors the head was saved with.
+        named_tensors: The new tensors under those names: all that are trainable. The output head may be left out.
+
+    Raises:
+        ValueError: Nothing was touched: a tensor belongs to the policy, is unknown, missing or of the wrong shape.
+        RuntimeError: What the engine holds afterwards is not what was sent.
+    """
+    target = internals.reach(internals.model_runner_of(engine), "get_model")()
+    device = next(target.parameters()).device  # where checks of hundreds of millions of numbers take no time
+    tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
+    check_tensors(tensors, shapes, shares_head=drafter.lm_head is getattr(target, "lm_head", None))
+    _load(engine, drafter, tensors)
+    for name, expected in _by_module(tensors):
+        held = held_weight(drafter.get_submodule(name))[: expected.shape[0]]
+        if not torch.equal(held, expected.to(held.device, held.dtype)):
+            raise RuntimeError(f"The drafter's {name!r} does not hold the weights that `update_drafter` was given.")
+
+
+def canonical_name(name: str) -> str:
+    """The name `speculators` gives a tensor that other formats call `midlayer.*` or prefix with `model.`."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, shares_head: bool) -> None:
+    """Raise ValueError unless `tensors` are the head's own trainable ones, all of them, in the right shapes.
+
+    Args:
+        tensors: What was sent, under canonical names.
+        shapes: What the head was saved with.
+        shares_head: True if the head's output layer is the policy's own.
+    """
+    known = {canonical_name(name): tuple(shape) for name, shape in shapes.items()}
+    if any("embed_tokens" in name for name in tensors):
+        raise ValueError(
+            "`update_drafter` got `embed_tokens`: the embedding is the policy's and never travels; drop it."
+        )
+    if shares_head and "lm_head.weight" in tensors:
+        raise ValueError("`update_drafter` got `lm_head`, which this drafter shares with the policy; drop it.")
+    fixed = {name for name in known if "embed_tokens" in name or name in _MAPS}
+    unknown = sorted(set(tensors) - set(known)) + sorted(set(tensors) & fixed)
+    missing = sorted(set(known) - fixed - {"lm_head.weight"} - set(tensors))
+    wrong = [
+        f"{name} {tuple(tensor.shape)} instead of {known[name]}"
+        for name, tensor in tensors.items()
+        if name in known and tuple(tensor.shape) != known[name]
+    ]
+    faults = [("not trainable tensors of the head", unknown), ("missing", missing), ("of the wrong shape", wrong)]
+    if found := "; ".join(f"{what}: {', '.join(names)}" for what, names in faults if names):
+        raise ValueError(f"`update_drafter` changed nothing: {found}.")
+    if broken := sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
+        raise ValueError(f"`update_drafter` changed nothing: not finite: {', '.join(broken)}.")
+
+
+def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import reload
+
+    config = internals.reach(internals.worker_of(engine), "vllm_config")
+    noisy = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)  # it warns of every tensor that rightly stays as it is
+    try:
+        with set_current_vllm_config(config):
+            reload.initialize_layerwise_reload(drafter)
+            drafter.load_weights(iter(tensors.items()))  # type: ignore[operator]
+            reload.finalize_layerwise_reload(drafter, config.speculative_config.draft_model_config)
+    finally:
+        noisy.setLevel(level)
+
+
+def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Names of vLLM's modules with the weights they should hold: it stacks what checkpoints keep apart."""
+    stacks: dict[str, list[Tensor]] = {}
+    order = {name: index for index, name in enumerate(_STACKED)}
+    for name in sorted(tensors, key=lambda name: order.get(name.split(".")[-2], 0)):
+        module, _, leaf = name.removesuffix(".weight").rpartition(".")
+        path = f"{module}.{_STACKED.get(leaf, leaf)}" if module else leaf
+        stacks.setdefault(path if path == "lm_head" else f"model.{path}", []).append(tensors[name])
+    for path, parts in stacks.items():
+        yield path, torch.cat(parts)
+
+
+@torch.inference_mode()
+def held_weight(module: Any) -> Tensor:
+    """The weight a layer computes with, (outputs, inputs); the CPU build keeps it packed, so it is read by using it."""
+    if module.weight.numel():
+        return module.weight
+    columns = module(torch.eye(module.input_size, dtype=module.weight.dtype))
+    return (columns[0] if isinstance(columns, tuple) else columns).T

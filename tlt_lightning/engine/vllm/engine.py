@@ -1,0 +1,347 @@
+"""The rollout engine on vLLM, in this process and stepped by us."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from typing_extensions import override
+
+from tlt_lightning.engine.base import (
+    NamedTensors,
+    OnProgress,
+    Request,
+    Response,
+    RolloutEngine,
+    RolloutProgress,
+    Sampling,
+)
+from tlt_lightning.engine.checks import check_requests
+from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.rng import seeded
+from tlt_lightning.engine.vllm import calibration, internals
+from tlt_lightning.engine.vllm.patches import cpu_build
+from tlt_lightning.engine.vllm.patches.cublas_workspaces import owned_workspaces
+from tlt_lightning.engine.vllm.session import SpeculationSession
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import end_token_ids
+from tlt_lightning.speculation.strategy import OFF
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+log = logging.getLogger(__name__)
+
+_NO_WEIGHTS = -1  # the version of an engine that holds none, or not all of them
+
+
+class VLLMEngine(RolloutEngine):
+    """Rolls out with vLLM inside the training process: weights arrive by reference, every step is ours.
+
+    On CUDA the engine sleeps while the policy is trained, so that both use the whole device in turn.
+
+    Args:
+        dtype: Type of the engine's weights; `auto` takes that of the checkpoint. Choose the type the trainer computes
+            in (`bfloat16` for `bf16-mixed`, `float32` for `32`): the closer both are, the smaller `mismatch/kl`.
+        max_num_seqs: Most requests decoded at once.
+        gpu_memory_utilization: Share of the device that weights and KV cache may take while the engine is awake.
+        kv_cache_gib: Size of the KV cache in GiB; None takes what `gpu_memory_utilization` leaves, at most what
+            `max_num_seqs` responses of full length fill. Give it on a CPU.
+        enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
+        sleep: Free the engine's memory while the policy is trained; has no effect on a CPU. vLLM allows one such engine
+            per process: to `fit` and then `validate` in one process, set it to false.
+        quiet: Show only vLLM's warnings.
+        speculation: How to speculate; None decodes plainly.
+    """
+
+    def __init__(
+        self,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        max_num_seqs: int = 256,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_gib: float | None = None,
+        enforce_eager: bool = False,
+        sleep: bool = True,
+        quiet: bool = True,
+        speculation: Speculation | None = None,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"`max_num_seqs` must be at least 1, got {max_num_seqs}.")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
+        if kv_cache_gib is not None and kv_cache_gib <= 0:
+            raise ValueError(f"`kv_cache_gib` must be positive, or None to derive it, got {kv_cache_gib}.")
+        self.dtype = dtype
+        self.max_num_seqs = max_num_seqs
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.kv_cache_gib = kv_cache_gib
+        self.enforce_eager = enforce_eager
+        self.sleep_enabled = sleep
+        self.quiet = quiet
+        self.speculation = speculation
+        self._session: SpeculationSession | None = None
+        self._engine: LLMEngine | None = None
+        self._scheduler: Any = None  # vLLM's, of the engine; asked in every step
+        self._set_up_for: tuple[str, int, int] | None = None
+        self._policy_version = _NO_WEIGHTS
+        self._asleep = False
+
+    # Life
+
+    @override
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        internals.check_version()
+        wanted = (policy, max_model_len, seed)
+        if self._engine is not None:
+            if self._set_up_for != wanted:
+                held = f"(policy, max_model_len, seed) {self._set_up_for}"
+                raise RuntimeError(f"`setup` asks for {wanted} of an engine set up for {held}; call `close` first.")
+            return
+        head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
+        if self.quiet:
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._is_cpu = internals.is_cpu_build()
+        if self._is_cpu:
+            cpu_build.spare_logprob_compilation()
+        if self._can_sleep:
+            internals.claim_sleep_mode()
+        self._end_token_ids = end_token_ids(policy)
+        self._owns_process_group = not torch.distributed.is_initialized()
+        started = time.perf_counter()
+        graphs = None
+        if self.speculation is not None and internals.runs_v2() and not self.enforce_eager:
+            graphs = self.speculation.planned_graphs(self.max_num_seqs)
+        with seeded(seed), owned_workspaces(), nullcontext() if graphs is None else graphs.installed():
+            self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
+        self._scheduler = internals.scheduler_of(self._engine)
+        if self.speculation is not None:
+            if self._is_cpu:
+                cpu_build.repair_cpu_sampling()
+            self._session = SpeculationSession(self.speculation, self._engine, head, graphs)
+        self._set_up_for = wanted
+        log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
+
+    def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
+        from vllm import EngineArgs
+
+        return EngineArgs(
+            model=policy,
+            dtype=self.dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=None if self._is_cpu else internals.offline_batched_tokens(),
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
+            enforce_eager=self.enforce_eager,
+            enable_sleep_mode=self._can_sleep,
+            distributed_executor_backend="tlt_lightning.engine.vllm.executor.RankExecutor",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            **({} if self.speculation is None else self.speculation.engine_args(is_v2=internals.runs_v2())),
+        )
+
+    @override
+    def close(self) -> None:
+        if self._asleep and self._engine is not None:
+            self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
+        engine, self._engine, self._scheduler, self._set_up_for = self._engine, None, None, None
+        self._policy_version, self._asleep = _NO_WEIGHTS, False
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if engine is not None:
+            internals.shut_down(engine, keep_process_group=not self._owns_process_group)
+            del engine
+            gc.collect()  # its cycles hold device memory
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    @override
+    def sleep(self) -> None:
+        if self._can_sleep and not self._asleep:
+            if self._session is not None:
+                self._session.keep_head()
+            self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
+            self._policy_version, self._asleep = _NO_WEIGHTS, True
+
+    @override
+    def wake(self) -> None:
+        if self._asleep:
+            self._live.wake_up()
+            self._asleep = False
+            if self._session is not None:
+                self._session.restore_head()
+
+    @property
+    def _can_sleep(self) -> bool:
+        return self.sleep_enabled and not self._is_cpu
+
+    @property
+    def _live(self) -> LLMEngine:
+        if self._engine is None:
+            raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
+        return self._engine
+
+    # Weights
+
+    @property
+    @override
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @override
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        engine = self._live
+        if self._asleep:
+            raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped; call `wake` first.")
+        if engine.has_unfinished_requests():
+            raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
+        self._policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
+        internals.reload_weights(engine, named_tensors)
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
+        if self._session is not None:
+            self._session.policy_changed()
+        self._policy_version = version
+        if self._session is not None and not self._session.has_calibrated:
+            self._calibrate(self._session)
+
+    def _calibrate(self, session: SpeculationSession) -> None:
+        """Tell the selector what steps cost here, if it wants to know: the first weights have just arrived."""
+        selector = session.control.selector
+        if not selector.wants_calibration:
+            return
+        max_model_len = internals.reach(self._live, "vllm_config.model_config.max_model_len")
+        max_tokens = min(max_model_len - calibration.PROMPT_LENGTH, 256)
+        params = self._params(Sampling(), max_tokens)
+        params.stop_token_ids, params.ignore_eos = [], True
+
+        def decode(requests: Sequence[Request], on_progress: OnProgress) -> Iterator[Response]:
+            return self._generate(requests, {None: params}, on_progress)
+
+        with seeded(0), session.calibrating() as dial:
+            steps = calibration.measure_steps(dial, decode, selector, self.max_num_seqs)
+        selector.calibrate(steps)
+
+    @override
+    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
+        if self._session is None:
+            raise RuntimeError("`update_drafter` has nothing to update: the engine runs without `speculation`.")
+        if self._asleep:
+            raise RuntimeError("`update_drafter` found the engine asleep; call `wake` first.")
+        self._session.update_head(named_tensors, version)
+
+    # What speculation did and learned
+
+    @override
+    def stats(self) -> dict[str, float]:
+        return {} if self._session is None else self._session.stats()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.speculation is None else {"selector": self.speculation.selector.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.speculation is not None and "selector" in state_dict:
+            self.speculation.selector.load_state_dict(state_dict["selector"])
+
+    # Writing
+
+    @override
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
+    ) -> Iterator[Response]:
+        if self._policy_version == _NO_WEIGHTS:
+            raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
+        config = self._live.vllm_config.model_config
+        check_requests(requests, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
+        params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
+        with seeded(seed):
+            yield from self._generate(requests, params, on_progress)
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        params: Mapping[int | None, SamplingParams],
+        on_progress: OnProgress | None,
+    ) -> Iterator[Response]:
+        engine, session = self._live, self._session
+        counter = ProgressCounter()
+        if session is not None:
+            session.begin_rollout()
+        try:
+            self._add(requests, params)
+            while engine.has_unfinished_requests():
+                step_started = time.perf_counter()
+                outputs: Any = engine.step()
+                if session is not None:
+                    session.account(time.perf_counter() - step_started)
+                finished = [self._response(output) for output in outputs if output.finished]
+                if on_progress is not None:
+                    on_progress(self._progress(counter, finished))
+                yield from finished
+        finally:
+            if engine.has_unfinished_requests():  # the consumer gave up, or an exception passed through
+                engine.abort_request([str(request.id) for request in requests])
+            if session is not None:
+                session.end_rollout()
+
+    def _add(self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams]) -> None:
+        for request in requests:
+            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
+            internal_id = self._live.add_request(str(request.id), prompt, params[request.max_tokens])
+            if self._session is not None:
+                self._session.add(internal_id)
+
+    def _progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
+        scheduler, session = self._scheduler, self._session
+        return counter.after_step(
+            finished,
+            waiting=len(scheduler.waiting),
+            running=[request.num_output_tokens for request in scheduler.running],
+            strategy=OFF if session is None else session.strategy,
+            acceptance_length=1.0 if session is None else session.acceptance_length,
+        )
+
+    def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=max_tokens or sampling.max_tokens,
+            stop_token_ids=[*self._end_token_ids, *sampling.stop_token_ids],
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _response(self, output: RequestOutput) -> Response:
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        assert completion.finish_reason is not None
+        return Response(
+            request_id=int(output.request_id),
+            token_ids=completion.token_ids,
+            logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
+            finish_reason=completion.finish_reason,
+            policy_versions=(self._policy_version,),
+        )

@@ -1,0 +1,44 @@
+"""vLLM's worker in this process, on the device that this rank trains on."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tlt_lightning.engine.vllm.internals import is_cpu_build
+
+
+class RankExecutor(UniProcExecutor):
+    """One engine a rank, all independent of each other.
+
+    vLLM's own executor takes the first visible GPU, and calls every engine rank 0: under DDP all engines would share
+    one GPU, and one cache of code that is compiled for a single device.
+    """
+
+    @override
+    def _distributed_args(self) -> tuple[str, int, int]:
+        init_method, _, device = super()._distributed_args()
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return init_method, rank, device if is_cpu_build() else torch.cuda.current_device()
+
+    @override
+    def determine_available_memory(self) -> list[int]:
+        """Bytes for keys and values: those that are free, but no more than all requests of full length can fill.
+
+        vLLM takes all that it may, for prefixes that a server meets again. New weights make prefixes worthless, and
+        what lies idle is missed by the trainer, and mapped anew whenever the engine wakes, at 5 ms a GiB.
+        """
+        free = super().determine_available_memory()
+        config = self.vllm_config
+        if config.cache_config.kv_cache_memory_bytes is not None:
+            return free  # as the user wishes
+        usable = []
+        for specs in self.get_kv_cache_specs():
+            if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
+                return free  # layers of several kinds share pages in ways of their own
+            # A block more for each request, so that no rounding makes one of them wait.
+            request = sum(spec.max_memory_usage_bytes(config) + spec.page_size_bytes for spec in specs.values())
+            usable.append(request * config.scheduler_config.max_num_seqs)
+        return [min(pair) for pair in zip(free, usable, strict=True)]

@@ -1,0 +1,272 @@
+"""CUDA graphs by plan on vLLM's V2 model runner: what is captured, what it cost, how often it was there when needed.
+
+Where the bytes are, for a 7B policy and 512 tokens (by sources and shapes, where no measurement is named):
+
+- Splits. FlashAttention 3 splits a long context among multiprocessors and keeps each split's partial result, in a graph
+  for as many splits as may ever be used: 32 by vLLM's default, of 4 bytes for each token, head and channel: 235 MB.
+  Only few requests leave multiprocessors idle enough for many splits, so a graph gets as many as its requests can use.
+- Streams. All graphs may use the same memory, one after the other, but PyTorch hands freed memory on only within a
+  stream, and vLLM captures the target, the drafter's first pass and its further ones on a stream each. So there are
+  three copies of activations (60 MB, most of it the MLP's) and logits (300 KB a request), and on a Hopper GPU three
+  workspaces of cuBLAS of 32 MB, three more for vLLM's rehearsal. Capturing all on one stream, as vLLM's V1 runner does,
+  would save most of that; it has not been tried on a GPU.
+- The graphs themselves, some 50 KB for each piece between two attention layers: an engine without a drafter, with 51
+  piecewise sizes of 29 pieces each and 35 full graphs, took 184 MB in all. Leaving out piecewise sizes saves 1 or 2 MB
+  each, and batches with a prompt would run without graphs, so the plan keeps ten of them.
+- Not the outputs: hidden states and auxiliary layers are copied to one buffer for all graphs, 15 MB.
+
+`python -m benchmarks step_time --parts bucketed full` decides what of this holds: its tables give MiB by row, in the
+order of capture, so a row that fits into the memory of the rows before it shows close to none.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tlt_lightning.engine.vllm.internals import reach
+from tlt_lightning.engine.vllm.patches.drafter_first_pass import keep_first_pass_with_target
+from tlt_lightning.speculation.graphs.plan import CaptureReport, GraphKind, GraphPlan
+from tlt_lightning.speculation.graphs.pool import FullGraphPool, GraphPool
+from tlt_lightning.speculation.strategy import Strategy
+
+MIN_SPLITS = 4
+"""Splits that even a full batch keeps: one context may be far longer than the others."""
+
+
+class PlannedGraphs:
+    """Puts a graph pool's plan in the place of vLLM's own, while an engine starts and for as long as it lives.
+
+    Args:
+        pool: Plans the graphs.
+        arms: The strategies reachable at each batch size.
+    """
+
+    def __init__(self, pool: GraphPool, arms: dict[int, tuple[Strategy, ...]]) -> None:
+        self.pool, self.arms = pool, arms
+        self.plan: GraphPlan | None = None
+        self.mib: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.hits: Counter[str] = Counter()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Start the engine inside this block."""
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+        from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+
+        for name in ("_init_candidates", "capture", "dispatch"):
+            reach(CudaGraphManager, name)
+        capture, build = CudaGraphManager.capture, reach(FlashAttentionMetadataBuilder, "build")
+        with ExitStack() as stack:
+            put = lambda owner, name, new: stack.enter_context(_replaced(owner, name, new))  # noqa: E731
+            put(CudaGraphManager, "_init_candidates", lambda manager: self.fill(manager))
+            put(CudaGraphManager, "capture", lambda manager, *args: self.measure(manager, capture, *args))
+            put(SpeculatorCudaGraphManager, "specialize_spec_tokens", lambda m, desc, k: self.specialize(m, desc, k))
+            if self._trims_splits:
+                put(FlashAttentionMetadataBuilder, "build", _with_fewer_splits(build))
+            yield
+
+    @property
+    def _trims_splits(self) -> bool:
+        return not isinstance(self.pool, FullGraphPool)  # which is vLLM as it comes
+
+    def attach(self, runner: Any) -> None:
+        """Keep counting, dispatching and splitting by plan in a started engine; raises if it drafts in another way."""
+        speculator = runner.speculator
+        fused = getattr(speculator, "supports_decode_metadata_update", self.pool.fused_decode)
+        if fused != self.pool.fused_decode:
+            raise RuntimeError(
+                f"`speculation.graph_pool` was made with `fused_decode={self.pool.fused_decode}`, but the attention "
+                f"backend drafts with {'one graph a step' if fused else 'one graph a token'}; set it to {fused}."
+            )
+        keep_first_pass_with_target(runner)
+        managers = {"target": runner.cudagraph_manager}
+        managers["drafter_prefill"] = getattr(speculator, "prefill_cudagraph_manager", None)
+        managers["drafter_decode"] = getattr(speculator, "decode_cudagraph_manager", None)
+        for kind, manager in managers.items():
+            if manager is not None:
+                self._count(kind, manager)
+        if managers["drafter_decode"] is not None:
+            manager = managers["drafter_decode"]
+            manager.specialize_spec_tokens = lambda desc, k: self.specialize(manager, desc, k)
+        if self._trims_splits:
+            groups = [*runner.attn_groups, *getattr(speculator, "attn_groups", [])]
+            for builder in {id(b): b for group in groups for part in group for b in part.metadata_builders}.values():
+                if hasattr(builder, "max_num_splits"):
+                    builder.build = _with_fewer_splits(type(builder).build).__get__(builder)
+
+    def _count(self, kind: str, manager: Any) -> None:
+        dispatch = manager.dispatch
+
+        def counted(num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any) -> Any:
+            desc = dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+            if uniform_token_count is not None:
+                self.hits[f"{kind}_{desc.cg_mode.name.lower()}"] += 1
+            return desc
+
+        manager.dispatch = counted
+
+    def fill(self, manager: Any) -> None:
+        """Fill a manager's descriptors and candidates from the plan."""
+        sizes = manager.compilation_config.cudagraph_capture_sizes
+        if not (manager.cudagraph_mode and sizes):
+            return
+        if self.plan is None:
+            self.plan = self.pool.plan(self.arms, sizes)
+        fill_manager(manager, self.plan)
+
+    def specialize(self, manager: Any, desc: Any, num_draft_tokens: int) -> Any:
+        """The graph that drafts exactly `num_draft_tokens` for the requests of `desc`; eager if there is none."""
+        from vllm.config.compilation import CUDAGraphMode
+
+        if desc.cg_mode != CUDAGraphMode.FULL or desc in manager.graphs:
+            return desc
+        assert self.plan is not None
+        graph = self.plan.find("drafter_decode", desc.num_reqs, num_draft_tokens)
+        planned = None if graph is None else decode_descriptor(graph.num_requests, num_draft_tokens)
+        return planned if planned in manager.graphs else replace(desc, cg_mode=CUDAGraphMode.NONE)
+
+    def measure(self, manager: Any, capture: Callable[..., None], *args: Any) -> None:
+        """Capture one mode after the other and note what each took; memory used only to warm up does not count."""
+        kind, is_rehearsal = kind_of(manager), manager._max_full_descs_to_capture is not None
+        if kind == "target" and not is_rehearsal:  # what came before was vLLM's rehearsal, to know what to reserve
+            self.mib.clear()
+            self.seconds.clear()
+        descriptors = manager._capture_descs
+        for mode in sorted(descriptors, key=lambda mode: mode.name != "PIECEWISE"):  # whose activations are the larger
+            manager._capture_descs = {mode: descriptors[mode]}
+            free, started = _free_mib(), time.perf_counter()
+            capture(manager, *args)
+            row = "piecewise" if mode.name == "PIECEWISE" else kind
+            self.mib[row] += free - _free_mib()
+            self.seconds[row] += time.perf_counter() - started
+        manager._capture_descs = descriptors
+
+    def report(self) -> CaptureReport:
+        """What capturing cost."""
+        return CaptureReport(mib=dict(self.mib), seconds=dict(self.seconds))
+
+    def num_misses(self) -> int:
+        """Passes of decode steps, of the target or the drafter, that no full graph served in this rollout."""
+        return sum(count for name, count in self.hits.items() if not name.endswith("_full"))
+
+    def hit_share(self) -> float:
+        """Share of the target's decode steps that a full graph served."""
+        total = sum(count for name, count in self.hits.items() if name.startswith("target_"))
+        return self.hits["target_full"] / total if total else 1.0
+
+
+def kind_of(manager: Any) -> GraphKind:
+    """Which of the three managers of a V2 runner this is."""
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    if isinstance(manager, ModelCudaGraphManager):
+        return "target"
+    return "drafter_decode" if manager.decode_query_len == 1 else "drafter_prefill"
+
+
+def decode_descriptor(num_requests: int, num_draft_tokens: int) -> Any:
+    """The name vLLM gives the graph that drafts `num_draft_tokens` tokens for `num_requests` requests."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
+
+    return SpeculatorBatchDescriptor(
+        cg_mode=CUDAGraphMode.FULL,
+        num_tokens=num_requests,
+        num_reqs=num_requests,
+        uniform_token_count=1,
+        num_speculative_tokens=num_draft_tokens,
+    )
+
+
+def fill_manager(manager: Any, plan: GraphPlan) -> None:
+    """Write a plan into a graph manager, in vLLM's own form.
+
+    For every token count the manager keeps candidates in order of preference: the tightest full graph of each query
+    length, then the smallest piecewise one.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    kind, mode = kind_of(manager), manager.cudagraph_mode
+    full: dict[int, list[Any]] = defaultdict(list)
+    captured: list[Any] = []
+    if mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine():
+        for num_requests, length in plan.shapes(kind):
+            per_request = 1 if kind == "drafter_decode" else length
+            desc = BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=num_requests * per_request,
+                num_reqs=num_requests,
+                uniform_token_count=per_request,
+            )
+            if desc not in full[per_request]:
+                full[per_request].append(desc)
+            is_fused = kind == "drafter_decode" and length > 0
+            captured.append(decode_descriptor(num_requests, length) if is_fused else desc)
+    piecewise = []
+    if mode.mixed_mode() == CUDAGraphMode.PIECEWISE:
+        piecewise = [
+            BatchExecutionDescriptor(cg_mode=CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None)
+            for size in plan.piecewise
+        ]
+    if captured:  # the largest first: the others then fit into its memory
+        manager._capture_descs[CUDAGraphMode.FULL] = sorted(captured, key=lambda desc: -desc.num_tokens)
+    if piecewise:
+        manager._capture_descs[CUDAGraphMode.PIECEWISE] = piecewise[::-1]
+    lists = [*(sorted(descs, key=lambda desc: desc.num_tokens) for descs in full.values()), piecewise]
+    most = max((desc.num_tokens for descs in lists for desc in descs), default=0)
+    for tokens in range(most + 1):
+        found = (descs[bisect_left(descs, tokens, key=lambda desc: desc.num_tokens) :][:1] for descs in lists)
+        manager._candidates[tokens, 0] = [desc for descs in found for desc in descs]
+
+
+def useful_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Splits of the context that still keep more multiprocessors busy when `num_requests` requests decode."""
+    return max(MIN_SPLITS, -(-2 * num_multiprocessors // (num_requests * num_kv_heads)))
+
+
+def _with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build` of FlashAttention's metadata, with the splits of each batch limited to the useful ones."""
+
+    def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        limit = builder.max_num_splits
+        if limit > 0:  # 0: it does not serve graphs
+            multiprocessors = torch.cuda.get_device_properties(builder.device).multi_processor_count
+            useful = useful_splits(common_attn_metadata.num_reqs, builder.num_heads_kv, multiprocessors)
+            builder.max_num_splits = min(limit, useful)
+        try:
+            return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        finally:
+            builder.max_num_splits = limit
+
+    return built
+
+
+@contextmanager
+def _replaced(owner: type, name: str, new: Any) -> Iterator[None]:
+    """Give a class another method for as long as the block lasts."""
+    inherited, old = name not in vars(owner), getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
+
+
+def _free_mib() -> float:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / 2**20

@@ -1,0 +1,166 @@
+"""What a skipped drafter has missed, and how it catches up in one small batch.
+
+While speculation is off the drafter reads nothing, and its attention cache gets a hole at every token emitted
+meanwhile. vLLM's own remedy is a drafter pass in every step. A drafter of one layer needs far less: the key and the
+value at a position depend only on the token there and on the target's hidden states, not on the drafter's attention,
+its MLP or its head. So the hidden states are kept, and once in a while the missing keys and values are computed for
+all of them together: two matrix products that cost about as much for a few hundred tokens as for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.engine.vllm.internals import reach
+
+SlotsOf = Callable[[Tensor, Tensor], Tensor]
+
+
+class DrafterBacklog:
+    """Hidden states of the tokens emitted since the drafter last ran, at most `max_steps` steps of them.
+
+    They are kept in one buffer on the device that is filled step by step, so that a step costs three small copies and
+    nothing is allocated or waited for. It holds `max_steps` steps of small batches and fewer of large ones: the time of
+    catching up grows with the tokens from a few hundred on, so that waiting for more of them saves nothing.
+
+    Args:
+        model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer.
+        max_batch_size: Most requests of a step.
+        max_steps: Steps after which the backlog is worked off even though speculation is still off: bounds the time of
+            catching up.
+        max_tokens: Tokens after which it is, if `max_batch_size` is not more (a 7B policy has 21 KB of hidden states a
+            token).
+    """
+
+    def __init__(self, model: Any, max_batch_size: int, max_steps: int = 16, max_tokens: int = 1024) -> None:
+        check_catches_up(model)
+        self.model = model
+        self.max_steps = max_steps
+        self.max_tokens = max(max_tokens, max_batch_size)
+        self.num_flushes = 0
+        self._steps: list[Sequence[str]] = []  # the requests of each step
+        self._num_tokens = 0
+        self._hidden = self._next_ids = self._positions = torch.empty(0)
+
+    def __len__(self) -> int:
+        """Steps in the backlog."""
+        return len(self._steps)
+
+    def has_room(self, batch_size: int) -> bool:
+        """False if the backlog must be worked off before a step of `batch_size` requests is added."""
+        return len(self._steps) < self.max_steps and self._num_tokens + batch_size <= self.max_tokens
+
+    def add(
+        self,
+        request_ids: Sequence[str],
+        hidden: Sequence[Tensor],
+        last_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor | None = None,
+    ) -> None:
+        """Remember a step in which every request decoded one token.
+
+        Args:
+            request_ids: The requests, in the order of the tensors' rows; kept as it is.
+            hidden: The target's hidden states at the step's tokens, side by side: each (B, H).
+            last_ids: The tokens that followed, (B,); with `rows` of more requests than these.
+            positions: Positions of the step's tokens, (B,).
+            rows: Where in `last_ids` each request's token is, (B,); None if they are in order.
+        """
+        if not self._hidden.numel():
+            self._allocate(hidden, last_ids, positions)
+        start, end = self._num_tokens, self._num_tokens + len(request_ids)
+        torch.cat(list(hidden), dim=-1, out=self._hidden[start:end])
+        if rows is None:
+            self._next_ids[start:end].copy_(last_ids)
+        else:
+            torch.index_select(last_ids, 0, rows, out=self._next_ids[start:end])
+        self._positions[start:end].copy_(positions)
+        self._steps.append(request_ids)
+        self._num_tokens = end
+
+    def _allocate(self, hidden: Sequence[Tensor], last_ids: Tensor, positions: Tensor) -> None:
+        width = sum(part.shape[1] for part in hidden)
+        self._hidden = hidden[0].new_empty(self.max_tokens, width)
+        self._next_ids = last_ids.new_empty(self.max_tokens)
+        self._positions = positions.new_empty(self.max_tokens)
+
+    def clear(self) -> None:
+        """Forget everything: the requests are gone or are read again from the start."""
+        self._steps, self._num_tokens = [], 0
+
+    @torch.inference_mode()
+    def flush(self, row_of: Mapping[str, int], slots_of: SlotsOf) -> None:
+        """Write the missing keys and values of the requests that are still there.
+
+        Args:
+            row_of: Row of each live request in the block table; others have nothing left to catch up with.
+            slots_of: Cache slots for rows (N,) and positions (N,).
+        """
+        rows = [row_of.get(request_id, -1) for request_ids in self._steps for request_id in request_ids]
+        kept = [index for index, row in enumerate(rows) if row >= 0]
+        inputs = self._hidden, self._next_ids, self._positions
+        self.clear()
+        if not kept:
+            return
+        device = self._hidden.device
+        if len(kept) == len(rows):
+            hidden, next_ids, positions = (tensor[: len(rows)] for tensor in inputs)
+        else:
+            picked = _to_device(kept, device)
+            hidden, next_ids, positions = (tensor[picked] for tensor in inputs)
+        slots = slots_of(_to_device([rows[index] for index in kept], device), positions)
+        write_keys(self.model, hidden, next_ids, positions, slots)
+        self.num_flushes += 1
+
+
+def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """The values as a tensor, copied without waiting: a wait here empties the pipeline of steps under way."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor) -> None:
+    """Compute the drafter's keys and values at given positions and write them into its cache.
+
+    Args:
+        model: The drafter.
+        hidden: The target's hidden states, (N, layers * H).
+        next_ids: Token after each, (N,).
+        positions: Position of each, (N,).
+        slots: Where the cache keeps it, (N,).
+    """
+    layer = model.model.layers[0]
+    attention = layer.self_attn
+    combined = model.combine_hidden_states(hidden)
+    embedded = layer.input_layernorm(model.model.embed_tokens(next_ids))
+    normed, _ = layer._residual_norm(hidden_states=combined)
+    projected, _ = attention.qkv_proj(torch.cat([embedded, normed], dim=-1))
+    query, key, value = projected.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+    _, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
+    cache = attention.attn
+    shape = (-1, cache.num_kv_heads, cache.head_size)
+    cache.impl.do_kv_cache_update(cache, key.view(shape), value.contiguous().view(shape), cache.kv_cache, slots)
+
+
+def check_catches_up(model: Any) -> None:
+    """Raise ValueError unless the drafter's keys depend on its inputs alone, and RuntimeError if vLLM has moved."""
+    layers = reach(model, "model.layers")
+    if type(model).__name__ != "Eagle3LlamaForCausalLM" or len(layers) != 1:
+        raise ValueError(
+            f"`speculation.catch_up` is 'deferred', which needs an EAGLE-3 head of one Llama layer; this one is a "
+            f"{type(model).__name__} of {len(layers)} layers. Use 'reprefill'."
+        )
+    for path in (
+        "self_attn.qkv_proj",
+        "self_attn.rotary_emb",
+        "self_attn.q_size",
+        "self_attn.kv_size",
+        "_residual_norm",
+    ):
+        reach(layers[0], path)
+    reach(layers[0], "self_attn.attn.impl.do_kv_cache_update")

@@ -1,0 +1,45 @@
+"""Keeps a drafter's first pass to CUDA graphs of the very shape that the target's pass had.
+
+That pass goes over the tokens the target has just verified. Its full graph reads attention metadata from buffers which
+the target's pass filled, and FlashAttention 3 lays them out by the number of requests, padding included. A graph of
+more requests than the target's pass had reads other vectors and memory that nobody wrote: wrong drafts, and an illegal
+memory access where a padded request seems to end before it begins.
+
+vLLM 0.32 replays such graphs. With its own table of draft lengths, 153 requests of one draft each find no full graph
+for the target, because a graph of another length hides it, and run piecewise, without padding; the drafter then finds
+its graph of 160. A plan whose budget left out a graph of the drafter but not the target's leads there too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tlt_lightning.engine.vllm.internals import reach
+
+
+def keep_first_pass_with_target(runner: Any) -> None:
+    """Let a V2 runner's drafter use a full graph in its first pass only where the target used one of the same shape.
+
+    Elsewhere it goes piecewise, which takes the target's metadata as they are.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+
+    target = reach(runner, "cudagraph_manager")
+    prefill = getattr(reach(runner, "speculator"), "prefill_cudagraph_manager", None)
+    if target is None or prefill is None:
+        return
+    dispatch_target, dispatch = reach(target, "dispatch"), reach(prefill, "dispatch")
+    last: Any = None
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        last = dispatch_target(*args, **kwargs)
+        return last
+
+    def matching(num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any) -> Any:
+        desc = dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+        if desc.cg_mode == CUDAGraphMode.FULL and desc != last:
+            desc = dispatch(num_reqs, num_tokens, None, *args, **kwargs)
+        return desc
+
+    target.dispatch, prefill.dispatch = remembered, matching

@@ -1,0 +1,160 @@
+"""How an engine speculates: the user's choices, checked before anything is loaded.
+
+Nothing here can change what is sampled. Verification is vLLM's standard rejection sampling; its lossy variants cannot
+be asked for. Of vLLM's sampling parameters, `min_p` and `logit_bias` do not work with speculation and are refused by
+vLLM per request, custom logits processors when an engine starts; temperature, top-p, top-k, stop tokens and limits,
+which are all that `Sampling` has, hold for drafted tokens as for others. A rollout is reproducible from its seed as
+long as the same strategies are chosen at the same steps, which selectors that learn from the clock do not promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
+from tlt_lightning.speculation.graphs.pool import BucketedGraphPool, GraphPool, arms_by_batch
+from tlt_lightning.speculation.strategy import Drafter, StrategySelector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Speculative decoding that is chosen anew for every engine step and never changes what is sampled.
+
+    At least one of `head`, `cold_head`, `siblings` and `ngram` must be given: they are who can draft.
+
+    Args:
+        selector: Chooses, before each step, how many tokens are drafted and by whom.
+        head: Directory of an EAGLE-3 head trained for the policy, as `speculators` or vLLM save it.
+        cold_head: The head is worth nothing until training brings it weights (`update_drafter`), and drafts nothing
+            before. `LongTailIdleCallback` sets this and `head` where it starts from nothing; give it yourself if nobody
+            but that head is to draft.
+        siblings: Draft what other answers to the same prompt said after the same words, in steps for which the selector
+            asks for the drafter `sibling`, or for `mixed`, where the head drafts for requests without a good match.
+            Needs no training.
+        ngram: Draft what the prompt and the answer itself said after the same words, in steps for `ngram`, and in those
+            for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
+        max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
+        keep_siblings: How long answers are looked up: `rollout`, until the rollout is over; `run`, also in later
+            rollouts that meet the same prompt.
+        draft_sampling: How the head drafts at a temperature above 0: `greedy` takes its likeliest token,
+            `probabilistic` samples, which is accepted more often and on a GPU costs memory of `max_num_seqs` *
+            `max_draft_tokens` * vocabulary * 4 bytes. Both leave what is sampled unchanged.
+        catch_up: How a head that was skipped catches up when it is needed again: `deferred` computes its missing keys
+            and values in one small batch, `reprefill` reads all running requests anew.
+        steps_per_choice: Steps for which a choice of the selector stands.
+        graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
+            the selector can reach (`BucketedGraphPool`).
+        trace: File that gets one line of JSON per engine step; none by default.
+    """
+
+    selector: StrategySelector
+    head: str | None = None
+    cold_head: bool = False
+    siblings: bool = False
+    ngram: bool = False
+    max_draft_tokens: int = 7
+    keep_siblings: Literal["rollout", "run"] = "rollout"
+    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
+    catch_up: Literal["deferred", "reprefill"] = "deferred"
+    steps_per_choice: int = 2
+    graph_pool: GraphPool | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.drafters:
+            raise ValueError(
+                "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
+            )
+        for name in ("max_draft_tokens", "steps_per_choice"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`speculation.{name}` must be at least 1, got {getattr(self, name)}.")
+        for name, allowed in (
+            ("keep_siblings", ("rollout", "run")),
+            ("draft_sampling", ("greedy", "probabilistic")),
+            ("catch_up", ("deferred", "reprefill")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`speculation.{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
+
+    @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """Who can draft."""
+        has_head = self.head is not None or self.cold_head
+        possible: tuple[tuple[Drafter, bool], ...] = (
+            ("learned", has_head),
+            ("mixed", has_head and (self.siblings or self.ngram)),
+            ("ngram", self.ngram),
+            ("sibling", self.siblings),
+        )
+        return tuple(drafter for drafter, is_there in possible if is_there)
+
+    def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
+        """The head's shape; raises ValueError unless it fits the policy and the selector's arms can be run."""
+        by_batch = arms_by_batch(self.selector, max_num_seqs)
+        for batch_size, arms in by_batch.items():
+            for arm in arms:
+                if arm.num_draft_tokens > self.max_draft_tokens:
+                    raise ValueError(
+                        f"`speculation.selector` may draft {arm.num_draft_tokens} tokens at batch size {batch_size}, "
+                        f"but `speculation.max_draft_tokens` is {self.max_draft_tokens}; raise it or drop the arm."
+                    )
+                if not arm.is_off and arm.drafter not in self.drafters:
+                    raise ValueError(
+                        f"`speculation.selector` may ask for the drafter {arm.drafter!r}, but `speculation` has only "
+                        f"{list(self.drafters)}; configure it (`head`, or LongTailIdleCallback, which trains one; "
+                        "`siblings`; `ngram`) or drop the arm."
+                    )
+        asked: set[Drafter] = {arm.drafter for arms in by_batch.values() for arm in arms if not arm.is_off}
+        if (self.siblings and asked <= {"learned", "ngram"}) or (self.ngram and asked <= {"learned"}):
+            name, drafter = ("siblings", "sibling") if self.siblings else ("ngram", "ngram")
+            raise ValueError(
+                f"`speculation.{name}` is true, but `speculation.selector` never asks for the drafter {drafter!r}, "
+                f"only for {sorted(asked)}; add it to the selector's `drafters`, or set `{name}` to false."
+            )
+        if self.head is None and self.cold_head:
+            raise ValueError(
+                "`speculation.cold_head` has nobody who trains the head: add `tlt_lightning.long_tail.callback."
+                "LongTailIdleCallback` to the trainer's callbacks, or give a trained `head`."
+            )
+        if self.head is None:
+            return None
+        head = read_head(self.head)
+        check_head(head, policy)
+        return head
+
+    def planned_graphs(self, max_num_seqs: int) -> PlannedGraphs:
+        """The graphs to capture for batches up to `max_num_seqs`."""
+        return PlannedGraphs(self.graph_pool or BucketedGraphPool(), arms_by_batch(self.selector, max_num_seqs))
+
+    def engine_args(self, *, is_v2: bool) -> dict[str, Any]:
+        """The arguments of a vLLM engine that this asks for.
+
+        Args:
+            is_v2: Whether the engine will run vLLM's V2 model runner.
+        """
+        from tlt_lightning.engine.vllm.scheduler import SteeredAsyncScheduler, SteeredScheduler
+
+        looks_up = self.siblings or self.ngram
+        if is_v2 and looks_up and self.draft_sampling == "probabilistic":
+            raise ValueError(
+                "`speculation.draft_sampling` 'probabilistic' cannot be combined with `siblings` or `ngram` on "
+                "vLLM's V2 model runner, which would take looked-up drafts for sampled ones; use 'greedy'."
+            )
+        config: dict[str, Any] = {
+            "num_speculative_tokens": self.max_draft_tokens,
+            "rejection_sample_method": "standard",
+        }
+        if self.head is not None:
+            config |= {"method": "eagle3", "model": self.head, "draft_sample_method": self.draft_sampling}
+        elif is_v2:
+            config |= {"method": "ngram_gpu"}  # stands in: it is asked for nothing
+        else:
+            config |= {"method": "custom_class", "model": "tlt_lightning.engine.vllm.runner_v1.NoDrafter"}
+        is_async = is_v2 or not looks_up  # V1 needs each step's tokens on the host before the next step
+        return {
+            "speculative_config": config,
+            "scheduler_cls": SteeredAsyncScheduler if is_async else SteeredScheduler,
+            "async_scheduling": is_async,
+        }

@@ -1,0 +1,63 @@
+"""How far the policy has moved: what a drafter has to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.data.collate import cut_micro_batches
+from tlt_lightning.long_tail.buffer import choose_rows
+from tlt_lightning.objectives.kl import k3
+
+_MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
+_NUM_PASSES = 4  # that they are scored in: so few tokens cost nothing, but each pass its launches
+
+
+class PolicyDrift:
+    """KL divergence of the policy from what it was when it was first seen, on a few answers that it wrote then.
+
+    Nothing else in a run without a reference model says how far the policy has moved.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[RolloutBatch] = []
+        self._logps: list[Tensor] = []
+
+    @torch.no_grad()
+    def measure(self, batch: RolloutBatch, score: Callable[[RolloutBatch], Tensor]) -> float:
+        """The mean over tokens in nats, never negative; 0 in the first call.
+
+        Args:
+            batch: Of this iteration; the first call takes its answers from it.
+            score: Log-probs of the response tokens of a batch under the policy of now, (B, T).
+        """
+        if not self._answers:
+            rows = choose_rows(batch.lengths.tolist(), _MAX_TOKENS, torch.Generator().manual_seed(0))
+            rows = rows or [int(batch.lengths.argmin())]
+            parts = cut_micro_batches(torch.tensor(rows), batch.lengths, ceil(len(rows) / _NUM_PASSES))
+            self._answers = [batch.select(part) for part in parts]
+            self._logps = [score(answer).float().cpu() for answer in self._answers]
+            return 0.0
+        now = [score(answer).float().cpu() for answer in self._answers]
+        masks = [answer.response_mask.bool() for answer in self._answers]
+        terms = [k3(before, logps)[mask] for before, logps, mask in zip(self._logps, now, masks, strict=True)]
+        return torch.cat(terms).mean().item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The answers and what the policy thought of them, as tensors and primitives."""
+        answers = [
+            {item.name: value for item in fields(answer) if (value := getattr(answer, item.name)) is not None}
+            for answer in self._answers
+        ]
+        return {"answers": answers, "logps": self._logps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on measuring from where the saved run began."""
+        self._answers = [RolloutBatch(**values) for values in state_dict["answers"]]
+        self._logps = list(state_dict["logps"])

@@ -1,0 +1,76 @@
+"""What speculation did during one rollout, as plain counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tlt_lightning.speculation.strategy import Strategy
+
+
+def arm_name(strategy: Strategy) -> str:
+    """Short name of a strategy in metric names and traces: `off`, `learned_5`, `sibling_7`."""
+    return "off" if strategy.is_off else f"{strategy.drafter}_{strategy.num_draft_tokens}"
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Counts of one rollout; `stats` turns them into the project's `speculation/*` metrics.
+
+    Acceptance counts every verified draft. Seconds and tokens of an arm count its settled steps alone: decode steps
+    that verify and draft under the same strategy, the only ones whose time says what the strategy costs.
+    """
+
+    decode_steps: int = 0
+    off_steps: int = 0
+    sum_k: int = 0
+    verifications: int = 0
+    verified_emitted: int = 0
+    switches: int = 0
+    drafted_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    accepted_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    arm_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    arm_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def count_step(self, strategy: Strategy, num_drafted: Sequence[int], num_emitted: Sequence[int]) -> None:
+        """Count one finished decode step: drafts verified and tokens emitted by each of its requests."""
+        self.decode_steps += 1
+        self.off_steps += strategy.is_off
+        self.sum_k += strategy.num_draft_tokens
+        if not any(num_drafted):
+            return
+        for drafted, emitted in zip(num_drafted, num_emitted, strict=True):
+            if drafted == 0:
+                continue
+            self.verifications += 1
+            self.verified_emitted += emitted
+            for position in range(drafted):
+                self.drafted_at[position] += 1
+                self.accepted_at[position] += position < emitted - 1
+
+    def count_time(self, strategy: Strategy, tokens: int, seconds: float) -> None:
+        """Count tokens and seconds of a settled step."""
+        self.arm_tokens[arm_name(strategy)] += tokens
+        self.arm_seconds[arm_name(strategy)] += seconds
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens emitted per request and speculative step, bonus token included; 1 before the first."""
+        return self.verified_emitted / self.verifications if self.verifications else 1.0
+
+    def stats(self) -> dict[str, float]:
+        """The rollout's metrics under the project's names; positions count from 1."""
+        steps = max(self.decode_steps, 1)
+        stats = {
+            "speculation/acceptance_length": self.acceptance_length,
+            "speculation/off_share": self.off_steps / steps,
+            "speculation/k_mean": self.sum_k / steps,
+            "speculation/switches": float(self.switches),
+        }
+        for position, drafted in sorted(self.drafted_at.items()):
+            stats[f"speculation/acceptance_rate_pos_{position + 1}"] = self.accepted_at[position] / drafted
+        for arm, seconds in sorted(self.arm_seconds.items()):
+            if seconds > 0:
+                stats[f"speculation/tokens_per_s_{arm}"] = self.arm_tokens[arm] / seconds
+        return stats

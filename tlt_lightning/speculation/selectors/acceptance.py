@@ -1,0 +1,120 @@
+"""How many drafted tokens the target accepts, estimated while it does.
+
+Our own; the paper's bandit needs no acceptance. Only the tokens emitted are looked at, so a drafter that proposes fewer
+tokens than it was asked for, as a look-up without a match does, is simply one with a lower acceptance.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+from tlt_lightning.speculation.selectors.arms import check_at_least
+
+
+class AcceptanceEstimator:
+    """Chance that a draft token is accepted given that those before it were, for each position.
+
+    A position never tried is taken to be like the one before it, and one not tried any more to change like the last one
+    that is. Forgetting widens the uncertainty of what is not tried any more and leaves its estimate alone: a drafter
+    that was switched off is not thought better of with time, only known less well.
+
+    Args:
+        max_draft_tokens: Longest draft.
+        window: Steps after which an observation is forgotten.
+        prior: Chance assumed at the first position before anything was tried.
+        prior_strength: Observations the prior is worth.
+
+    Example:
+        >>> estimator = AcceptanceEstimator(max_draft_tokens=3)
+        >>> for _ in range(100):
+        ...     estimator.update(2, (3, 3, 1, 2))
+        >>> [round(estimator.probability(position), 1) for position in (1, 2, 3)]
+        [0.7, 0.7, 0.7]
+    """
+
+    def __init__(
+        self, max_draft_tokens: int, window: int = 100, prior: float = 0.6, prior_strength: float = 4.0
+    ) -> None:
+        check_at_least("max_draft_tokens", max_draft_tokens, 1)
+        check_at_least("window", window, 1)
+        if not 0 < prior < 1:
+            raise ValueError(f"`prior` is a chance in (0, 1), got {prior}.")
+        self.keep = 1 - 1 / window
+        self.prior_strength = prior_strength
+        self._means = [prior] * max_draft_tokens
+        self._counts = [0.0] * max_draft_tokens  # observations still remembered
+        self._seen = [0.0] * max_draft_tokens  # all observations, up to a bound
+        self._cache: dict[float, tuple[list[float], list[float]]] = {}
+
+    def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
+        """Learn from a step in which each request was asked to verify `num_draft_tokens` and emitted `num_emitted`."""
+        reached, shift = len(num_emitted), 0.0
+        for index in range(len(self._means)):
+            self._counts[index] *= self.keep
+            if index < num_draft_tokens and reached:
+                accepted = reached - num_emitted.count(index + 1)
+                self._counts[index] += reached
+                self._seen[index] = min(self._seen[index] + reached, 1e6)
+                shift = (accepted - reached * self._means[index]) / (self._counts[index] + self.prior_strength)
+                reached = accepted
+            self._means[index] = min(max(self._means[index] + shift, 0.0), 1.0)
+        self._cache.clear()
+
+    def fade(self) -> None:
+        """Let a step pass in which nothing was tried."""
+        self._counts = [count * self.keep for count in self._counts]
+        self._forget_spreads()
+
+    def doubt(self) -> None:
+        """Keep the estimates but know them as little as the prior: the drafter has changed."""
+        self._counts = [0.0] * len(self._counts)
+        self._forget_spreads()
+
+    def _forget_spreads(self) -> None:
+        """Drop the tables that depend on counts: all but that of the bare means."""
+        means = self._cache.get(0.0)
+        self._cache.clear()
+        if means is not None:
+            self._cache[0.0] = means
+
+    def probability(self, position: int, spread: float = 0.0) -> float:
+        """Chance at `position`, counted from 1; plus `spread` standard deviations, at most 1."""
+        return self._tables(spread)[0][position - 1]
+
+    def expected_emitted(self, num_draft_tokens: int, spread: float = 0.0) -> float:
+        """Tokens a request emits per step, bonus token included, each chance raised by `spread` standard deviations."""
+        return self._tables(spread)[1][num_draft_tokens]
+
+    def _tables(self, spread: float) -> tuple[list[float], list[float]]:
+        """Chance at each position, and expected tokens for each draft length from 0."""
+        if spread not in self._cache:
+            chances: list[float] = []
+            expected = [1.0]
+            mean, reach, strength = self._means[0], 1.0, self.prior_strength
+            for index, (own, seen, count) in enumerate(zip(self._means, self._seen, self._counts, strict=True)):
+                if index:
+                    mean = (seen * own + strength * mean) / (seen + strength)
+                count += strength
+                # The last term keeps a chance of 0 or 1 uncertain while little is known of it.
+                chance = min(1.0, mean + spread * sqrt((mean * (1 - mean) + 1 / count) / count))
+                reach *= chance
+                chances.append(chance)
+                expected.append(expected[-1] + reach)
+            self._cache[spread] = chances, expected
+        return self._cache[spread]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned."""
+        return {"means": list(self._means), "counts": list(self._counts), "seen": list(self._seen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` saved; raises ValueError if it was saved for another draft length."""
+        if len(state_dict["means"]) != len(self._means):
+            raise ValueError(
+                f"The saved acceptance has {len(state_dict['means'])} positions, this one {len(self._means)}; use the "
+                "same `max_draft_tokens`."
+            )
+        self._means, self._counts = list(state_dict["means"]), list(state_dict["counts"])
+        self._seen = list(state_dict["seen"])
+        self._cache.clear()

@@ -1,0 +1,225 @@
+"""The selector that knows what a step costs and what is accepted, and so need not try every arm at every batch size.
+
+Our own. Every step it predicts tokens per second of each arm as expected tokens over expected seconds, and takes the
+best. What it does not know it tries out in short probes, whose predicted loss is paid from a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
+from tlt_lightning.speculation.selectors.arms import check_at_least, check_share, make_arms
+from tlt_lightning.speculation.selectors.step_time import StepTimeModel
+from tlt_lightning.speculation.strategy import (
+    LEARNED_DRAFTERS,
+    OFF,
+    Drafter,
+    MeasuredStep,
+    SelectorState,
+    Strategy,
+    StrategySelector,
+)
+
+PROBE_STEPS = 8
+"""Steps of one probe, and between two decisions whether to probe: enough to see a rejection rate, and cheap."""
+
+DOUBT_STEPS = 4
+"""Plain steps of unspent budget that widen the uncertainty by one standard deviation."""
+
+SETTLING_STEPS = 2
+"""Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
+
+CATCH_UP_STEPS = 200
+"""Steps over which a catch-up must pay off."""
+
+CATCH_UP_GAIN = 0.3
+"""Weight of the newest catch-up in the running mean."""
+
+
+class CostModelSelector(StrategySelector):
+    """Chooses the draft length and drafter with the most expected tokens per second; the default selector.
+
+    Before its first rollout it wants to be told what some steps cost (`calibrate`), which `VLLMEngine` does.
+
+    Args:
+        num_draft_tokens: Draft lengths to choose among besides off.
+        drafters: Who may propose; every draft length is an arm with each of them.
+        max_batch_tokens: Draft lengths are arms only where batch size times (draft length + 1) is at most this: beyond
+            it verification is compute-bound, and graphs for it would be captured in vain.
+        window: Steps after which an acceptance is forgotten.
+        exploration: Share of the time that probes may cost.
+        margin: An arm must promise this much more than the one in force to replace it.
+        catch_up_seconds: First guess of what switching a learned drafter back on costs; measured from then on.
+
+    Example:
+        >>> selector = CostModelSelector(num_draft_tokens=(1, 3))
+        >>> state = SelectorState(batch_size=4, mean_context=500.0)
+        >>> arm = selector.select(state)
+        >>> selector.record(state, arm, num_emitted=(1, 2, 1, 1), seconds=0.005)
+    """
+
+    def __init__(
+        self,
+        num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7),
+        drafters: tuple[Drafter, ...] = ("learned",),
+        max_batch_tokens: int = 512,
+        window: int = 50,
+        exploration: float = 0.01,
+        margin: float = 0.02,
+        catch_up_seconds: float = 0.01,
+    ) -> None:
+        self._all_arms = make_arms(num_draft_tokens, drafters)
+        self._arms_up_to: dict[int, tuple[Strategy, ...]] = {}
+        check_at_least("max_batch_tokens", max_batch_tokens, 1)
+        check_share("exploration", exploration)
+        check_share("margin", margin)
+        check_at_least("catch_up_seconds", catch_up_seconds, 0)
+        self.max_batch_tokens = max_batch_tokens
+        self.exploration = exploration
+        self.margin = margin
+        self.catch_up_seconds = catch_up_seconds
+        self.step_time = StepTimeModel(drafters)
+        self.acceptance = {drafter: AcceptanceEstimator(max(num_draft_tokens), window) for drafter in drafters}
+        self._current = OFF
+        self._drafter_version: int | None = None
+        self._is_warm = True  # the learned drafter has seen all tokens
+        self._settling = 0
+        self._excess = 0.0
+        self._is_probing = False
+        self._until_decision = 0
+        self._credit = 0.0  # seconds that probes may still cost
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        longest = max(self.max_batch_tokens // max(batch_size, 1) - 1, 0)
+        if longest not in self._arms_up_to:
+            self._arms_up_to[longest] = tuple(arm for arm in self._all_arms if arm.num_draft_tokens <= longest)
+        return self._arms_up_to[longest]
+
+    @property
+    @override
+    def wants_calibration(self) -> bool:
+        return not self.step_time.scale
+
+    @override
+    def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
+        """Take in step times measured before the first rollout; without them the model starts from a 7B on an H200."""
+        self.step_time.calibrate(steps)
+
+    def expected_rates(self, state: SelectorState) -> dict[Strategy, float]:
+        """Expected tokens per second and request of each arm at this state, the cost of switching to it included."""
+        rates, arms = {}, self.arms(state.batch_size)
+        for arm, seconds in zip(
+            arms, self.step_time.seconds_of_each(state.batch_size, arms, state.mean_context), strict=True
+        ):
+            if not (state.is_cold and arm.is_learned):
+                rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / CATCH_UP_STEPS)
+        return rates
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        rates = self.expected_rates(state)
+        if state.drafter_version != self._drafter_version:
+            if self._drafter_version is not None:
+                self._doubt_drafter(rates)
+            self._drafter_version = state.drafter_version
+        self._until_decision -= 1
+        if self._is_probing and self._until_decision >= 0 and self._current in rates:
+            return self._current
+        held = rates.get(self._current, 0.0) * (1 + self.margin)
+        best = max(rates, key=lambda arm: held if arm == self._current else rates[arm])
+        self._is_probing = False
+        if self._until_decision < 0:
+            self._until_decision = PROBE_STEPS - 1
+            probe = self._worth_probing(state, rates, best)
+            if probe is not None:
+                best, self._is_probing = probe, True
+        self._switch_to(best)
+        return best
+
+    @override
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+        self._credit += self.exploration * seconds
+        if self._settling:
+            self._settle(state, strategy, seconds)
+        else:
+            self.step_time.update(state.batch_size, strategy, state.mean_context, seconds)
+        for drafter, acceptance in self.acceptance.items():
+            if drafter == strategy.drafter and not strategy.is_off:
+                acceptance.update(strategy.num_draft_tokens, num_emitted)
+            else:
+                acceptance.fade()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step_time": self.step_time.state_dict(),
+            "acceptance": {drafter: acceptance.state_dict() for drafter, acceptance in self.acceptance.items()},
+            "catch_up_seconds": self.catch_up_seconds,
+            "current": [self._current.num_draft_tokens, self._current.drafter],
+            "drafter_version": self._drafter_version,
+            "is_warm": self._is_warm,
+            "settling": [self._settling, self._excess],
+            "probe": [self._is_probing, self._until_decision, self._credit],
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step_time.load_state_dict(state_dict["step_time"])
+        for drafter, acceptance in self.acceptance.items():
+            acceptance.load_state_dict(state_dict["acceptance"][drafter])
+        self.catch_up_seconds = state_dict["catch_up_seconds"]
+        self._current = Strategy(*state_dict["current"])
+        self._drafter_version = state_dict["drafter_version"]
+        self._is_warm = state_dict["is_warm"]
+        self._settling, self._excess = state_dict["settling"]
+        self._is_probing, self._until_decision, self._credit = state_dict["probe"]
+
+    def _emitted(self, arm: Strategy, spread: float = 0.0) -> float:
+        if arm.is_off:
+            return 1.0
+        return self.acceptance[arm.drafter].expected_emitted(arm.num_draft_tokens, spread)
+
+    def _doubt_drafter(self, rates: dict[Strategy, float]) -> None:
+        """Take a new drafter for as good or bad as the old one, but unknown, and see that a short probe can be paid."""
+        learned = [self.acceptance[name] for name in LEARNED_DRAFTERS if name in self.acceptance]
+        for acceptance in learned:
+            acceptance.doubt()
+        if learned and self.step_time.scale:
+            self._credit = max(self._credit, PROBE_STEPS / rates[OFF])
+
+    def _switch_seconds(self, arm: Strategy) -> float:
+        return 0.0 if self._is_warm or not arm.is_learned else self.catch_up_seconds
+
+    def _switch_to(self, arm: Strategy) -> None:
+        if arm.is_learned and not self._is_warm:
+            self._settling, self._excess = SETTLING_STEPS, 0.0
+        self._is_warm = arm.is_learned
+        self._current = arm
+
+    def _settle(self, state: SelectorState, strategy: Strategy, seconds: float) -> None:
+        """Book what the first steps after a switch took beyond their model as the catch-up."""
+        self._excess += seconds - self.step_time.seconds(state.batch_size, strategy, state.mean_context)
+        self._settling -= 1
+        if not self._settling:
+            self.catch_up_seconds += CATCH_UP_GAIN * (max(0.0, self._excess) - self.catch_up_seconds)
+
+    def _worth_probing(self, state: SelectorState, rates: dict[Strategy, float], best: Strategy) -> Strategy | None:
+        """The arm that may be better than `best` by most, among those whose trial the budget can pay; it pays."""
+        # The longer nothing was worth its price, the more we doubt, so a model that is sure and wrong is found out.
+        doubt = 1 + self._credit * rates[best] / DOUBT_STEPS
+        found, most, price = None, rates[best] * (1 + self.margin), 0.0
+        for arm, rate in rates.items():
+            seconds, spread = self.step_time.estimate(state.batch_size, arm, state.mean_context)
+            hoped = self._emitted(arm, doubt) / seconds * (1 + doubt * spread)
+            cost = PROBE_STEPS * seconds * max(0.0, 1 - rate / rates[best]) + self._switch_seconds(arm)
+            if self._is_warm and not arm.is_learned:
+                cost += self.catch_up_seconds  # to come back
+            if arm != best and hoped > most and cost <= self._credit:
+                found, most, price = arm, hoped, cost
+        self._credit -= price
+        return found

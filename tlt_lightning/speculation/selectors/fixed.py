@@ -1,0 +1,37 @@
+"""One strategy for the whole rollout."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
+
+
+class FixedSelector(StrategySelector):
+    """Speculates the same number of tokens in every step: the baseline that adaptive selectors must beat.
+
+    Args:
+        num_draft_tokens: Tokens drafted for each request and step; 0 never speculates.
+        drafter: Who proposes them.
+
+    Example:
+        >>> FixedSelector(3).select(SelectorState(batch_size=8))
+        Strategy(num_draft_tokens=3, drafter='learned')
+    """
+
+    def __init__(self, num_draft_tokens: int = 3, drafter: Drafter = "learned") -> None:
+        check_at_least("num_draft_tokens", num_draft_tokens, 0)
+        self.strategy = Strategy(num_draft_tokens, drafter) if num_draft_tokens else OFF
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        return (OFF,) if self.strategy.is_off else (OFF, self.strategy)
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        return self.strategy
+
+    @override
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+        pass

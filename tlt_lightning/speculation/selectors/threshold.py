@@ -1,0 +1,62 @@
+"""TLT's elastic rule: speculate when few requests are left (arXiv 2511.16665, section 5).
+
+What we do differently: the gate opens again when the batch grows back, and a band keeps a batch that hovers around the
+threshold from switching at every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
+
+
+class ThresholdSelector(StrategySelector):
+    """Speculates while at most `max_running` requests run; knows nothing of what a step costs or what is accepted.
+
+    Args:
+        num_draft_tokens: Tokens drafted for each request and step while on.
+        drafter: Who proposes them.
+        max_running: Speculation goes on when no more than this many requests run.
+        band: Once on, it goes off only when more than `max_running + band` requests run.
+
+    Example:
+        >>> selector = ThresholdSelector(num_draft_tokens=3, max_running=32, band=8)
+        >>> [selector.select(SelectorState(batch_size=size)).num_draft_tokens for size in (40, 32, 40, 41)]
+        [0, 3, 3, 0]
+    """
+
+    def __init__(
+        self, num_draft_tokens: int = 3, drafter: Drafter = "learned", max_running: int = 32, band: int = 8
+    ) -> None:
+        check_at_least("num_draft_tokens", num_draft_tokens, 1)
+        check_at_least("max_running", max_running, 1)
+        check_at_least("band", band, 0)
+        self.strategy = Strategy(num_draft_tokens, drafter)
+        self.max_running = max_running
+        self.band = band
+        self._is_on = False
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        return (OFF, self.strategy) if batch_size <= self.max_running + self.band else (OFF,)
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        self._is_on = state.batch_size <= self.max_running + (self.band if self._is_on else 0)
+        return self.strategy if self._is_on else OFF
+
+    @override
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+        pass
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_on": self._is_on}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._is_on = bool(state_dict["is_on"])
