@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.speculation.strategy import Drafter, SelectorState, Strategy, StrategySelector
 
 AcceptanceProfile = Callable[[float], Sequence[float]]

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.arguments import check_at_least
 
 COUNT_BIT = 40
 """An entry is count << COUNT_BIT | place: the largest entry is the most frequent and then the most recent one."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.speculation.graphs.plan import FullGraph, GraphCosts, GraphPlan, estimate_mib
-from tlt_lightning.speculation.selectors.arms import check_at_least
 from tlt_lightning.speculation.strategy import Strategy, StrategySelector
 
 PIECEWISE_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.arguments import check_at_least
 
 
 class AcceptanceEstimator:

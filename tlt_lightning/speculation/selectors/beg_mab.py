@@ -30,7 +30,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.speculation.selectors.arms import check_at_least, check_share, make_arms
+from tlt_lightning.arguments import check_at_least, check_share
+from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.selectors.windowed_median import WindowedMedian
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 

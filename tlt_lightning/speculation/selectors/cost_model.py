@@ -11,8 +11,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_at_least, check_share
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
-from tlt_lightning.speculation.selectors.arms import check_at_least, check_share, make_arms
+from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.selectors.step_time import StepTimeModel
 from tlt_lightning.speculation.strategy import (
     LEARNED_DRAFTERS,

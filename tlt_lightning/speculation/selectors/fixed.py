@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_lightning.speculation.selectors.arms import check_distinct
+from tlt_lightning.arguments import check_distinct
 from tlt_lightning.speculation.strategy import Drafter, MeasuredStep, Strategy
 
 KNEES = (64, 128, 256)

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.speculation.selectors.arms import check_at_least
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 

@@ -1,0 +1,38 @@
+"""Checks of arguments, at their bounds."""
+
+from collections.abc import Callable
+from math import nan
+from typing import Any
+
+import pytest
+
+from tlt_lightning.arguments import check_at_least, check_distinct, check_positive, check_share, check_within
+
+
+@pytest.mark.parametrize(
+    ("check", "accepted", "refused", "match"),
+    [
+        (lambda x: check_at_least("a", x, 1), [1, 2], [0, 0.99, nan], "`a` must be at least 1, got"),
+        (lambda x: check_positive("a", x), [1e-9, None], [0, -1, nan], "`a` must be positive, got"),
+        (lambda x: check_within("a", x, 0, 1), [0, 1], [-0.1, 1.1, nan], r"`a` must be in \[0, 1\], got"),
+        (lambda x: check_share("a", x), [0, 0.99], [-0.1, 1, nan], r"`a` is a share in \[0, 1\), got"),
+        (lambda x: check_distinct("a", x), [[1], [1, 2]], [[1, 1]], "`a` must not repeat a value, got"),
+        (lambda x: check_distinct("a", x), [], [[]], "`a` is empty"),
+    ],
+)
+def test_a_check_names_argument_value_and_rule(
+    check: Callable[[Any], None], accepted: list[Any], refused: list[Any], match: str
+) -> None:
+    for value in accepted:
+        check(value)
+    for value in refused:
+        with pytest.raises(ValueError, match=match):
+            check(value)
+
+
+@pytest.mark.parametrize("check", [lambda r: check_at_least("a", 0, 1, r), lambda r: check_positive("a", 0, r)])
+def test_the_remedy_ends_the_message(check: Callable[[str], None]) -> None:
+    with pytest.raises(ValueError, match=r"got 0\. Drop it\.$"):
+        check("Drop it.")
+    with pytest.raises(ValueError, match=r"got 0\.$"):
+        check("")

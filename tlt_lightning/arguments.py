@@ -1,0 +1,40 @@
+"""Checks of arguments: ValueError that names the argument, the value and what is allowed.
+
+Pure Python, because every room uses it, `speculation/` too, which imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
+    """Raise ValueError if `value` of argument `name` is below `minimum` or NaN; `remedy` ends the message."""
+    if not value >= minimum:
+        raise ValueError(f"`{name}` must be at least {minimum}, got {value}.{remedy and f' {remedy}'}")
+
+
+def check_positive(name: str, value: float | None, remedy: str = "") -> None:
+    """Raise ValueError if `value` of argument `name` is zero, negative or NaN; None passes."""
+    if value is not None and not value > 0:
+        raise ValueError(f"`{name}` must be positive, got {value}.{remedy and f' {remedy}'}")
+
+
+def check_within(name: str, value: float, low: float, high: float, remedy: str = "") -> None:
+    """Raise ValueError unless `value` of argument `name` is in [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` must be in [{low}, {high}], got {value}.{remedy and f' {remedy}'}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ValueError unless `value` of argument `name` is in [0, 1)."""
+    if not 0 <= value < 1:
+        raise ValueError(f"`{name}` is a share in [0, 1), got {value}.")
+
+
+def check_distinct(name: str, values: Sequence[object]) -> None:
+    """Raise ValueError if `values` of argument `name` are none at all, or repeat themselves."""
+    if not values:
+        raise ValueError(f"`{name}` is empty; list at least one value.")
+    if len(set(values)) < len(values):
+        raise ValueError(f"`{name}` must not repeat a value, got {list(values)}.")
