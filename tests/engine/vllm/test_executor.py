@@ -12,11 +12,11 @@ from tlt_lightning.checks import check_trainer
 
 @pytest.mark.vllm
 def test_an_engine_runs_as_its_rank_on_the_device_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tlt_lightning.engine.vllm import executor
+    from tlt_lightning.engine.vllm import executor as executors
 
-    executor = object.__new__(executor.RankExecutor)
+    executor = object.__new__(executors.RankExecutor)
     executor.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda")))
-    monkeypatch.setattr(executor, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(executors, "is_cpu_build", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert executor._distributed_args()[1:] == (0, 1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
