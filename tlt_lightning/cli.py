@@ -1,31 +1,10 @@
-"""The command line: LightningCLI over RLModule and RolloutDataModule, the same for drafters, and the export."""
+"""Parse recipes and options with LightningCLI, for policies and for drafters."""
 
 from __future__ import annotations
-
-import logging
-import os
-import sys
 
 from jsonargparse import set_parsing_settings
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
-
-
-def main() -> None:
-    """Run the command line of the process."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a reward forks a subprocess
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("tlt_lightning").setLevel(logging.INFO)
-    if sys.argv[1:2] == ["export"]:
-        from jsonargparse import auto_cli
-
-        from tlt_lightning.export import export_policy
-
-        auto_cli(export_policy, args=sys.argv[2:], as_positional=False)
-    elif sys.argv[1:2] == ["drafter"]:
-        run_drafter_cli(sys.argv[2:])
-    else:
-        run_cli()
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -44,7 +23,7 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
 
 
 def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
-    """The same for DrafterModule and DrafterDataModule: what follows `drafter` on the command line."""
+    """Do the same for DrafterModule and DrafterDataModule: `args` follow `drafter` on the command line."""
     from tlt_lightning.drafter.data import DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule
 

@@ -6,15 +6,21 @@ import os
 import zlib
 
 
+def given_seed() -> int | None:
+    """Return the seed given to `seed_everything`, None where it was not called."""
+    seed = os.environ.get("PL_GLOBAL_SEED")  # where Lightning leaves it
+    return None if seed is None else int(seed)
+
+
 def run_seed() -> int:
-    """The seed given to `seed_everything`, or 0."""
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+    """Return the seed given to `seed_everything`, or 0."""
+    return given_seed() or 0
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed for one use of random numbers, the same in every run.
+    """Return a seed for one use of random numbers, the same in every run.
 
     Args:
-        parts: What tells it from other uses: the run's seed, what is chosen, iteration, rank.
+        parts: Tell this use from others: the run's seed, what is chosen, iteration, rank.
     """
     return zlib.crc32(repr(parts).encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tlt_lightning.callbacks.progress_bar import IterationCallback, say
+from tlt_lightning.seeds import given_seed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +115,7 @@ class RunReport(IterationCallback):
     def _write(self, trainer: L.Trainer, *, interrupted: bool) -> None:
         self.dirpath.mkdir(parents=True, exist_ok=True)
         measured = summarize(self.history, self.accuracy_before)
-        summary = {"seed": _seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": interrupted}
+        summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": interrupted}
         summary_path = self.dirpath / "summary.json"
         summary_path.write_text(json.dumps(summary, indent=2) + "\n")
         lines = [f"run {'interrupted' if interrupted else 'finished'} after {summary['iterations']} iterations"]
@@ -217,11 +217,6 @@ def _use_log_scale(panel: Axes) -> None:
 def _series(history: History, name: str) -> dict[int, float]:
     values = ((iteration, history[iteration][name]) for iteration in sorted(history))
     return {iteration: value for iteration, value in values if value is not None}
-
-
-def _seed() -> int | None:
-    seed = os.environ.get("PL_GLOBAL_SEED")  # where `seed_everything` leaves it
-    return None if seed is None else int(seed)
 
 
 def _checkpoints(trainer: L.Trainer) -> list[str]:

@@ -18,7 +18,7 @@ from tlt_lightning.timing import LapClock
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tlt_lightning.data.idle import IdleCoordinator
+    from tlt_lightning.data.idle import IdleWindows
 
 
 class RolloutCollector:
@@ -40,7 +40,7 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         rewards: RewardPool,
         clock: LapClock,
-        idle: IdleCoordinator | None = None,
+        idle: IdleWindows | None = None,
     ) -> None:
         self.trainer = trainer
         self.engine = engine
@@ -103,7 +103,7 @@ class RolloutCollector:
 
         def on_progress(progress: RolloutProgress) -> None:
             if self.idle is not None:
-                self.idle.check()  # the others' end would otherwise be noticed only when this rollout is over
+                self.idle.liveness.check()  # the others' end would otherwise be noticed only when this rollout is over
             trace.append((progress.elapsed, progress.waiting + progress.running))
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 

@@ -18,7 +18,8 @@ from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate, plan_minibatches
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
-from tlt_lightning.data.idle import IdleCoordinator
+from tlt_lightning.data.idle import IdleWindows
+from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.engine.base import RolloutEngine, Sampling
@@ -116,7 +117,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.long_prompts = long_prompts
         self.reward_workers, self.reward_timeout, self.reward_on_error = reward_workers, reward_timeout, reward_on_error
         self.clock = LapClock()
-        self.idle: IdleCoordinator | None = None
+        self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self._metrics: dict[str, float] = {}
 
@@ -140,7 +141,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.pool = RewardPool(
             self.rewards, num_workers=self.reward_workers, timeout=self.reward_timeout, on_error=self.reward_on_error
         )
-        self.idle = IdleCoordinator(self._trainer) if self._world_size > 1 else None
+        self.liveness = Liveness(self._trainer) if self._world_size > 1 else None
+        self.idle = None if self.liveness is None else IdleWindows(self.liveness)
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         self.engine.setup(policy, max_model_len=max_model_len, seed=self._seed + self._rank)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
@@ -166,8 +168,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.idle is not None:
-            self.idle.report(exception)
+        if self.liveness is not None:
+            self.liveness.report(exception)
         try:
             self.close()  # Lightning runs no teardown after an exception
         except Exception:  # a broken device must not hide the error that broke it
@@ -175,8 +177,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def close(self) -> None:
         """Free the engine and stop the reward workers; safe to call twice."""
-        if self.idle is not None:
-            self.idle.close()
+        if self.liveness is not None:
+            self.liveness.close()
         if hasattr(self, "pool"):
             self.pool.close()
         self.engine.close()  # last: on a broken device it may raise
