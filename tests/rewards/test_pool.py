@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tlt_lightning.rewards import RewardPool, RewardTerm
-from tlt_lightning.rewards.pool import MAX_FAILURES, shorten
 
 TIMEOUT = 0.3
 """Long enough for a loaded machine to start a call that does nothing, short enough to wait for."""
@@ -172,10 +171,6 @@ def test_a_bad_function_is_counted_logged_and_scored(function: Any, make_pool, c
         assert pool.collect() == {key: {name: -1.0, "length": 5000.0} for key in range(3)}
     assert pool.stats[f"reward/{name}_errors"] == 3
     assert pool.stats[f"reward/{name}_timeouts"] == 0
-    assert [(f.term, f.key, f.prompt, f.response) for f in pool.failures] == [
-        (name, key, "the prompt", "long " * 1000) for key in range(3)
-    ]
-    assert all(f.error for f in pool.failures)
     (record,) = caplog.records
     assert f"Reward `{name}` failed" in record.getMessage()
     assert "the prompt" in record.getMessage()
@@ -207,11 +202,11 @@ def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, 
     assert pool.collect() == {key: {function.__name__: 0.0, "length": 3.0} for key in range(3)}
     assert pool.stats[f"reward/{function.__name__}_timeouts"] == 3
     assert pool.stats["reward/length_timeouts"] == 0
-    assert "no score within 0.3 s" in pool.failures[0].error
+    assert "no score within 0.3 s" in caplog.text
     assert f"reward/{function.__name__}_timeouts" in caplog.text
 
 
-def test_a_blocked_event_loop_is_replaced(make_pool) -> None:
+def test_a_coroutine_that_blocks_its_thread_holds_up_no_other(make_pool) -> None:
     async def block_if_told(prompt: str, response: str, row: dict) -> float:
         if row["block"]:
             threading.Event().wait()
@@ -252,20 +247,6 @@ def test_a_cancelled_coroutine_can_clean_up(make_pool) -> None:
     assert cleaned.wait(5)
 
 
-def test_coroutines_share_one_event_loop(make_pool) -> None:
-    loops: set[int] = set()
-
-    async def where(prompt: str, response: str, row: dict) -> float:
-        loops.add(id(asyncio.get_running_loop()))
-        return 0.0
-
-    pool = make_pool(where)
-    for key in range(8):
-        pool.submit(key, "", "", {})
-    pool.collect()
-    assert len(loops) == 1
-
-
 def test_a_timeout_error_counts_as_a_timeout_without_costing_a_thread(make_pool) -> None:
     def gives_up(prompt: str, response: str, row: dict) -> float:
         raise TimeoutError("the judge is away")
@@ -293,15 +274,6 @@ def test_a_thread_that_was_given_up_ends_with_its_call(make_pool) -> None:
     assert len([t for t in set(threading.enumerate()) - threads if t.name == "reward-worker"]) == 2
 
 
-def test_kept_failures_are_bounded(make_pool) -> None:
-    pool = make_pool(RewardTerm(function=lambda p, r, row: None, name="none"))
-    for key in range(MAX_FAILURES + 5):
-        pool.submit(key, "", "", {})
-    pool.collect()
-    assert len(pool.failures) == MAX_FAILURES
-    assert pool.stats["reward/none_errors"] == MAX_FAILURES + 5
-
-
 def test_functions_that_load_do_so_before_the_first_call(make_pool) -> None:
     class Loads:
         loaded = False
@@ -320,7 +292,7 @@ def test_functions_that_load_do_so_before_the_first_call(make_pool) -> None:
 
 def test_close_is_idempotent_final_and_ends_all_threads() -> None:
     threads = set(threading.enumerate())
-    pool = RewardPool([RewardTerm(function=hang_async), RewardTerm(function=length)], timeout=60)
+    pool = RewardPool([RewardTerm(function=hang_async), RewardTerm(function=length)], timeout=1)
     pool.submit(0, "", "", {})
     time.sleep(0.1)
     pool.close()
@@ -335,12 +307,12 @@ def test_close_is_idempotent_final_and_ends_all_threads() -> None:
 
 def test_what_close_gives_up_on_is_no_failure(caplog) -> None:
     for _ in range(50):
-        pool = RewardPool([RewardTerm(function=hang_async)], timeout=60)
+        pool = RewardPool([RewardTerm(function=hang_async)], timeout=0.05)
         for key in range(4):
             pool.submit(key, "", "", {})
         time.sleep(0.005)
         pool.close()
-    time.sleep(0.1)
+    time.sleep(0.2)
     assert not caplog.records
 
 
@@ -359,6 +331,7 @@ def test_a_key_is_used_once(make_pool) -> None:
         ({"num_workers": 0}, "`num_workers` must be at least 1"),
         ({"timeout": 0.0}, "`timeout` must be a positive"),
         ({"timeout": float("nan")}, "`timeout` must be a positive"),
+        ({"timeout": float("inf")}, "`timeout` must be a positive"),
         ({"on_error": float("nan")}, "`on_error` must be a finite"),
     ],
 )
@@ -388,11 +361,3 @@ print("end")
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "Traceback" not in done.stderr
     assert time.perf_counter() - start < 10
-
-
-def test_shorten_keeps_both_ends() -> None:
-    assert shorten("short") == "short"
-    text = shorten("a" * 5000 + "z" * 5000)
-    assert text.startswith("aaa")
-    assert text.endswith("zzz")
-    assert len(text) < 600

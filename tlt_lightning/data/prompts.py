@@ -1,4 +1,4 @@
-"""Prompts: where they are read, how they become token ids, and in which order iterations use them."""
+"""Read prompts, turn them into token ids, and say in which order iterations use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """Where prompts come from and how a row becomes one.
+    """Name a data set and the way from its rows to prompts.
 
     Args:
         path: A JSONL or Parquet file, or the name of a dataset on the hub.
@@ -74,7 +74,7 @@ class PromptSource:
         return [dict(row) for row in dataset]
 
     def question(self, row: dict[str, Any]) -> str:
-        """The question of a row, before any chat template."""
+        """Return the question of a row, before any chat template."""
         if self.template is None:
             return str(row[self.prompt_column])
         return _compiled(self.template).render(**row)
@@ -139,7 +139,7 @@ def load_prompts(
 
 
 class PromptCursor:
-    """The order in which prompts are used: shuffled anew each pass, the same for every number of ranks.
+    """Order prompts: shuffled anew each pass, the same for every number of ranks.
 
     Args:
         num_prompts: How many there are.

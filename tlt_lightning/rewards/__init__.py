@@ -1,4 +1,4 @@
-"""What a response is worth: reward functions, their weights, and the pool that runs them during the rollout.
+"""Score responses: reward functions, their weights, and the pool that runs them during the rollout.
 
 A reward is a callable `(prompt, response, row) -> float`, plain or async. `row` is the whole row of the data file,
 shared by all rewards and therefore read-only; `row["answer"]` holds the value of the answer column.
@@ -14,14 +14,13 @@ from tlt_lightning.rewards.countdown import countdown
 from tlt_lightning.rewards.exact import exact_match
 from tlt_lightning.rewards.format import Format
 from tlt_lightning.rewards.math import math_equivalence
-from tlt_lightning.rewards.pool import RewardFailure, RewardPool
+from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rewards.reward_model import RewardModel
 from tlt_lightning.rewards.term import RewardFunction, RewardTerm
 
 __all__ = [
     "Format",
     "PythonTests",
-    "RewardFailure",
     "RewardFunction",
     "RewardModel",
     "RewardPool",

@@ -1,4 +1,4 @@
-"""The process of `code.py` that runs one program and its tests under limits.
+"""Run one program and its tests under limits, in a process that `code.py` starts.
 
 Runs as a script, without the package. Reads a request as JSON from standard input; writes to standard output how it is
 isolated ("namespaces" or "guard"), then the request's token once the tests have passed.

@@ -1,4 +1,4 @@
-"""The child process of `math.py`: compares expressions, one JSON line in and one out.
+"""Compare expressions in a child process of `math.py`, one JSON line in and one out.
 
 Runs as a script, without the package.
 """

@@ -1,4 +1,4 @@
-"""Finding the expected answer in a row and the final answer in a response."""
+"""Find the expected answer in a row and the final answer in a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward for picking the right option of a multiple-choice question with up to five options."""
+"""Score the answer to a multiple-choice question with up to five options."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def chosen_option(response: str, *, numbered: bool) -> str | None:
 
 
 def letter(option: str) -> str:
-    """The letter of an option given as a letter or as a number from 1."""
+    """Return the letter of an option given as a letter or as a number from 1."""
     return "ABCDE"[int(option) - 1] if option.isdigit() else option.upper()

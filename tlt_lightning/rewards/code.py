@@ -1,4 +1,4 @@
-"""Reward for Python code that passes its unit tests."""
+"""Score Python code by its unit tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FENCED_BLOCK = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTA
 
 
 class PythonTests:
-    r"""Gives 1 to a response whose Python code passes the unit tests of its row, else 0.
+    r"""Give 1 to a response whose Python code passes the unit tests of its row, else 0.
 
     Isolation against accidents, not against attackers. The code runs in a process group of its own with limits on
     wall-clock time, processor time, memory and file size, in an empty temporary folder with a minimal environment. On

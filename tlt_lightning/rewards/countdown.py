@@ -1,4 +1,4 @@
-"""The Countdown reward: does the final expression use every given number once and reach the target?
+"""Score Countdown: the final expression uses every given number once and reaches the target.
 
 Only what follows the answer marker counts, so wrong turns in the search before it cost nothing.
 """
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 ANSWER = "<answer>"
-"""What a response writes before its final expression; the last one counts, and `</answer>` may close it."""
+"""Marker before the final expression; the last one counts, and `</answer>` may close it."""
 
 _MAX_CHARS = 512  # far above any honest answer, far below what slows the parser down
 _EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
@@ -62,7 +62,7 @@ def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
-    """Value of a parsed expression; appends the numbers it uses to `used`."""
+    """Compute the value of a parsed expression; append the numbers it uses to `used`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         used.append(node.value)
         return Fraction(node.value)

@@ -1,4 +1,4 @@
-"""Reward for writing the answer and nothing else."""
+"""Score responses that are the answer and nothing else."""
 
 from __future__ import annotations
 

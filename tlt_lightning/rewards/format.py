@@ -1,4 +1,4 @@
-"""Reward for the shape of a response, whatever it says."""
+"""Score the shape of a response, whatever it says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THINK_THEN_ANSWER = rf"<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>"
 
 
 class Format:
-    """Gives 1 to a response that matches a regular expression from end to end, else 0.
+    """Give 1 to a response that matches a regular expression from end to end, else 0.
 
     White space around the response is ignored and `.` matches line breaks too; write `.*` where anything may stand.
     A pattern that backtracks exponentially stops the whole process, and no time limit helps: `re` holds the

@@ -1,4 +1,4 @@
-r"""Reward for an answer that is mathematically equal to the expected one, judged by math-verify.
+r"""Score answers that are mathematically equal to the expected one, judged by math-verify.
 
 math-verify runs in child processes. Computing a response such as `\boxed{9^{9^{9}}}` holds the interpreter's lock for
 as long as it takes, so in this process it would stop the rollout, and no time limit of a thread could end it. The

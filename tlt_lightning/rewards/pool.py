@@ -1,53 +1,51 @@
-"""Scores responses while the rollout is still running, whatever the reward functions do."""
+"""Score responses in the background while the rollout is still running."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
+import reprlib
+import threading
+import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
-from tlt_lightning.rewards._workers import LoopThread, Workers
 from tlt_lightning.rewards.term import RewardTerm
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 32
-MAX_LOGGED_CHARACTERS = 500
+SHORT = reprlib.Repr()
+SHORT.maxstring = 500
 
 
-@dataclass(frozen=True, slots=True)
-class RewardFailure:
-    """A sample that a reward function could not score.
+@dataclass(slots=True, eq=False)
+class Call:
+    """Hold one reward's call for one response, and its outcome."""
 
-    Args:
-        term: Name of the reward.
-        key: The key it was submitted under.
-        prompt: The prompt.
-        response: The response.
-        error: Type and text of the exception.
-    """
-
-    term: str
-    key: int
+    term: RewardTerm
     prompt: str
     response: str
-    error: str
+    row: dict[str, Any]
+    started: float = math.inf
+    score: float = 0.0
+    error: BaseException | None = None
 
 
 class RewardPool:
-    """Runs reward functions in the background and keeps their failures from ending or delaying a run.
+    """Run reward functions on threads and keeps their failures from ending or delaying a run.
 
     A function that raises, returns something other than a finite number, or exceeds the time limit gets `on_error`; it
-    is counted in `stats`, kept in `failures`, and each reward's first failure is logged with its sample. Python cannot
-    end a thread, so a function that hangs is left behind on its thread and another takes its place. A function that
-    holds the interpreter's lock while it hangs (a huge power, a runaway regular expression) stops the process all the
-    same and belongs in a child process.
+    is counted in `stats`, and each reward's first failure is logged with its sample. An awaitable is run by the thread
+    that made it, in an event loop of its own, so clients that keep connections must be opened inside the call.
+
+    Python cannot end a thread: a call past its time limit is left behind on its own, and a new thread takes its place.
+    A function that holds the interpreter's lock while it hangs (a huge power, a runaway regular expression) stops the
+    process all the same and belongs in a child process.
 
     Args:
         terms: The rewards, each under its own name. A function object with a method `load()` has it called here,
@@ -75,32 +73,30 @@ class RewardPool:
             raise ValueError(f"`terms` must have different names, got {list(names.elements())}; set `name`.")
         if num_workers < 1:
             raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
-        if not timeout > 0:
+        if not 0 < timeout < threading.TIMEOUT_MAX:
             raise ValueError(f"`timeout` must be a positive number of seconds, got {timeout}.")
         if not math.isfinite(on_error):
             raise ValueError(f"`on_error` must be a finite number, got {on_error}.")
         self.terms = tuple(terms)
-        self.num_workers = num_workers
         self.timeout = timeout
         self.on_error = on_error
         self.stats: dict[str, int] = {}
         """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that
         the last `collect` returned."""
-        self.failures: deque[RewardFailure] = deque(maxlen=MAX_FAILURES)
-        """The latest failures, oldest first."""
-        self._counts: Counter[str] = Counter()
+        self._submitted: dict[int, list[Call]] = {}
+        self._changed = threading.Condition()  # guards the two below, and is told of whatever changes them
+        self._waiting: deque[Call] = deque()
+        self._running: set[Call] = set()
         self._warned: set[str] = set()
-        self._pending: dict[int, list[Future[float]]] = {}
         self._closed = False
-        self._slots = asyncio.Semaphore(num_workers)
         for term in self.terms:
             if load := getattr(term.function, "load", None):
                 load()
-        self._scheduler = LoopThread("reward-scheduler")
-        self._workers = Workers(num_workers, timeout)
+        for _ in range(num_workers):
+            self._start_thread()
 
     def submit(self, key: int, prompt: str, response: str, row: dict[str, Any]) -> None:
-        """Have a response scored by every reward, and return at once.
+        """Queue a response for every reward, and return at once.
 
         Args:
             key: Identifies the response in what `collect` returns.
@@ -110,67 +106,112 @@ class RewardPool:
         """
         if self._closed:
             raise RuntimeError("`submit` was called on a reward pool that is closed.")
-        if key in self._pending:
+        if key in self._submitted:
             raise ValueError(f"`key` {key} was submitted already; use each key once between two calls of `collect`.")
-        self._pending[key] = [
-            self._scheduler.start(self._score(term, key, prompt, response, row)) for term in self.terms
-        ]
+        self._submitted[key] = [Call(term, prompt, response, row) for term in self.terms]
+        with self._changed:
+            self._waiting.extend(self._submitted[key])
+            self._give_up_late()  # so that calls that hang do not hold up the others until `collect`
+            self._changed.notify_all()
 
     def collect(self) -> dict[int, dict[str, float]]:
         """Wait for everything submitted since the last call; return the unweighted scores by key and reward name.
 
         Keys are in ascending order and rewards in the order of `terms`, however long each took.
         """
-        pending, self._pending = self._pending, {}
-        scores = {
-            key: {term.name: future.result() for term, future in zip(self.terms, pending[key], strict=True)}
-            for key in sorted(pending)
-        }
-        counts, self._counts = self._counts, Counter()
-        kinds = ("errors", "timeouts")
-        self.stats = {name: counts[name] for term in self.terms for name in (f"reward/{term.name}_{k}" for k in kinds)}
-        return scores
+        with self._changed:
+            while self._waiting or self._running:
+                self._give_up_late()
+                first = min((call.started for call in self._running), default=time.monotonic())
+                self._changed.wait(max(0.0, first + self.timeout - time.monotonic()))
+        submitted, self._submitted = self._submitted, {}
+        self.stats = {f"reward/{term.name}_{kind}": 0 for term in self.terms for kind in ("errors", "timeouts")}
+        for calls in submitted.values():
+            for call in calls:
+                if call.error is not None:
+                    self.stats[failure_metric(call)] += 1
+        return {key: {call.term.name: call.score for call in submitted[key]} for key in sorted(submitted)}
 
     def close(self) -> None:
-        """Give up on everything that is still running; safe to call twice."""
-        if not self._closed:
+        """Give up on everything that still runs; safe to call twice."""
+        with self._changed:
             self._closed = True
-            self._scheduler.stop()
-            self._workers.stop()
+            self._waiting.clear()
+            self._running.clear()
+            self._changed.notify_all()
 
-    async def _score(self, term: RewardTerm, key: int, prompt: str, response: str, row: dict[str, Any]) -> float:
-        # A slot is a thread with nothing to do, so that a call starts, and its time counts, as soon as it has one.
-        async with self._slots:
-            call = self._workers.call(term.function, prompt, response, row)
+    def _start_thread(self) -> None:
+        # A daemon: `concurrent.futures` joins its threads when the interpreter exits, and one that hangs never ends.
+        threading.Thread(target=self._work, name="reward-worker", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                call = self._waiting.popleft()
+                call.started = time.monotonic()
+                self._running.add(call)
             try:
-                score, error = await asyncio.wait_for(asyncio.wrap_future(call), self.timeout)
-            except TimeoutError:
-                score, error = self.on_error, TimeoutError(f"no score within {self.timeout} s")
-                if call.cancel():  # False if it finished just now, and its thread with it
-                    self._workers.add()
-        if error is None or self._closed:
-            return score
+                score, error = run(call, self.timeout), None
+            except BaseException as raised:  # the thread must survive whatever a reward does
+                score, error = self.on_error, raised
+            with self._changed:
+                if call not in self._running:  # given up, and another thread has taken over
+                    return
+                self._finish(call, score, error)
+
+    def _give_up_late(self) -> None:
+        latest = time.monotonic() - self.timeout
+        for call in [call for call in self._running if call.started <= latest]:
+            self._finish(call, self.on_error, late(self.timeout))
+            self._start_thread()
+
+    def _finish(self, call: Call, score: float, error: BaseException | None) -> None:
+        call.score, call.error = score, error
+        self._running.remove(call)
+        self._changed.notify_all()
+        if error is None or call.term.name in self._warned:
+            return
+        self._warned.add(call.term.name)
         text = "".join(traceback.format_exception_only(error)).strip()  # survives an exception that cannot be printed
-        self._report(term, error, RewardFailure(term.name, key, prompt, response, shorten(text)))
-        return self.on_error
-
-    def _report(self, term: RewardTerm, error: BaseException, failure: RewardFailure) -> None:
-        metric = f"reward/{term.name}_{'timeouts' if isinstance(error, TimeoutError) else 'errors'}"
-        self._counts[metric] += 1
-        self.failures.append(failure)
-        if term.name not in self._warned:
-            self._warned.add(term.name)
-            log.warning(
-                "Reward `%s` failed, and this response is scored %g: %s. Later failures are only counted, in `%s`. "
-                "Prompt: %r. Response: %r.",
-                *(term.name, self.on_error, failure.error, metric),
-                *(shorten(failure.prompt), shorten(failure.response)),
-            )
+        log.warning(
+            "Reward `%s` failed, and this response is scored %g: %s. Later failures are only counted, in `%s`. "
+            "Prompt: %s. Response: %s.",
+            *(call.term.name, self.on_error, text[:500], failure_metric(call)),
+            *(SHORT.repr(call.prompt), SHORT.repr(call.response)),
+        )
 
 
-def shorten(text: str) -> str:
-    """Leave out the middle of a long text; both ends tell more."""
-    if len(text) <= MAX_LOGGED_CHARACTERS:
-        return text
-    half = MAX_LOGGED_CHARACTERS // 2
-    return f"{text[:half]} [...] {text[-half:]}"
+def failure_metric(call: Call) -> str:
+    """Name the metric that counts a failed call."""
+    return f"reward/{call.term.name}_{'timeouts' if isinstance(call.error, TimeoutError) else 'errors'}"
+
+
+def run(call: Call, timeout: float) -> float:
+    """Call the reward function, to the end of its coroutine if it makes one, and return a finite score."""
+    value: Any = call.term.function(call.prompt, call.response, call.row)
+    if inspect.isawaitable(value):
+        value = asyncio.run(finish(value, timeout))
+    if not isinstance(value, SupportsFloat):  # a str is not one
+        raise TypeError(f"returned {value!r}, which is no number")
+    if not math.isfinite(score := float(value)):
+        raise ValueError(f"returned {value!r}, which is not finite")
+    return score
+
+
+async def finish(value: Awaitable[Any], timeout: float) -> Any:
+    """Await `value` for `timeout` s at most, then cancel it."""
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return await value
+    except TimeoutError as error:
+        if limit.expired():
+            raise late(timeout) from error
+        raise
+
+
+def late(timeout: float) -> TimeoutError:
+    """Make the error of a call that did not end within `timeout` s."""
+    return TimeoutError(f"no score within {timeout} s")

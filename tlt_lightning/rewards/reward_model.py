@@ -1,4 +1,4 @@
-"""Reward from a Hugging Face reward model: a sequence classifier with one output."""
+"""Score responses with a Hugging Face reward model: a sequence classifier with one output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOADING = threading.Lock()
 
 
 class RewardModel:
-    """Scores responses with a sequence-classification model that has one output; the score is its raw logit.
+    """Score responses by the raw logit of a sequence classifier with one output.
 
     The first call loads the model; calls from several threads are safe. If the tokenizer has a chat template, prompt
     and response become a user and an assistant message; otherwise they are concatenated. The prompt must therefore be

@@ -1,4 +1,4 @@
-"""One reward function with its weight and the name it is logged under."""
+"""Name a reward function and weigh it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 RewardFunction = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
 
 RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
-"""Taken under `reward/` by the statistics of the weighted sum."""
+"""Names under `reward/` that the statistics of the weighted sum have taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardTerm:
-    """Names one reward function and says how much it counts.
+    """Give a reward function its name and its weight.
 
     Args:
         function: Called as `function(prompt, response, row)`; plain or async. In YAML either a dotted path
@@ -54,7 +54,7 @@ class RewardTerm:
 
 
 def default_name(function: RewardFunction) -> str:
-    """The name of a function, or of the class of a callable object."""
+    """Return the name of a function, or of the class of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
