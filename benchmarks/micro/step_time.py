@@ -117,8 +117,8 @@ def started(scale: Scale, speculation: Callable[[str], Speculation] | None) -> I
         engine = DummyEngine(**scale.engine, speculation=None if speculation is None else speculation(head))
         began = time.perf_counter()
         engine.setup(policy, max_model_len=2 * scale.context, seed=0)
-        if engine._session is not None:
-            engine._session.control.alarm.window = 10**12  # a random head is meant to fail
+        if (controller := engine.inspect().controller) is not None:
+            controller.alarm.window = 10**12  # a random head is meant to fail
         try:
             yield engine, time.perf_counter() - began
         finally:
@@ -216,14 +216,14 @@ def measure_speculative(scale: Scale, pool: Any, *, all_cells: bool) -> dict[str
         reachable = {batch: {arm.num_draft_tokens for arm in dial.arms(batch)} for batch in scale.batches}
         cells = [(batch, k) for batch in scale.batches for k in KS if all_cells or k in reachable[batch]]
         result: dict[str, Any] = {"start_seconds": seconds, "step_ms": step_times(engine, scale, dial, cells)}
-        graphs = engine._session.graphs  # type: ignore[union-attr]
+        graphs = engine.inspect().graphs
         if graphs is not None:
             report = graphs.report()
             result |= {"graph_mib": report.mib, "graph_seconds": report.seconds, "table": graphs.plan.table(report)}
             result["hits"] = dict(graphs.hits)
         if not all_cells:
             result["switch_ms"] = {"deferred": switch_costs(engine, scale, dial)}
-            drafter: Any = engine._session.steering.drafter  # type: ignore[union-attr]
+            drafter: Any = engine.inspect().speculative_runner.drafter  # type: ignore[union-attr]
             backlog, drafter.backlog = drafter.backlog, None
             drafter._defers = False
             result["switch_ms"]["reprefill"] = switch_costs(engine, scale, dial)

@@ -17,7 +17,7 @@ from benchmarks.rollout.heads import head_tensors, redrawn
 from benchmarks.rollout.setup import CELL_STEPS, SETTLE_STEPS, Setup
 from benchmarks.rollout.steps import EDGES, StepRecorder, WatchedScheduler, acceptance_by_phase, summarize
 from tlt_lightning.engine import Request, RolloutProgress, Sampling
-from tlt_lightning.engine.vllm.internals import is_cpu_build, model_runner_of, runs_v2
+from tlt_lightning.engine.vllm.internals import is_cpu_build, runs_v2
 from tlt_lightning.engine.vllm.patches.cpu_build import repair_cpu_sampling
 from tlt_lightning.engine.vllm.patches.drafter_first_pass import keep_first_pass_with_target
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -56,8 +56,8 @@ class Bench:
             if is_cpu_build():
                 repair_cpu_sampling()
             elif runs_v2() and not self.engine.enforce_eager:
-                keep_first_pass_with_target(model_runner_of(self._live))  # else it dies of vLLM's own graphs
-            self.watched = WatchedScheduler(self.engine._scheduler)
+                keep_first_pass_with_target(self.engine.inspect().model_runner)  # else it dies of vLLM's own graphs
+            self.watched = WatchedScheduler(self.engine.inspect().scheduler)
         if kind != "full_pool":
             self._warm_up()
 
@@ -180,9 +180,9 @@ class Bench:
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
         config = self._live.vllm_config
-        runner = model_runner_of(self._live)
+        runner = self.engine.inspect().model_runner
         cuda = torch.cuda.is_initialized()
-        cache = self._live.engine_core.engine_core.scheduler.kv_cache_config
+        cache = self.engine.inspect().scheduler.kv_cache_config
         kv_tokens = int(get_max_concurrency_for_kv_cache_config(config, cache) * config.model_config.max_model_len)
         result = {
             "start_seconds": round(self.start_seconds, 1),
@@ -200,7 +200,7 @@ class Bench:
         }
         if self.table:
             result["table"] = [list(entry) for entry in self.table]
-        graphs = None if self.engine._session is None else self.engine._session.graphs
+        graphs = self.engine.inspect().graphs
         if graphs is not None and graphs.plan is not None:
             report = graphs.report()
             result |= {"graph_mib": dict(report.mib), "graph_seconds": dict(report.seconds)}
@@ -215,12 +215,12 @@ class Bench:
 
     @property
     def _live(self) -> Any:
-        return self.engine._live
+        return self.engine.inspect().engine
 
     def _counters(self) -> Any:
-        if self.engine._session is not None:
-            control = self.engine._session.control
-            return lambda: control.counters
+        controller = self.engine.inspect().controller
+        if controller is not None:
+            return lambda: controller.counters
         if self.watched is not None:
             self.watched.counters = SpeculationCounters()
             return lambda: self.watched.counters
@@ -250,8 +250,7 @@ class Bench:
         if hasattr(drafter, "_look_up"):  # the V2 runner's; the V1 runner's steering looks at its texts alone
             drafter._look_up = None if texts is None else steering.look_up
             drafter.has_head = arm.head is not None  # without one, its first pass must not be paid for
-        if control.selector.wants_calibration:
-            self.engine._calibrate(session)  # as before the first rollout of a run
+        self.engine.warm_up()  # as before the first rollout of a run
         control.trace = MemoryTrace() if arm.name == "adaptive" else None
         return control.trace
 
@@ -260,12 +259,11 @@ class Bench:
             return
         is_random = head == RANDOM_HEAD
         tensors = head_tensors(self.setup.heads[0] if is_random else head)
-        session = self.engine._session
-        assert session is not None
         if is_random:
             tensors = redrawn(tensors, self.setup.seed)
-        target = model_runner_of(self._live).get_model()
-        if is_random or session.steering.drafter.model.lm_head is getattr(target, "lm_head", None):  # type: ignore[union-attr]
+        parts = self.engine.inspect()
+        target, drafter = parts.model_runner.get_model(), parts.speculative_runner.drafter  # type: ignore[union-attr]
+        if is_random or drafter.model.lm_head is getattr(target, "lm_head", None):  # type: ignore[union-attr]
             tensors.pop("lm_head.weight", None)
         self.engine.update_drafter(tensors.items(), version=0)
         self.head = head

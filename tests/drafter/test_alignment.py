@@ -25,7 +25,6 @@ from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.sequence import DraftSequence
 from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.engine import Request, VLLMEngine
-from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation.strategy import Strategy
@@ -80,7 +79,7 @@ class Draft(NamedTuple):
 
 def record_drafts(engine: VLLMEngine, request: Request) -> tuple[list[int], list[Draft]]:
     """Write one response; return it, and what was drafted in each engine step."""
-    model = internals.model_runner_of(engine._live).drafter.model
+    model = engine.inspect().model_runner.drafter.model
     compute, seen, drafts = model.compute_logits, [], []
 
     def spy(states: Tensor) -> Tensor:

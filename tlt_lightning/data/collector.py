@@ -95,6 +95,7 @@ class RolloutCollector:
         version = self.trainer.global_step
         if self.engine.policy_version != version:
             self.engine.update_weights(self.trainer.lightning_module.policy_weights(), version)  # type: ignore[operator]
+            self.engine.warm_up()
             call_rollout_hook(self.trainer, "on_weights_synced", version)
         self.clock.lap("sync")
 

@@ -2,10 +2,11 @@
 
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.engine.vllm.engine import VLLMEngine
+from tlt_lightning.engine.vllm.engine import EngineParts, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 
 __all__ = [
+    "EngineParts",
     "Request",
     "Response",
     "RolloutEngine",

@@ -123,7 +123,8 @@ class RolloutEngine(ABC):
     """Writes responses with the current policy.
 
     Constructing an engine is cheap and only checks its arguments; `setup` loads it. The order of calls is
-    `setup`, `attach`, then for each iteration `wake`, `update_weights`, `generate`, `sleep`; `close` at any time.
+    `setup`, `attach`, then for each iteration `wake`, `update_weights`, `warm_up`, `generate`, `sleep`; `close` at any
+    time.
     """
 
     @abstractmethod
@@ -152,6 +153,12 @@ class RolloutEngine(ABC):
     @abstractmethod
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace the policy's weights by `named_tensors` (Hugging Face names) and forget all cached prefixes."""
+
+    def warm_up(self) -> None:  # noqa: B027 - most engines need none
+        """Measure whatever the engine wants to know before its first rollout; nothing where it knows enough.
+
+        Takes seconds at most, needs current weights, and leaves no trace in what is written later.
+        """
 
     def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace the drafter's trainable weights; never touches a tensor of the policy."""

@@ -62,6 +62,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     calibration.log.addHandler(handler)
     calibration.log.setLevel(logging.INFO)
     with engine_of(policy, speculation) as engine:
+        engine.warm_up()
         calibration.log.removeHandler(handler)
         yield Setup(engine, selector, policy, path / "steps.jsonl", "\n".join(handler.lines))
 
@@ -100,14 +101,14 @@ def test_rollouts_cannot_tell(setup: Setup) -> None:
     setup.selector.script = lambda state: OFF
     weights = list(stream_weights(load_policy(setup.policy)))
     texts = []
-    for measures in (False, True):
-        if measures:
-            session.has_calibrated, setup.selector.measured = False, []
+    for measured in (setup.selector.measured, []):
+        setup.selector.measured = measured
         before = torch.get_rng_state()
         engine.update_weights(weights, 1)
+        engine.warm_up()
         assert torch.equal(torch.get_rng_state(), before)
-        assert bool(setup.selector.measured)
-        pool: Any = engine._scheduler.kv_cache_manager.block_pool
+        assert setup.selector.measured
+        pool: Any = engine.inspect().scheduler.kv_cache_manager.block_pool
         assert len(pool.cached_block_hash_to_block) == 0
         texts.append(write(engine, siblings(), Sampling(max_tokens=64), seed=3))
     assert texts[0] == texts[1]
@@ -124,13 +125,12 @@ def test_only_who_knows_nothing_is_told(setup: Setup) -> None:
     new, resumed = (CostModelSelector(num_draft_tokens=(2,), drafters=("sibling",)) for _ in range(2))
     resumed.calibrate([MeasuredStep(1, OFF, 20.0, 0.125)])
     resumed.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
-    weights = list(stream_weights(load_policy(setup.policy)))
     original, was_measured = session.control.selector, {}
     try:
         for name, selector in {"fixed": FixedSelector(2), "resumed": resumed, "new": new}.items():
-            session.control.selector, session.has_calibrated = selector, False
-            setup.engine.update_weights(weights, 2)
-            was_measured[name] = session.has_calibrated
+            session.control.selector, knew = selector, selector.wants_calibration
+            setup.engine.warm_up()
+            was_measured[name] = knew and not selector.wants_calibration
     finally:
         session.control.selector = original
     assert was_measured == {"fixed": False, "resumed": False, "new": True}

@@ -76,7 +76,7 @@ def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.
     selector = ScriptedSelector(tuple(drafters), longest=3)
     speculation = Speculation(selector=selector, head=head, max_draft_tokens=3, steps_per_choice=1, **case)
     with engine_of(policy, speculation, max_num_seqs=128) as engine:
-        engine._session.control.alarm.window = 10**9  # the head is meant to be wrong
+        engine.inspect().controller.alarm.window = 10**9  # the head is meant to be wrong
         yield Setup(engine, selector, drafters, policy)
 
 

@@ -64,7 +64,7 @@ def test_weights_are_refused_before_they_are_touched(engine: VLLMEngine, policy:
 def test_requests_that_vllm_refuses_leave_nothing_behind(
     engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = engine._live.add_request
+    add = engine.inspect().engine.add_request
     accepted = iter(range(3))
 
     def refuse_the_fourth(*args: Any) -> str:
@@ -72,7 +72,7 @@ def test_requests_that_vllm_refuses_leave_nothing_behind(
             raise ValueError("refused")
         return add(*args)
 
-    monkeypatch.setattr(engine._live, "add_request", refuse_the_fourth)
+    monkeypatch.setattr(engine.inspect().engine, "add_request", refuse_the_fourth)
     with pytest.raises(ValueError, match="refused"):
         write(engine, siblings())
     monkeypatch.undo()

@@ -114,7 +114,7 @@ def test_switched_on_the_head_is_accepted_as_if_it_had_never_been_off(engine: VL
 def test_keeping_up_with_a_skipped_head_never_waits_for_the_device(
     engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = engine._session.steering.drafter
+    drafter = engine.inspect().speculative_runner.drafter
     assert drafter is not None
 
     def guarded(method: Any) -> Any:
@@ -134,7 +134,7 @@ def test_keeping_up_with_a_skipped_head_never_waits_for_the_device(
 
 
 def test_decode_steps_replay_graphs_and_captures_are_reported(engine: VLLMEngine) -> None:
-    graphs = engine._session.graphs
+    graphs = engine.inspect().graphs
     if graphs is None:
         pytest.skip("graphs are planned for the V2 runner")
     for strategy in (OFF, Strategy(3), Strategy(5)):
@@ -168,7 +168,7 @@ def test_a_first_pass_without_a_graph_of_its_size_drafts_as_well(paths: Paths) -
         with engine_of(paths[0], speculation, enforce_eager=False, dtype="bfloat16") as engine:
             assert_greedy(paths, write(engine, siblings()))
             accepted.append(engine.stats()["speculation/acceptance_length"])
-            hits = engine._session.graphs.hits
+            hits = engine.inspect().graphs.hits
     assert hits["drafter_prefill_piecewise"] > 0
     assert hits["target_piecewise"] < hits["drafter_prefill_piecewise"]
     assert accepted[1] == pytest.approx(accepted[0], rel=0.05)

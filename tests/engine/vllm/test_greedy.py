@@ -93,7 +93,7 @@ def test_off_is_plain_decoding(setup: Setup) -> None:
 
 def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
     emitted: list[list[int]] = []
-    steering = setup.engine._session.steering
+    steering = setup.engine.inspect().speculative_runner
     after_step = steering.after_step
 
     def spy(scheduler: Any, output: Any, result: Any) -> None:

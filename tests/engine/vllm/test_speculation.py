@@ -61,7 +61,7 @@ def trained_head(setup: Setup) -> None:
 
 
 def drafter_of(engine: VLLMEngine) -> Any:
-    return engine._session.steering.drafter
+    return engine.inspect().speculative_runner.drafter
 
 
 def stock_drafter(drafter: Any) -> Any:
@@ -102,7 +102,7 @@ def test_switched_on_the_head_drafts_as_if_it_had_never_been_off(setup: Setup, m
     def run() -> list[list[list[int]]]:
         drafts.clear()
         setup.selector.off_and_on(Strategy(4), steps=9)
-        setup.engine._live.reset_prefix_cache()
+        setup.engine.inspect().engine.reset_prefix_cache()
         write(setup.engine, siblings())
         return list(drafts)
 
@@ -184,7 +184,7 @@ def test_every_selector_steers_and_learns(
 ) -> None:
     setup.selector.script = lambda state: OFF
     expected = write(setup.engine, siblings())
-    monkeypatch.setattr(setup.engine._session.control, "selector", selector)
+    monkeypatch.setattr(setup.engine.inspect().controller, "selector", selector)
     for _ in range(2):
         assert write(setup.engine, siblings()) == expected
     stats = setup.engine.stats()
@@ -196,7 +196,7 @@ def test_every_selector_steers_and_learns(
 def test_the_trace_has_a_row_for_every_step(setup: Setup) -> None:
     setup.selector.off_and_on(Strategy(4), steps=5)
     texts = write(setup.engine, siblings())
-    setup.engine._session.trace.flush()
+    setup.engine.inspect().controller.trace.flush()
     rows = [json.loads(line) for line in setup.trace.read_text().splitlines()]
     rows = [row for row in rows if row["rollout"] == rows[-1]["rollout"]]
     assert [row["step"] for row in rows] == list(range(len(rows)))
@@ -274,7 +274,7 @@ def test_a_dead_head_is_a_warning_a_metric_and_off(setup: Setup, caplog: pytest.
     dead["lm_head.weight"][:] = 0
     dead["lm_head.weight"][1] = -1e3 * dead["norm.weight"].sign()  # whatever it reads, it says 0 or 1, never written
     setup.engine.update_drafter(dead.items(), 3)
-    alarm = setup.engine._session.control.alarm
+    alarm = setup.engine.inspect().controller.alarm
     setup.selector.script = lambda state: Strategy(5)
     window, alarm.window = alarm.window, 64
     try:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,9 +39,34 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+    from tlt_lightning.engine.vllm.steering import SpeculationSteering
+    from tlt_lightning.speculation.controller import SpeculationControl
+
 log = logging.getLogger(__name__)
 
 _NO_WEIGHTS = -1  # the version of an engine that holds none, or not all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The live parts of an engine, for benchmarks and tests: valid until `close`, and changed at one's own risk.
+
+    Args:
+        engine: vLLM's engine.
+        scheduler: vLLM's scheduler.
+        model_runner: vLLM's model runner.
+        controller: Chooses the strategies; None without speculation, as are the next two.
+        speculative_runner: Carries them out in the model runner.
+        graphs: CUDA graphs by plan; None also where none are planned.
+    """
+
+    engine: Any
+    scheduler: Any
+    model_runner: Any
+    controller: SpeculationControl | None = None
+    speculative_runner: SpeculationSteering | None = None
+    graphs: PlannedGraphs | None = None
 
 
 class VLLMEngine(RolloutEngine):
@@ -186,6 +212,18 @@ class VLLMEngine(RolloutEngine):
             if self._session is not None:
                 self._session.restore_head()
 
+    def inspect(self) -> EngineParts:
+        """Return the live parts; raises RuntimeError unless the engine is set up."""
+        engine, session = self._live, self._session
+        return EngineParts(
+            engine=engine,
+            scheduler=self._scheduler,
+            model_runner=internals.model_runner_of(engine),
+            controller=None if session is None else session.control,
+            speculative_runner=None if session is None else session.steering,
+            graphs=None if session is None else session.graphs,
+        )
+
     @property
     def _can_sleep(self) -> bool:
         return self.sleep_enabled and not self._is_cpu
@@ -217,14 +255,13 @@ class VLLMEngine(RolloutEngine):
         if self._session is not None:
             self._session.policy_changed()
         self._policy_version = version
-        if self._session is not None and not self._session.has_calibrated:
-            self._calibrate(self._session)
 
-    def _calibrate(self, session: SpeculationSession) -> None:
-        """Tell the selector what steps cost here, if it wants to know: the first weights have just arrived."""
-        selector = session.control.selector
-        if not selector.wants_calibration:
+    @override
+    def warm_up(self) -> None:
+        session = self._session
+        if session is None or not session.control.selector.wants_calibration:
             return
+        selector = session.control.selector
         max_model_len = internals.reach(self._live, "vllm_config.model_config.max_model_len")
         max_tokens = min(max_model_len - calibration.PROMPT_LENGTH, 256)
         params = self._params(Sampling(), max_tokens)

@@ -52,7 +52,6 @@ class SpeculationSession:
         self.engine = engine
         self.head = head
         self.graphs = graphs
-        self.has_calibrated = False
         self._kept_head, self._head_is_kept = HostCopy(), False
         self.trace = None if speculation.trace is None else StepTrace(speculation.trace)
         self.control = SpeculationControl(
@@ -110,7 +109,6 @@ class SpeculationSession:
         try:
             yield dial
         finally:
-            self.has_calibrated = True
             self.control, self.texts = control, texts
             steering.control, steering.texts = control, texts
             self.engine.reset_prefix_cache()
