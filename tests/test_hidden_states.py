@@ -1,4 +1,4 @@
-from dataclasses import replace
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.test_module import make_data, make_trainer
 from tests.test_policy import make_batch
 from tlt_lightning import LoRA, RLModule, RolloutCallback
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.hidden_states import HiddenStateRequest, HiddenStates, HiddenStateTap
+from tlt_lightning.hidden_states import HiddenStateRequest, HiddenStateTap, PolicyText, choose_rows
 from tlt_lightning.objectives import GRPO, K3, KLPenalty
 from tlt_lightning.policy import causal_lm
 
@@ -35,43 +35,49 @@ def make_module(path: str, precision: str = "32-true", **arguments: Any) -> RLMo
     return module
 
 
-def ask(module: RLModule, rows: list[int], layer_ids: tuple[int, ...] = (0, 1, 2)) -> list[RolloutBatch]:
-    """Request the states of `rows`; returns the batches that `choose` was given."""
-    seen: list[RolloutBatch] = []
+def score(module: RLModule, batch: RolloutBatch, **arguments: Any) -> RolloutBatch:
+    return module.score(batch, micro_batch_size=2, **arguments)
 
-    def choose(batch: RolloutBatch) -> list[int]:
-        seen.append(batch)
-        return rows
 
-    module.hidden_state_request = HiddenStateRequest(layer_ids, choose)
-    return seen
+def states_of(module: RLModule, batch: RolloutBatch, row: int) -> tuple[torch.Tensor, ...]:
+    """All hidden states of one row, as Hugging Face tells them."""
+    length = int(batch.lengths[row])
+    with module.trainer.precision_plugin.forward_context(), torch.no_grad():
+        trunk: Any = causal_lm(module.policy).base_model
+        return tuple(trunk(batch.input_ids[row : row + 1, :length], output_hidden_states=True).hidden_states)
+
+
+def check(
+    module: RLModule, batch: RolloutBatch, row: int, text: PolicyText, expected: tuple[torch.Tensor, ...]
+) -> None:
+    assert torch.equal(text.input_ids, batch.input_ids[row, : batch.lengths[row]])
+    assert text.input_ids.untyped_storage().nbytes() == 8 * len(text)  # no view that keeps the batch
+    assert text.prompt_length == batch.prompt_lengths[row]
+    assert (text.states.dtype, text.last_states.dtype) == (torch.bfloat16, torch.bfloat16)
+    parts = text.states.float().split(64, -1)
+    for part, hidden in zip(parts[:2], expected[:2], strict=True):
+        torch.testing.assert_close(part, hidden[0].float(), atol=2e-2, rtol=2e-2)
+    assert torch.equal(parts[2], text.last_states.float())  # what follows the last layer, not yet normed
+    with module.trainer.precision_plugin.forward_context(), torch.no_grad():
+        normed = causal_lm(module.policy).base_model.norm(text.last_states.float()[None])
+    torch.testing.assert_close(normed, expected[2].float(), atol=4e-2, rtol=4e-2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_states_are_those_of_the_policy_and_the_scores_stay_as_they_are(case: str, policy_path: str) -> None:
+def test_a_tap_keeps_the_states_of_its_rows_and_of_no_other_pass(case: str, policy_path: str) -> None:
     module = make_module(policy_path, **CASES[case])
     batch = make_batch([3, 5, 4, 2], [6, 1, 9, 4])
-    plain = module.score(batch, micro_batch_size=2)
-    assert plain.hidden_states is None
-    seen = ask(module, [2, 0])
-    tapped = module.score(batch, micro_batch_size=2)
+    plain = score(module, batch)
+    module.hidden_state_request = HiddenStateRequest((0, 1, 2), max_tokens=1000)
+    tapped = score(module, batch)
     assert torch.equal(tapped.old_logps, plain.old_logps)
     assert torch.equal(tapped.ref_logps, plain.ref_logps)
-    assert len(seen) == 1
-    assert seen[0] is batch
-    assert set(tapped.hidden_states) == {0, 2}
-    for row, states in tapped.hidden_states.items():
-        length = int(batch.prompt_lengths[row] + batch.response_lengths[row])
-        with module.trainer.precision_plugin.forward_context(), torch.no_grad():
-            trunk: Any = causal_lm(module.policy).base_model
-            expected = trunk(batch.input_ids[row : row + 1, :length], output_hidden_states=True).hidden_states
-            normed = trunk.norm(states.last.float()[None])
-        assert (states.layers.dtype, states.last.dtype) == (torch.bfloat16, torch.bfloat16)
-        parts = states.layers.float().split(64, -1)
-        for part, hidden in zip(parts[:2], expected[:2], strict=True):
-            torch.testing.assert_close(part, hidden[0].float(), atol=2e-2, rtol=2e-2)
-        assert torch.equal(parts[2], states.last.float())  # what follows the last layer, not yet normed
-        torch.testing.assert_close(normed, expected[2].float(), atol=4e-2, rtol=4e-2)
+    with HiddenStateTap(module.policy, (0, 1, 2), [2, 0]) as tap, module.trainer.precision_plugin.forward_context():
+        module.policy(batch.input_ids)
+    texts = [batch.input_ids[row, : batch.lengths[row]] for row in (2, 0)]
+    for row, text in zip((2, 0), tap.read(texts, batch.prompt_lengths[[2, 0]].tolist(), 7), strict=True):
+        check(module, batch, row, text, states_of(module, batch, row))
+        assert text.policy_version == 7
 
 
 def hooks_of(module: nn.Module) -> int:
@@ -92,40 +98,12 @@ def test_nothing_is_hooked_unless_somebody_asks_and_nothing_stays(
     monkeypatch.setattr(nn.Module, "register_forward_pre_hook", spy)
     module.score(batch, micro_batch_size=1)
     assert not registered
-    ask(module, [1])
+    module.hidden_state_request = HiddenStateRequest((0, 1, 2), max_tokens=9)
     module.score(batch, micro_batch_size=1)
-    assert len(registered) == 3  # only around the micro-batch of row 1; the last layer's output has one hook
+    assert len(registered) == 3  # around the micro-batch of the row that fits; the last layer's output has one hook
     with pytest.raises(RuntimeError, match="broken"), HiddenStateTap(module.policy, (1,), [0]):
         raise RuntimeError("broken")
     assert hooks_of(module) == 0
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_where_the_policy_is_not_scored_the_update_gives_the_same_states(case: str, policy_path: str) -> None:
-    module, batch = make_module(policy_path, **{"objective": GRPO(), **CASES[case]}), make_batch([3, 5, 4], [6, 1, 9])
-    ask(module, [0, 2])
-    states, hooks = module.score(batch, micro_batch_size=3).hidden_states, hooks_of(module)
-    sizes: list[int] = []
-    counter = causal_lm(module.policy).base_model.register_forward_hook(lambda *args: sizes.append(1))
-    alone = module.score(batch, micro_batch_size=3, single_update=True)
-    counter.remove()
-    assert (alone.old_logps, alone.hidden_states) == (None, None)
-    assert not sizes  # no pass but the update's
-    for rows in ([2, 1], [0]):
-        part = replace(
-            batch.select(rows),
-            advantages=torch.ones(len(rows), int(batch.response_lengths[rows].max())),
-            num_loss_tokens=16.0,
-        )
-        with module.trainer.precision_plugin.train_step_context():
-            module.training_step(part, 0).backward()
-    assert module._update_tap is not None
-    taken = module._update_tap.hidden_states
-    assert set(taken) == {0, 2}
-    for row, own in taken.items():
-        torch.testing.assert_close(own.layers, states[row].layers)
-        torch.testing.assert_close(own.last, states[row].last)
-    assert hooks_of(module) == hooks
 
 
 def test_layers_that_are_not_there_are_refused(policy_path: str) -> None:
@@ -139,46 +117,111 @@ class Asker(RolloutCallback):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.batch: RolloutBatch | None = None
-        self.expected: list[HiddenStates] = []
+        self.expected: list[tuple[torch.Tensor, ...]] = []
+        self.version = -1
 
     def on_engine_setup(self, trainer, pl_module, engine):  # type: ignore[no-untyped-def]
-        pl_module.hidden_state_request = HiddenStateRequest((0, 1, 2), lambda batch: range(3))
+        pl_module.hidden_state_request = HiddenStateRequest((0, 1, 2), max_tokens=10_000)
 
     def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
         self.calls.append("scored")
-        self.batch = batch
-        with torch.no_grad(), HiddenStateTap(pl_module.policy, (0, 1, 2), range(3)) as tap:
-            pl_module.policy(batch.input_ids)
-        self.expected = tap.read(batch.lengths[:3].tolist())
+        self.batch, self.version = batch, trainer.global_step
+        self.expected = [states_of(pl_module, batch, row) for row in range(len(batch))]
+        self.hooks = hooks_of(pl_module)  # Hugging Face leaves some of its own
 
-    def on_hidden_states(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+    def on_hidden_states(self, trainer, pl_module, texts):  # type: ignore[no-untyped-def]
         self.calls.append("states")
-        assert set(batch.hidden_states) == {0, 1, 2}
-        for row, states in batch.hidden_states.items():
-            torch.testing.assert_close(states.layers, self.expected[row].layers, atol=1e-2, rtol=1e-2)
-            torch.testing.assert_close(states.last, self.expected[row].last, atol=1e-2, rtol=1e-2)
+        assert len(texts) == len(self.batch)
+        assert hooks_of(pl_module) == self.hooks
+        for row, text in enumerate(texts):
+            assert torch.equal(text.input_ids, self.batch.input_ids[row, : self.batch.lengths[row]])
+            assert text.policy_version == self.version < trainer.global_step
+            parts = text.states.float().split(64, -1)
+            for part, hidden in zip(parts[:2], self.expected[row][:2], strict=True):
+                torch.testing.assert_close(part, hidden[0].float(), atol=2e-2, rtol=2e-2)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
-        assert self.batch.hidden_states is None  # their memory is free while the policy is trained
-        assert batch.hidden_states is None
         self.calls.append("pass")
 
     def on_train_epoch_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
         self.calls.append("end")
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_a_callback_gets_the_states_of_the_policy_before_the_update(
-    accumulate: int, policy_path: str, prompts_path: str, tmp_path: Path
+def test_a_callback_gets_the_states_of_the_policy_before_the_update_once_and_after_it(
+    accumulate: int, checkpointing: bool, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     asker = Asker()
-    module = RLModule(policy_path, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-1))
+    optimizer = lambda p: torch.optim.AdamW(p, lr=1e-1)  # noqa: E731
+    module = RLModule(policy_path, GRPO(), optimizer=optimizer, gradient_checkpointing=checkpointing)
     trainer = make_trainer(tmp_path, asker, accumulate_grad_batches=accumulate)
+    sizes: list[int] = []
+    score_logps = module.score
+    module.score = lambda *a, **k: (sizes.append(k["single_update"]), score_logps(*a, **k))[1]  # type: ignore[method-assign,assignment]
     trainer.fit(module, make_data(prompts_path))
-    scores = ["scored", "states", *["pass"] * 4, "end"]
-    updates = ["scored", *["pass"] * 4, "states", "end"]  # a single optimizer step, whose passes give the states
-    assert asker.calls == (scores if accumulate == 2 else updates) * 2
-    assert module._update_tap is None
+    assert sizes == [accumulate == 4] * 2  # a single optimizer step, whose own passes give the states
+    assert asker.calls == ["scored", *["pass"] * 4, "states", "end"] * 2
+
+
+def keep(share: float, max_tokens: int = 100_000) -> list[int]:
+    return HiddenStateRequest((0, 1, 2), max_tokens, share / 0.5).rows([100] * 40)  # half of them are held out
+
+
+def test_no_more_rows_are_kept_than_fit_or_are_trained_on() -> None:
+    assert len(keep(1.0)) == 40
+    assert len(keep(1.0, 701)) == 7
+    assert len(keep(0.1)) == 8  # a tenth to train on, as much to hold out
+    assert len(keep(0.1, 300)) == 3
+    assert len(keep(0.001)) == 2  # one to train on, one to hold out
+    assert keep(0.1) == keep(0.1)
+    assert HiddenStateRequest((0, 1, 2), 10).rows([]) == []
+
+
+def long_tailed(count: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [int(min(2000, 8 + source.lognormvariate(4, 1))) for _ in range(count)]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_chosen_rows_fit_and_fill() -> None:
+    lengths = long_tailed(200)
+    for share in (0.1, 0.3, 0.9):
+        limit = int(share * sum(lengths))
+        rows = choose_rows(lengths, limit, generator())
+        assert rows == sorted(set(rows))
+        assert limit - min(lengths[row] for row in set(range(200)) - set(rows)) < sum(lengths[r] for r in rows) <= limit
+
+
+def test_chosen_rows_have_the_lengths_of_the_iteration() -> None:
+    lengths = long_tailed(400)
+    ordered = sorted(lengths)
+    half_mass = next(length for i, length in enumerate(ordered) if sum(ordered[:i]) > sum(lengths) / 2)
+    for seed in range(5):
+        chosen = [lengths[row] for row in choose_rows(lengths, sum(lengths) // 5, generator(seed))]
+        assert sum(length for length in chosen if length > half_mass) / sum(chosen) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_long_row_is_chosen_however_many_short_ones_there_are() -> None:
+    lengths = [10] * 990 + [1000] * 10
+    for seed in range(5):
+        assert max(choose_rows(lengths, 2000, generator(seed))) >= 990
+
+
+def test_all_rows_are_chosen_if_they_fit_and_none_if_none_does() -> None:
+    lengths = long_tailed(20)
+    assert choose_rows(lengths, sum(lengths), generator()) == list(range(20))
+    assert choose_rows(lengths, min(lengths) - 1, generator()) == []
+    assert choose_rows([], 100, generator()) == []
+
+
+def test_the_choice_follows_the_generator() -> None:
+    lengths = long_tailed(100)
+    choices = [choose_rows(lengths, 1000, generator(seed)) for seed in (0, 0, 1)]
+    assert choices[0] == choices[1] != choices[2]
 
 
 def test_the_engine_can_still_be_changed_in_its_hook(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

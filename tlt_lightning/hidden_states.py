@@ -14,23 +14,52 @@ from torch import Tensor, nn
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import causal_lm
 
+_NUM_STRATA = 4  # classes of length that `choose_rows` serves alike; each holds as many tokens as any other
+
 
 @dataclass(slots=True)
-class HiddenStates:
-    """Hidden states of one sequence of `n` tokens, prompt and response, on the CPU in bfloat16.
+class PolicyText:
+    """A prompt with its response of `n` tokens together, as the policy saw it. All tensors lie on one device.
 
     Args:
-        layers: Those of the layers asked for, side by side in their order. (n, number of layers * H)
-        last: The input of the policy's final norm, which its head's input is the norm of. (n, H)
+        input_ids: Prompt, then response. (n,), int64
+        states: Hidden states of the policy at the layers asked for, side by side. (n, number of layers * H), bfloat16
+        last_states: Input of the policy's final norm; what the policy predicts follows from it. (n, H), bfloat16
+        prompt_length: Tokens of the prompt.
+        policy_version: Version of the weights that the states come from.
     """
 
-    layers: Tensor
-    last: Tensor
+    input_ids: Tensor
+    states: Tensor
+    last_states: Tensor
+    prompt_length: int
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.input_ids), len(self.states), len(self.last_states)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"`input_ids`, `states` and `last_states` must cover the same tokens, got {len(self.input_ids)}, "
+                f"{len(self.states)} and {len(self.last_states)}."
+            )
+        if not 0 < self.prompt_length <= len(self.input_ids):
+            raise ValueError(
+                f"`prompt_length` must be in [1, {len(self.input_ids)}], the tokens there are, got "
+                f"{self.prompt_length}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the three tensors."""
+        return self.input_ids.nbytes + self.states.nbytes + self.last_states.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateRequest:
-    """What `RLModule` is to keep of a pass over all rollouts; set it as `RLModule.hidden_state_request`.
+    """Tells `RLModule` what to keep of an iteration; set it as `RLModule.hidden_state_request`.
 
     Callbacks get the states in `on_hidden_states`.
 
@@ -38,11 +67,20 @@ class HiddenStateRequest:
         layer_ids: Layers as EAGLE-3 heads and vLLM count them: `i` is the input of decoder layer `i`, counted from 0,
             and the number of layers is the output of the last one. For all but that one these are
             `hidden_states[i]` of Hugging Face.
-        choose: Given the whole batch of a rank, the rows to keep the states of; called once per iteration.
+        max_tokens: Tokens of one rank and iteration that states are kept of at most.
+        share: The same as a share of the iteration's tokens; room for two of its longest texts is left either way.
+        seed: Chooses among the rows.
     """
 
     layer_ids: tuple[int, ...]
-    choose: Callable[[RolloutBatch], Sequence[int]]
+    max_tokens: int
+    share: float = 1.0
+    seed: int = 0
+
+    def rows(self, lengths: Sequence[int]) -> list[int]:
+        """Choose the rows whose states are kept, ascending, of an iteration's texts of these many tokens."""
+        wanted = max(int(self.share * sum(lengths)), 2 * max(lengths, default=0))
+        return choose_rows(lengths, min(self.max_tokens, wanted), torch.Generator().manual_seed(self.seed))
 
 
 class HiddenStateTap:
@@ -59,7 +97,7 @@ class HiddenStateTap:
     Example:
         >>> with HiddenStateTap(policy, (2, 14, 25), rows=[0]) as tap:  # doctest: +SKIP
         ...     policy(input_ids)
-        >>> tap.read([length])[0].layers.shape  # doctest: +SKIP
+        >>> tap.read([input_ids[0]], [prompt_length])[0].states.shape  # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int], rows: Sequence[int]) -> None:
@@ -95,49 +133,100 @@ class HiddenStateTap:
 
         return keep
 
-    def read(self, lengths: Sequence[int]) -> list[HiddenStates]:
-        """What was kept of each of `rows`, cut to its length and moved to the CPU; the tap is empty afterwards."""
+    def read(self, texts: Sequence[Tensor], prompt_lengths: Sequence[int], policy_version: int = 0) -> list[PolicyText]:
+        """Move what was kept of each of `rows` to the CPU; the tap is empty afterwards.
+
+        Args:
+            texts: Tokens of each row without padding, on the CPU. (n,) each
+            prompt_lengths: How many of them are the prompt's.
+            policy_version: Version of the policy's weights.
+        """
         if self._last not in self._states:
             raise RuntimeError("The tap saw no forward pass of the policy's trunk.")
         results = []
-        for number, length in enumerate(lengths):
-            layers = torch.cat([self._states[layer][number, :length] for layer in self.layer_ids], -1)
-            last = self._states[self._last][number, :length].to("cpu", copy=True)  # not a view of all rows' states
-            results.append(HiddenStates(layers.cpu(), last))
+        for number, (ids, prompt_length) in enumerate(zip(texts, prompt_lengths, strict=True)):
+            states = torch.cat([self._states[layer][number, : len(ids)] for layer in self.layer_ids], -1)
+            last = self._states[self._last][number, : len(ids)].to("cpu", copy=True)  # no view of all rows' states
+            results.append(PolicyText(ids.clone(), states.cpu(), last, prompt_length, policy_version))
         self._states.clear()
         return results
 
 
 def _source(trunk: Any, layer: int) -> nn.Module:
-    """The module whose input is the output of the layer before `layer`."""
+    """Find the module whose input is the output of the layer before `layer`."""
     return trunk.layers[layer] if layer < len(trunk.layers) else trunk.norm
 
 
 class BatchTap:
-    """Gathers the hidden states that were asked for while a batch runs through the policy in micro-batches.
+    """Gathers an iteration's texts while its batch runs through the policy in micro-batches, each row once.
+
+    The first pass over a row gives its states: the log-prob pass where there is one, else the update's own. Both see
+    the policy from before the update, because the log-prob pass is only left out of an iteration of one step.
 
     Args:
         model: The policy.
-        request: What is wanted.
+        request: What to keep.
         batch: All sequences of a rank.
+        policy_version: Version of the policy's weights.
     """
 
-    def __init__(self, model: nn.Module, request: HiddenStateRequest, batch: RolloutBatch) -> None:
+    def __init__(self, model: nn.Module, request: HiddenStateRequest, batch: RolloutBatch, policy_version: int) -> None:
         self.model = model
-        self.request = request
+        self.layer_ids = request.layer_ids
         self.batch = batch
-        self.chosen = set(request.choose(batch))
-        self.lengths: list[int] = batch.lengths.tolist()
-        self.hidden_states: dict[int, HiddenStates] = {}
+        self.policy_version = policy_version
+        self._lengths: list[int] = batch.lengths.tolist()
+        self._missing = set(request.rows(self._lengths))
+        self._texts: dict[int, PolicyText] = {}
+
+    @property
+    def texts(self) -> list[PolicyText]:
+        """Texts gathered so far, in the order of the batch."""
+        return [self._texts[row] for row in sorted(self._texts)]
 
     @contextmanager
     def over(self, rows: Sequence[int]) -> Iterator[None]:
-        """Wraps the policy's forward pass over the micro-batch of these rows of the batch."""
-        kept = [(place, row) for place, row in enumerate(rows) if row in self.chosen]
+        """Wrap the policy's forward pass over the micro-batch of these rows of the batch."""
+        kept = {row: place for place, row in enumerate(rows) if row in self._missing}
         if not kept:
             yield
             return
-        with HiddenStateTap(self.model, self.request.layer_ids, [place for place, _ in kept]) as tap:
+        with HiddenStateTap(self.model, self.layer_ids, list(kept.values())) as tap:
             yield
-        states = tap.read([self.lengths[row] for _, row in kept])
-        self.hidden_states.update({row: state for (_, row), state in zip(kept, states, strict=True)})
+        texts = [self.batch.input_ids[row, : self._lengths[row]] for row in kept]
+        prompt_lengths = [int(self.batch.prompt_lengths[row]) for row in kept]
+        self._texts |= zip(kept, tap.read(texts, prompt_lengths, self.policy_version), strict=True)
+        self._missing -= set(kept)
+
+
+def choose_rows(lengths: Sequence[int], max_tokens: int, generator: torch.Generator) -> list[int]:
+    """Choose the rows of an iteration whose hidden states are worth their memory: some of every length.
+
+    Rows are classed by length so that each class has a quarter of all tokens: the few longest rows are one class, the
+    many short ones another. The class with the fewest chosen tokens gives the next row, at random; the class of the
+    longest comes first. So a choice has the lengths of the iteration, and a long row among them if any fits.
+
+    Args:
+        lengths: Tokens of each row.
+        max_tokens: What the chosen rows may have together.
+        generator: Source of randomness; the same state gives the same choice.
+
+    Returns:
+        Row numbers, ascending. All rows if they fit, none if even the shortest does not.
+    """
+    strata: list[list[int]] = [[] for _ in range(_NUM_STRATA)]
+    total, seen = sum(lengths), 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        strata[min(seen * _NUM_STRATA // max(total, 1), _NUM_STRATA - 1)].append(row)
+        seen += lengths[row]
+    for stratum in strata:
+        stratum[:] = [stratum[index] for index in torch.randperm(len(stratum), generator=generator).tolist()]
+    chosen: list[int] = []
+    taken = [0] * _NUM_STRATA
+    while any(strata):
+        poorest = min((index for index in range(_NUM_STRATA) if strata[index]), key=lambda index: taken[index])
+        row = strata[poorest].pop()
+        if sum(taken) + lengths[row] <= max_tokens:
+            chosen.append(row)
+            taken[poorest] += lengths[row]
+    return sorted(chosen)

@@ -14,6 +14,7 @@ import lightning as L
 
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
+from tlt_lightning.hidden_states import PolicyText
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,10 @@ class RolloutCallback(L.Callback):
         `old_logps` is None where the iteration takes one optimizer step and nothing asks for them before it.
         """
 
-    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        """Called in training with this rank's whole batch and the hidden states that somebody asked for.
+    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
+        """Called after the update with those of this rank's texts whose hidden states somebody asked for.
 
-        Set `RLModule.hidden_state_request` to ask. The states come out of the policy's log-prob pass, after
-        `on_rollout_scored`, or where an iteration takes one optimizer step and needs no such pass, out of the update's
-        own forward passes, after the update. They are those of the policy before the update either way.
+        Set `RLModule.hidden_state_request` to ask. The states are those of the policy before the update.
         """
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:

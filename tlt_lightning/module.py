@@ -86,7 +86,7 @@ class RLModule(L.LightningModule):
         self.policy: nn.Module | None = None
         self.critic: Critic | None = None
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
-        self._update_tap: BatchTap | None = None  # over the update's passes, where the policy is not scored before
+        self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
         self._update_metrics = UpdateMetrics()
@@ -144,9 +144,6 @@ class RLModule(L.LightningModule):
     def score(self, batch: RolloutBatch, micro_batch_size: int, *, single_update: bool = False) -> RolloutBatch:
         """Fill in old log-probs, reference log-probs and values of a rank's whole batch, the largest pass first.
 
-        The hidden states that `hidden_state_request` asks for come out of the same forward passes; where the policy's
-        are left out, out of the update's.
-
         Args:
             batch: On the CPU; the result stays there.
             micro_batch_size: Sequences per forward pass, on average; cut as the update's are.
@@ -160,21 +157,19 @@ class RLModule(L.LightningModule):
         scores = {name: torch.zeros_like(batch.rollout_logps) for name in names}
         assert self.policy is not None
         request = self.hidden_state_request
-        tap = None if request is None else BatchTap(self.policy, request, batch)
-        self._update_tap = None if scores_policy else tap
+        self._tap = None if request is None else BatchTap(self.policy, request, batch, self.trainer.global_step)
         for rows in cut_micro_batches(torch.arange(len(batch) if names else 0), batch.lengths, micro_batch_size):
             part = move_data_to_device(batch.select(rows), self.device)
             with self.trainer.precision_plugin.forward_context():
-                results = self._score_micro_batch(part, tap, scores_policy=scores_policy)
+                results = self._score_micro_batch(part, scores_policy=scores_policy)
             for name, result in results.items():
                 scores[name][rows, : result.shape[1]] = result.float().cpu()
-        states = tap.hidden_states if tap is not None and scores_policy else None
-        return replace(batch, **scores, hidden_states=states)  # type: ignore[arg-type]
+        return replace(batch, **scores)  # type: ignore[arg-type]
 
-    def _score_micro_batch(self, part: RolloutBatch, tap: BatchTap | None, *, scores_policy: bool) -> dict[str, Tensor]:
+    def _score_micro_batch(self, part: RolloutBatch, *, scores_policy: bool) -> dict[str, Tensor]:
         results = {}
         if scores_policy:
-            results["old_logps"], _, values = self._forward(part, tap)
+            results["old_logps"], _, values = self._forward(part)
             if values is not None:
                 results["values"] = values
         if self.objective.needs_reference:
@@ -187,11 +182,11 @@ class RLModule(L.LightningModule):
         with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
             return response_logps(model, part, chunk_size=self.logprob_chunk_size)[0]
 
-    def _forward(self, batch: RolloutBatch, tap: BatchTap | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and values of the response tokens, (B, T) each; `tap` keeps its rows' hidden states."""
+    def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute log-probs, entropies and values of the response tokens, (B, T) each."""
         assert self.policy is not None
-        # Not the reference's pass, which may be one of the same network.
-        with nullcontext() if tap is None else tap.over(batch.rows):
+        # Not around the reference's pass, which may be one of the same network.
+        with nullcontext() if self._tap is None else self._tap.over(batch.rows):
             logps, entropy, states, index = response_logps(self.policy, batch, chunk_size=self.logprob_chunk_size)
         if not self.objective.needs_entropy_grad:
             entropy = entropy.detach()
@@ -204,7 +199,7 @@ class RLModule(L.LightningModule):
 
     @override
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        logps, entropy, values = self._forward(batch, self._update_tap)
+        logps, entropy, values = self._forward(batch)
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
@@ -213,14 +208,13 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
-        if self._update_tap is None or not self.trainer.is_last_batch:
+        if self._tap is None or not self.trainer.is_last_batch:
             return
-        tap, self._update_tap = self._update_tap, None
+        texts, self._tap = self._tap.texts, None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's step is the update's, not a callback's
         self._lap("update")
-        states = replace(tap.batch, hidden_states=tap.hidden_states)
-        call_rollout_hook(self.trainer, "on_hidden_states", states)
+        call_rollout_hook(self.trainer, "on_hidden_states", texts)
 
     def _check_kl(self, metrics: dict[str, Tensor]) -> None:
         """Stop updating for the rest of the iteration once the policy has moved by `objective.stop_at_kl`."""

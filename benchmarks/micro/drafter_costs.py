@@ -36,7 +36,7 @@ from benchmarks.micro.drafter_costs_report import ratios, render
 from benchmarks.micro.step_time_scales import LARGE, TINY
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, num_entries, pack
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.snapshots import SnapshotWriter
 
 PARTS = ("packing", "snapshots")
@@ -108,7 +108,7 @@ def build_drafter(target: Path, device: torch.device, draft_vocab_size: int | No
     return drafter.to(device)
 
 
-def make_sequences(scale: Scale, device: torch.device) -> list[DraftSequence]:
+def make_sequences(scale: Scale, device: torch.device) -> list[PolicyText]:
     """Sequences of long-tailed lengths in random order, their contents random."""
     source, generator = random.Random(0), torch.Generator(device).manual_seed(0)
     hidden, made = scale.shape["hidden_size"], []
@@ -116,7 +116,7 @@ def make_sequences(scale: Scale, device: torch.device) -> list[DraftSequence]:
         length = round(min(max(16, source.lognormvariate(log(scale.median_length), 1)), scale.max_length))
         states = torch.randn(length, 4 * hidden, dtype=torch.bfloat16, device=device, generator=generator)
         ids = torch.randint(scale.shape["vocab_size"], (length,), device=device, generator=generator)
-        made.append(DraftSequence(ids, states[:, : 3 * hidden], states[:, 3 * hidden :], prompt_length=8))
+        made.append(PolicyText(ids, states[:, : 3 * hidden], states[:, 3 * hidden :], prompt_length=8))
     return made
 
 
@@ -131,7 +131,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def pad(sequences: Sequence[DraftSequence], batch_size: int) -> Iterator[PackedBatch]:
+def pad(sequences: Sequence[PolicyText], batch_size: int) -> Iterator[PackedBatch]:
     """Batches of one row per sequence, as long as the longest in the batch, the rows behind each other.
 
     Rows attend to themselves alone, padding included: what a padded batch computes, by the code that packs run on.

@@ -16,7 +16,7 @@ from benchmarks.target.policy import Clock, Scale, optimise
 from benchmarks.target.text import Streams, write_row
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, pack
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 
 NUM_DRAFT_TOKENS = 7  # that quality is measured at: as many as any engine drafts
 BRIEF = 0.1  # share of the training after which the briefly trained head is kept
@@ -35,7 +35,7 @@ def write_rows(seed: int, rows: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int]) -> list[DraftSequence]:
+def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int]) -> list[PolicyText]:
     """The rows of `ids` with the policy's states, on its device; all but the first token count as written by it.
 
     Args:
@@ -51,7 +51,7 @@ def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[in
     handle.remove()
     layers = torch.cat([states[layer] for layer in layer_ids], -1)  # (B, S, 3H)
     return [
-        DraftSequence(row, row_layers, row_last, prompt_length=1)
+        PolicyText(row, row_layers, row_last, prompt_length=1)
         for row, row_layers, row_last in zip(ids, layers, last[0], strict=True)
     ]
 

@@ -22,10 +22,10 @@ from tlt_lightning.drafter.head import drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality
-from tlt_lightning.drafter.sequence import DraftSequence
 from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.engine import Request, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -100,12 +100,12 @@ def record_drafts(engine: VLLMEngine, request: Request) -> tuple[list[int], list
     return list(response.token_ids), [draft for draft in drafts if draft.num_written < request.max_tokens]
 
 
-def as_sequence(drafter: DrafterModule, policy: Any, text: list[int], drafted: list[int]) -> DraftSequence:
+def as_sequence(drafter: DrafterModule, policy: Any, text: list[int], drafted: list[int]) -> PolicyText:
     """The text with drafts behind it; the target has not seen those, so their states must not matter."""
     (seen,) = read_by_target(policy, [text], 1, drafter.layer_ids)
     unseen = lambda states: torch.cat([states, torch.full((len(drafted), states.shape[1]), 1e3)])  # noqa: E731
     ids = torch.cat([seen.input_ids, torch.tensor(drafted)])
-    return DraftSequence(ids, unseen(seen.states), unseen(seen.last_states), 1)
+    return PolicyText(ids, unseen(seen.states), unseen(seen.last_states), 1)
 
 
 def check_alignment(setup: Setup, policy: Any) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.draft_texts import random_sequence
 from tlt_lightning.drafter.packing import PADDING, PackedBatch, pack, plan_packs
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 
 
 def spans(lengths: list[int], num_tokens: int) -> dict[int, list[tuple[int, int]]]:
@@ -86,6 +86,6 @@ def test_pack_lengths_that_are_no_multiple_of_128_are_refused(num_tokens: int) -
 def test_sequences_that_do_not_fit_together_are_refused() -> None:
     states = torch.zeros(4, 6)
     with pytest.raises(ValueError, match="same tokens"):
-        DraftSequence(torch.zeros(5, dtype=torch.long), states, states, 1)
+        PolicyText(torch.zeros(5, dtype=torch.long), states, states, 1)
     with pytest.raises(ValueError, match="`prompt_length`"):
-        DraftSequence(torch.zeros(4, dtype=torch.long), states, states, 5)
+        PolicyText(torch.zeros(4, dtype=torch.long), states, states, 5)

@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
-from tlt_lightning.drafter.sequence import DraftSequence
-from tlt_lightning.long_tail.buffer import DrafterBuffer, choose_rows
+from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.long_tail.buffer import DrafterBuffer
 
 HIDDEN = 4
 TOKEN_BYTES = 8 + 2 * 4 * HIDDEN  # a token id, three layers and the last one in bfloat16
@@ -15,19 +15,19 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def sequence(length: int, prompt: int = 0, version: int = 0, answer: int = 0) -> DraftSequence:
+def sequence(length: int, prompt: int = 0, version: int = 0, answer: int = 0) -> PolicyText:
     """A sequence of `length` tokens that answers prompt number `prompt` with answer number `answer`."""
     ids = torch.full((length,), answer)
     ids[0] = prompt
     states, last = torch.randn(length, 3 * HIDDEN).bfloat16(), torch.randn(length, HIDDEN).bfloat16()
-    return DraftSequence(ids, states, last, prompt_length=1, policy_version=version)
+    return PolicyText(ids, states, last, prompt_length=1, policy_version=version)
 
 
-def prompts(sequences: list[DraftSequence]) -> set[int]:
+def prompts(sequences: list[PolicyText]) -> set[int]:
     return {int(sequence.input_ids[0]) for sequence in sequences}
 
 
-def lengths_of(sequences: list[DraftSequence]) -> list[int]:
+def lengths_of(sequences: list[PolicyText]) -> list[int]:
     return sorted(map(len, sequences))
 
 
@@ -36,7 +36,7 @@ def long_tailed(count: int, seed: int = 0) -> list[int]:
     return [int(min(2000, 8 + source.lognormvariate(4, 1))) for _ in range(count)]
 
 
-def same(one: list[DraftSequence], other: list[DraftSequence]) -> bool:
+def same(one: list[PolicyText], other: list[PolicyText]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a.input_ids, b.input_ids)
         and torch.equal(a.states, b.states)
@@ -44,43 +44,6 @@ def same(one: list[DraftSequence], other: list[DraftSequence]) -> bool:
         and (a.prompt_length, a.policy_version) == (b.prompt_length, b.policy_version)
         for a, b in zip(one, other, strict=True)
     )
-
-
-def test_chosen_rows_fit_and_fill():
-    lengths = long_tailed(200)
-    for share in (0.1, 0.3, 0.9):
-        limit = int(share * sum(lengths))
-        rows = choose_rows(lengths, limit, generator())
-        assert rows == sorted(set(rows))
-        assert limit - min(lengths[row] for row in set(range(200)) - set(rows)) < sum(lengths[r] for r in rows) <= limit
-
-
-def test_chosen_rows_have_the_lengths_of_the_iteration():
-    lengths = long_tailed(400)
-    ordered = sorted(lengths)
-    half_mass = next(length for i, length in enumerate(ordered) if sum(ordered[:i]) > sum(lengths) / 2)
-    for seed in range(5):
-        chosen = [lengths[row] for row in choose_rows(lengths, sum(lengths) // 5, generator(seed))]
-        assert sum(length for length in chosen if length > half_mass) / sum(chosen) == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_long_row_is_chosen_however_many_short_ones_there_are():
-    lengths = [10] * 990 + [1000] * 10
-    for seed in range(5):
-        assert max(choose_rows(lengths, 2000, generator(seed))) >= 990
-
-
-def test_all_rows_are_chosen_if_they_fit_and_none_if_none_does():
-    lengths = long_tailed(20)
-    assert choose_rows(lengths, sum(lengths), generator()) == list(range(20))
-    assert choose_rows(lengths, min(lengths) - 1, generator()) == []
-    assert choose_rows([], 100, generator()) == []
-
-
-def test_the_choice_follows_the_generator():
-    lengths = long_tailed(100)
-    choices = [choose_rows(lengths, 1000, generator(seed)) for seed in (0, 0, 1)]
-    assert choices[0] == choices[1] != choices[2]
 
 
 @pytest.mark.parametrize("max_tokens", [400, 777, 3000, 100_000])
@@ -93,16 +56,6 @@ def test_the_buffer_never_holds_more_than_its_bound(max_tokens):
         assert buffer.nbytes == sum(map(len, held)) * TOKEN_BYTES <= buffer.max_bytes
         assert buffer.training
         assert buffer.held_out
-
-
-def test_views_of_a_larger_tensor_are_copied():
-    ids, states, last = torch.zeros(100, dtype=torch.int64), torch.randn(4, 100, 12), torch.randn(4, 100, 4)
-    buffer = DrafterBuffer(1 << 20, held_out_share=0)
-    buffer.add([DraftSequence(ids[:50], states[2, :50], last[2, :50], prompt_length=1)])
-    (held,) = buffer.training
-    assert torch.equal(held.states, states[2, :50])
-    assert {held.states.untyped_storage().nbytes(), held.last_states.untyped_storage().nbytes()} == {50 * 48, 50 * 16}
-    assert held.input_ids.untyped_storage().nbytes() == 50 * 8
 
 
 def test_long_sequences_of_the_previous_iteration_stay_and_older_ones_go():
@@ -252,7 +205,7 @@ def test_a_sample_is_never_empty_and_follows_the_generator():
 
 
 def test_a_restored_buffer_goes_on_as_the_one_that_was_saved():
-    def iteration(version: int) -> list[DraftSequence]:
+    def iteration(version: int) -> list[PolicyText]:
         torch.manual_seed(version)
         lengths = long_tailed(40, seed=version)
         return [sequence(length, i // 2, version) for i, length in enumerate(lengths)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.trainer import WARMUP_STEPS, DrafterTrainer
 
@@ -59,7 +59,7 @@ def make_buffer(version: int = 3, num_sequences: int = 12) -> DrafterBuffer:
     buffer = DrafterBuffer(1 << 20)
     buffer.add(
         [
-            DraftSequence(
+            PolicyText(
                 torch.randint(1, 50, (40,), generator=generator), torch.zeros(40, 3), torch.zeros(40, 1), 4, version
             )
             for _ in range(num_sequences)

@@ -8,21 +8,21 @@ from transformers import AutoModelForCausalLM
 
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, pack
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 
 
 def random_sequence(
     num_tokens: int, prompt_length: int = 3, width: int = 64, vocab_size: int = 32, seed: int = 0
-) -> DraftSequence:
+) -> PolicyText:
     generator = torch.Generator().manual_seed(1000 * seed + num_tokens)
     ids = torch.randint(2, vocab_size, (num_tokens,), generator=generator)
     states = torch.randn(num_tokens, 3 * width, generator=generator)
-    return DraftSequence(ids, states, torch.randn(num_tokens, width, generator=generator), prompt_length)
+    return PolicyText(ids, states, torch.randn(num_tokens, width, generator=generator), prompt_length)
 
 
 def read_by_target(
     policy: str | Any, texts: Sequence[Sequence[int]], prompt_length: int, layer_ids: Sequence[int]
-) -> list[DraftSequence]:
+) -> list[PolicyText]:
     """What a drafter reads of texts of one length, in float32: by Hugging Face's own record of hidden states."""
     model = AutoModelForCausalLM.from_pretrained(policy) if isinstance(policy, str) else policy
     last: list[torch.Tensor] = []
@@ -32,7 +32,7 @@ def read_by_target(
         states = model(ids, output_hidden_states=True).hidden_states
     handle.remove()
     layers = torch.cat([states[layer] for layer in layer_ids], -1)
-    return [DraftSequence(*row, prompt_length) for row in zip(ids, layers, last[0], strict=True)]
+    return [PolicyText(*row, prompt_length) for row in zip(ids, layers, last[0], strict=True)]
 
 
 def draft_logits(head: Any, features: torch.Tensor) -> torch.Tensor:
@@ -59,6 +59,6 @@ def train(drafter: DrafterModule, batches: Sequence[PackedBatch], num_steps: int
     return losses
 
 
-def alone(sequence: DraftSequence, num_tokens: int = 256) -> PackedBatch:
+def alone(sequence: PolicyText, num_tokens: int = 256) -> PackedBatch:
     (batch,) = pack([sequence], num_tokens)
     return batch

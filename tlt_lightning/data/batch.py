@@ -15,7 +15,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Response
-    from tlt_lightning.hidden_states import HiddenStates
 
 
 @dataclass(slots=True)
@@ -114,8 +113,6 @@ class RolloutBatch:
             sums over its micro-batch, divides by a `num_loss_*` count and multiplies by `num_shares` is therefore
             independent of how the step was split.
         rows: Numbers of these sequences in the batch that `select` took them from; empty if they are all there is.
-        hidden_states: The policy's hidden states by row, of the rows that `RLModule.hidden_state_request` chose, for
-            `on_hidden_states`; minibatches carry none.
     """
 
     input_ids: Tensor
@@ -136,7 +133,6 @@ class RolloutBatch:
     num_loss_sequences: float = 0.0
     num_shares: int = 1
     rows: tuple[int, ...] = ()
-    hidden_states: dict[int, HiddenStates] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -157,7 +153,7 @@ class RolloutBatch:
         return float(mask.sum()), float(mask.bool().any(-1).sum())
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The given sequences without hidden states, trimmed to their own longest prompt-plus-response and response."""
+        """Take the given sequences, trimmed to their own longest prompt-plus-response and response."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.input_ids.device)
         lengths = self.response_lengths[index]
         num_columns = {"S": int((self.prompt_lengths[index] + lengths).max()), "T": int(lengths.max())}
@@ -169,4 +165,4 @@ class RolloutBatch:
                 if value.dim() == 2:
                     value = value[:, : num_columns["S" if item.name == "input_ids" else "T"]]
                 chosen[item.name] = value
-        return replace(self, **chosen, rows=tuple(index.tolist()), hidden_states=None)
+        return replace(self, **chosen, rows=tuple(index.tolist()))

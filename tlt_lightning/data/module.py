@@ -231,9 +231,6 @@ class RolloutDataModule(L.LightningDataModule):
             self._metrics["train/explained_variance"] = explained.item()
         self.clock.lap("logprobs")
         call_rollout_hook(self._trainer, "on_rollout_scored", batch)
-        if batch.hidden_states is not None:
-            call_rollout_hook(self._trainer, "on_hidden_states", batch)
-            batch.hidden_states = None  # as large as the policy's activations, and no loss reads them
         self.clock.lap("other")
         yield from self._minibatches(batch)
 

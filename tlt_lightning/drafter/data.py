@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.drafter.packing import PackedBatch, Piece, check_num_tokens, fill_pack, plan_packs
-from tlt_lightning.drafter.sequence import DraftSequence
-from tlt_lightning.hidden_states import HiddenStateTap
+from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,17 +90,16 @@ class DrafterDataModule(L.LightningDataModule):
         return PackLoader(self, texts, shuffled=shuffled)
 
     @torch.no_grad()
-    def sequences(self, texts: Sequence[Text]) -> list[DraftSequence]:
+    def sequences(self, texts: Sequence[Text]) -> list[PolicyText]:
         """What a drafter reads of `texts`, on the CPU: the target's states over each, in the order of the texts."""
         assert self.target is not None, "`sequences` before `setup`"
-        results: dict[int, DraftSequence] = {}
+        results: dict[int, PolicyText] = {}
         for rows in similar_lengths([len(prompt) + len(response) for prompt, response in texts], self.num_tokens):
             ids = [torch.tensor(texts[row][0] + texts[row][1]) for row in rows]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.target.device)
             with HiddenStateTap(self.target, self._drafter.layer_ids, range(len(rows))) as tap:
                 self.target(input_ids=padded, use_cache=False)
-            for row, tokens, states in zip(rows, ids, tap.read([len(tokens) for tokens in ids]), strict=True):
-                results[row] = DraftSequence(tokens, states.layers, states.last, len(texts[row][0]))
+            results |= zip(rows, tap.read(ids, [len(texts[row][0]) for row in rows]), strict=True)
         return [results[row] for row in range(len(texts))]
 
     @override

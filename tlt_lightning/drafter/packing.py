@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 
 PADDING = -1
 _LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled with the torn-off end of a sequence
@@ -87,7 +87,7 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
     return packs
 
 
-def pack(sequences: Sequence[DraftSequence], num_tokens: int, device: torch.device | None = None) -> list[PackedBatch]:
+def pack(sequences: Sequence[PolicyText], num_tokens: int, device: torch.device | None = None) -> list[PackedBatch]:
     """Pack `sequences` into batches of `num_tokens` entries each.
 
     All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
@@ -110,7 +110,7 @@ def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
 
 
 def fill_packs(
-    sequences: Sequence[DraftSequence],
+    sequences: Sequence[PolicyText],
     plans: Iterable[Sequence[Piece]],
     num_tokens: int,
     device: torch.device | None = None,
@@ -121,7 +121,7 @@ def fill_packs(
 
 
 def fill_pack(
-    pieces: Sequence[tuple[DraftSequence, Piece]], num_tokens: int, device: torch.device | None = None
+    pieces: Sequence[tuple[PolicyText, Piece]], num_tokens: int, device: torch.device | None = None
 ) -> PackedBatch:
     """The pack of `num_tokens` entries that holds `pieces`, each with the sequence it is a part of.
 

@@ -9,51 +9,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_lightning.drafter.packing import num_entries
-from tlt_lightning.drafter.sequence import DraftSequence
+from tlt_lightning.hidden_states import PolicyText
 
 log = logging.getLogger(__name__)
-
-_NUM_STRATA = 4  # classes of length that `choose_rows` serves alike; each holds as many tokens as any other
-
-
-def choose_rows(lengths: Sequence[int], max_tokens: int, generator: torch.Generator) -> list[int]:
-    """Choose the rows of an iteration whose hidden states are worth their memory: some of every length.
-
-    Rows are classed by length so that each class has a quarter of all tokens: the few longest rows are one class, the
-    many short ones another. The class with the fewest chosen tokens gives the next row, at random; the class of the
-    longest comes first. So a choice has the lengths of the iteration, and a long row among them if any fits.
-
-    Args:
-        lengths: Tokens of each row.
-        max_tokens: What the chosen rows may have together.
-        generator: Source of randomness; the same state gives the same choice.
-
-    Returns:
-        Row numbers, ascending. All rows if they fit, none if even the shortest does not.
-    """
-    strata: list[list[int]] = [[] for _ in range(_NUM_STRATA)]
-    total, seen = sum(lengths), 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        strata[min(seen * _NUM_STRATA // max(total, 1), _NUM_STRATA - 1)].append(row)
-        seen += lengths[row]
-    for stratum in strata:
-        stratum[:] = [stratum[index] for index in torch.randperm(len(stratum), generator=generator).tolist()]
-    chosen: list[int] = []
-    taken = [0] * _NUM_STRATA
-    while any(strata):
-        poorest = min((index for index in range(_NUM_STRATA) if strata[index]), key=lambda index: taken[index])
-        row = strata[poorest].pop()
-        if sum(taken) + lengths[row] <= max_tokens:
-            chosen.append(row)
-            taken[poorest] += lengths[row]
-    return sorted(chosen)
 
 
 class DrafterBuffer:
@@ -87,20 +52,20 @@ class DrafterBuffer:
         self.max_bytes = max_bytes
         self.held_out_share = held_out_share
         self.previous_share = previous_share
-        self._newest: list[DraftSequence] = []
-        self._previous: list[DraftSequence] = []
-        self._held_out: list[DraftSequence] = []
+        self._newest: list[PolicyText] = []
+        self._previous: list[PolicyText] = []
+        self._held_out: list[PolicyText] = []
 
     def __len__(self) -> int:
         return len(self._newest) + len(self._previous)
 
     @property
-    def training(self) -> list[DraftSequence]:
+    def training(self) -> list[PolicyText]:
         """What `sample` draws from: the newest iteration's sequences, then the previous one's."""
         return self._newest + self._previous
 
     @property
-    def held_out(self) -> list[DraftSequence]:
+    def held_out(self) -> list[PolicyText]:
         """The newest iteration's sequences that are never trained on; empty if it had a single sequence."""
         return list(self._held_out)
 
@@ -114,17 +79,16 @@ class DrafterBuffer:
         """Tokens to train on."""
         return sum(map(len, self.training))
 
-    def add(self, sequences: Sequence[DraftSequence]) -> None:
+    def add(self, sequences: Sequence[PolicyText]) -> None:
         """Take one iteration's sequences; of the one before only long ones stay, of older ones nothing.
 
-        What does not fit is left out, of every length alike (see `choose_rows`), and so are sequences too short to
-        draft anything in. An iteration without sequences changes nothing. With a single prompt, sequences of it are
-        held out.
+        What does not fit is left out, the last first, and so are sequences too short to draft anything in. An iteration
+        without sequences changes nothing. With a single prompt, sequences of it are held out.
 
         Args:
-            sequences: One iteration's; tensors that are views of larger ones are copied, so that the bound holds.
+            sequences: One iteration's; their tensors are no views of larger ones, or the bound would not hold.
         """
-        sequences = [_own(sequence) for sequence in sequences if num_entries(len(sequence))]
+        sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
             return
         keys, held = _hold_out(sequences, self.held_out_share)
@@ -142,7 +106,7 @@ class DrafterBuffer:
                 self.max_bytes,
             )
 
-    def sample(self, num_tokens: int, generator: torch.Generator) -> list[DraftSequence]:
+    def sample(self, num_tokens: int, generator: torch.Generator) -> list[PolicyText]:
         """Draw sequences of all lengths, each as likely as any other, none twice before each was drawn once.
 
         Args:
@@ -170,26 +134,24 @@ class DrafterBuffer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold what was held; if `max_bytes` is smaller than it was, what fits of it."""
-        parts = {name: [DraftSequence(**values) for values in part] for name, part in state_dict.items()}
+        parts = {name: [PolicyText(**values) for values in part] for name, part in state_dict.items()}
         self._fill(parts["newest"], parts["previous"], parts["held_out"])
 
     def _fill(
-        self, newest: Sequence[DraftSequence], previous: Sequence[DraftSequence], held_out: Sequence[DraftSequence]
+        self, newest: Sequence[PolicyText], previous: Sequence[PolicyText], held_out: Sequence[PolicyText]
     ) -> None:
         """Hold what fits of each part. Changes nothing about parts that this method chose before."""
-        # Seeded by the data: a resumed run chooses as the uninterrupted one does, and there is no state to save.
-        version = max((sequence.policy_version for sequence in (*newest, *previous, *held_out)), default=0)
-        generator = torch.Generator().manual_seed(version)
         # Something must be held out, or nobody can tell whether the drafter improves.
         smallest = min((sequence.nbytes for sequence in held_out), default=0)
         bound = min(max(int(self.held_out_share * self.max_bytes), smallest), self.max_bytes)
-        self._held_out = _choose(held_out, bound, generator)
+        self._held_out = _fitting(held_out, bound)
         free = self.max_bytes - _total_bytes(self._held_out)
-        self._previous = _longest(previous, max(int(self.previous_share * free), free - _total_bytes(newest)))
-        self._newest = _choose(newest, free - _total_bytes(self._previous), generator)
+        longest_first = sorted(previous, key=len, reverse=True)
+        self._previous = _fitting(longest_first, max(int(self.previous_share * free), free - _total_bytes(newest)))
+        self._newest = _fitting(newest, free - _total_bytes(self._previous))
 
 
-def _hold_out(sequences: Sequence[DraftSequence], share: float) -> tuple[list[bytes], set[bytes]]:
+def _hold_out(sequences: Sequence[PolicyText], share: float) -> tuple[list[bytes], set[bytes]]:
     """Return a key for each sequence and those keys, a share of them, whose sequences are held out.
 
     Sequences of one prompt have one key, unless there is only one prompt: then each text has its own.
@@ -202,11 +164,11 @@ def _hold_out(sequences: Sequence[DraftSequence], share: float) -> tuple[list[by
     return keys, set(distinct[:num_held])
 
 
-def _prompt_key(sequence: DraftSequence) -> bytes:
+def _prompt_key(sequence: PolicyText) -> bytes:
     return _hash(sequence.input_ids[: sequence.prompt_length])
 
 
-def _key(sequence: DraftSequence) -> bytes:
+def _key(sequence: PolicyText) -> bytes:
     return _hash(sequence.input_ids)
 
 
@@ -214,22 +176,10 @@ def _hash(ids: Tensor) -> bytes:
     return hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()
 
 
-def _own(sequence: DraftSequence) -> DraftSequence:
-    """The sequence, its tensors copied where they are views that keep larger ones alive."""
-    tensors = {name: getattr(sequence, name) for name in ("input_ids", "states", "last_states")}
-    views = {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().nbytes() > tensor.nbytes}
-    return replace(sequence, **{name: tensor.clone() for name, tensor in views.items()}) if views else sequence
-
-
-def _choose(sequences: Sequence[DraftSequence], max_bytes: int, generator: torch.Generator) -> list[DraftSequence]:
-    rows = choose_rows([sequence.nbytes for sequence in sequences], max_bytes, generator)
-    return [sequences[row] for row in rows]
-
-
-def _longest(sequences: Sequence[DraftSequence], max_bytes: int) -> list[DraftSequence]:
-    """The longest sequences that fit, the longest first."""
-    kept: list[DraftSequence] = []
-    for sequence in sorted(sequences, key=len, reverse=True):
+def _fitting(sequences: Sequence[PolicyText], max_bytes: int) -> list[PolicyText]:
+    """Return the sequences that fit, taken in their order."""
+    kept: list[PolicyText] = []
+    for sequence in sequences:
         if sequence.nbytes <= max_bytes:
             kept.append(sequence)
             max_bytes -= sequence.nbytes
@@ -248,5 +198,5 @@ def _spread(num_rows: int, num_drawn: int, generator: torch.Generator) -> list[i
     return [order[int((index + start) * step)] for index in range(num_drawn)]
 
 
-def _total_bytes(sequences: Sequence[DraftSequence]) -> int:
+def _total_bytes(sequences: Sequence[PolicyText]) -> int:
     return sum(sequence.nbytes for sequence in sequences)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
-from tlt_lightning.hidden_states import HiddenStateRequest
+from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText
 from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail.attach import check_engine, serve
 from tlt_lightning.long_tail.books import DrafterBooks
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import gather_others, make_group, state_of_rank
-from tlt_lightning.long_tail.features import draft_sequences, rows_to_keep
 from tlt_lightning.long_tail.policy_drift import PolicyDrift
 from tlt_lightning.long_tail.record import DrafterArchive
 from tlt_lightning.long_tail.trainer import DrafterTrainer
@@ -43,10 +43,9 @@ class LongTailIdleCallback(IterationCallback):
 
     With several workers it trains while a worker waits for the others' rollouts, and stops within one pack of the end
     of the wait; the workers' weights are then averaged by how much each has trained. A single worker never waits: it
-    trains as soon as an iteration's hidden states are there, on a share of its tokens. They come out of the policy's
-    own passes: before the update where it needs log-probs then, else out of the update itself. Everything needed to go
-    on is in the run's checkpoints, every worker's hidden states and optimizer included. On another number of workers a
-    run goes on too, but not exactly.
+    trains after each update, on a share of the iteration's tokens. Hidden states come out of the policy's own passes.
+    Everything needed to go on is in the run's checkpoints, every worker's hidden states and optimizer included. On
+    another number of workers a run goes on too, but not exactly.
 
     The engine must be a `VLLMEngine` that speculates, with a selector that may choose the drafter `learned`. Without
     `drafter.head` the run starts from a random head. It drafts nothing before it was trained and published; until then
@@ -120,7 +119,7 @@ class LongTailIdleCallback(IterationCallback):
         self._trainer: DrafterTrainer | None = None
         self._drift = PolicyDrift()
         self._iteration = -1
-        self._policy_version = 0  # of the states that come next
+        self._num_tokens = 0  # of the iteration's texts
         self._books = DrafterBooks()
         self._group: ProcessGroup | None = None
 
@@ -176,16 +175,16 @@ class LongTailIdleCallback(IterationCallback):
         if self._loop.data_version >= 0:
             self._books.noted["drafter/policy_lag"] = trainer.global_step - self._loop.data_version
         is_alone = trainer.world_size == 1
-        choose = partial(
-            rows_to_keep,
-            buffer=self.buffer,
-            hidden_size=self.drafter.target_config.hidden_size,
-            share=self.share if is_alone else None,  # idle time is not known beforehand
-            seed=_seed("choose", trainer),
-        )
         wants_states = self.trains(trainer, epoch if is_alone else epoch + 1)
-        pl_module.hidden_state_request = HiddenStateRequest(self.drafter.layer_ids, choose) if wants_states else None
+        pl_module.hidden_state_request = self._request(trainer) if wants_states else None
         self._loop.begin(_seed("idle", trainer))
+
+    def _request(self, trainer: L.Trainer) -> HiddenStateRequest:
+        """Ask for no more texts than fit into the buffer, or than are trained on and held out where that is known."""
+        bytes_per_token = 4 * 2 * self.drafter.target_config.hidden_size + 8  # four bfloat16 states, and the token
+        share = self.share / (1 - self.buffer.held_out_share) if trainer.world_size == 1 else 1.0
+        max_tokens = self.buffer.max_bytes // bytes_per_token
+        return HiddenStateRequest(self.drafter.layer_ids, max_tokens, share, _seed("choose", trainer))
 
     def _push(self) -> None:
         assert self._engine is not None
@@ -226,15 +225,15 @@ class LongTailIdleCallback(IterationCallback):
         _clock(trainer).lap("other")
         self._loop.average()
         self._books.noted["drafter/policy_drift"] = self._drift.measure(batch, partial(_logps, trainer, pl_module))
-        self._policy_version = trainer.global_step
+        self._num_tokens = int(batch.lengths.sum())
         _clock(trainer).lap("drafter")
 
     @override
-    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        self.buffer.add(draft_sequences(batch, self._policy_version))
+    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
+        self.buffer.add(texts)
         self._loop.begin(_seed("scored", trainer))
         if trainer.world_size == 1 and self._can_train(trainer):
-            self._train_serially(self._serial_steps(int(batch.lengths.sum())) - self._books.micro_steps)
+            self._train_serially(self._serial_steps(self._num_tokens) - self._books.micro_steps)
         _clock(trainer).lap("drafter")
 
     def _serial_steps(self, num_tokens: int) -> int:

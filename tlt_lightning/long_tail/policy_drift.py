@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
-from tlt_lightning.long_tail.buffer import choose_rows
+from tlt_lightning.hidden_states import choose_rows
 from tlt_lightning.objectives.kl import k3
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
