@@ -30,7 +30,7 @@ from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import RolloutEngine
-from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, ObjectiveOutput, group_statistics
+from tlt_lightning.objectives import GRPO, K3, PPO, DrGRPO, KLPenalty, ObjectiveOutput, group_statistics
 from tlt_lightning.policy import causal_lm
 
 
@@ -471,6 +471,13 @@ def test_unfit_data_settings_are_refused(
 def test_bad_arguments_are_refused_at_once(arguments: dict, message: str, prompts_path: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_data(prompts_path, **arguments)
+
+
+def test_an_objective_that_assumes_another_length_limit_is_refused(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MisconfigurationException, match=r"`objective.aggregation.max_tokens` 1024 .* is 8; make them"):
+        make_trainer(tmp_path).fit(make_module(policy_path, objective=DrGRPO()), make_data(prompts_path))
 
 
 def test_ppo_without_a_critic_is_refused(policy_path: str) -> None:

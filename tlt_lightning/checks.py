@@ -69,6 +69,12 @@ def check_sizes(trainer: L.Trainer, data: RolloutDataModule, objective: PolicyOb
             f"divisible by {per_step} per optimizer step (`data.micro_batch_size` {data.micro_batch_size} * "
             f"`trainer.accumulate_grad_batches` {trainer.accumulate_grad_batches}). {_one_step(num_sequences, data)}"
         )
+    for name, limit in objective.length_limits.items():
+        if limit != data.sampling.max_tokens:
+            raise MisconfigurationException(
+                f"`objective.{name}` {limit} has to be the longest response, and `data.sampling.max_tokens` is "
+                f"{data.sampling.max_tokens}; make them equal."
+            )
     if data.group_size < objective.min_group_size:
         raise MisconfigurationException(
             f"`data.group_size` {data.group_size} is too small for {type(objective).__name__}, whose advantages "

@@ -38,7 +38,6 @@ from tlt_lightning.objectives import (
     SequenceRatio,
     StraightThrough,
     Surrogate,
-    __all__,
 )
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -114,8 +113,7 @@ def test_a_typo_in_a_recipe_is_refused(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [AdvantageEstimator, Aggregation, KLEstimator, MismatchCorrection, Surrogate])
 def test_exchanging_a_piece_never_inherits_the_defaults_of_the_other(kind: type) -> None:
     """jsonargparse keeps the old piece's arguments, defaults included, that the new one takes by the same name."""
-    names = [name for name in __all__ if isinstance(getattr(objectives, name), type)]
-    pieces = [piece for piece in (getattr(objectives, name) for name in names) if issubclass(piece, kind)]
+    pieces = [piece for piece in vars(objectives).values() if isinstance(piece, type) and issubclass(piece, kind)]
     pieces.remove(kind)
     assert len(pieces) > 1
     defaults: dict[str, Any] = {}
@@ -148,7 +146,7 @@ def test_the_example_of_a_custom_objective_works(
 
 def test_the_package_of_objectives_needs_torch_only() -> None:
     code = (
-        "import sys, tlt_lightning.objectives as o; assert all(hasattr(o, name) for name in o.__all__);"
+        "import sys, tlt_lightning.objectives;"
         "print([name for name in ('lightning', 'transformers', 'vllm', 'jsonargparse') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tlt_lightning.objectives import (
     GAE,
+    GRPO,
     K1,
     K2,
     K3,
@@ -162,7 +163,7 @@ def test_every_golden_entry_is_accounted_for(golden: dict[str, Any]) -> None:
 @pytest.mark.parametrize("key", LOSSES)
 def test_loss_and_gradient_are_the_references(key: str, golden: dict[str, Any], vectors: SimpleNamespace) -> None:
     surrogate, aggregation, correction, kl = LOSSES[key]
-    objective = ComposedObjective(surrogate=surrogate, aggregation=aggregation, correction=correction, loss_kl=kl)
+    objective = GRPO(surrogate=surrogate, aggregation=aggregation, correction=correction, loss_kl=kl)
     results = loss_and_gradient(objective, with_advantages(vectors, GroupNormalized()))
     expected = golden[key]
     if isinstance(expected, dict):
@@ -180,13 +181,13 @@ def test_both_sides_of_a_disagreement_can_be_had(
     golden: dict[str, Any],
     vectors: SimpleNamespace,
 ) -> None:
-    objective = ComposedObjective(surrogate=surrogate, aggregation=aggregation, correction=None)
+    objective = GRPO(surrogate=surrogate, aggregation=aggregation, correction=None)
     loss, _, _ = loss_and_gradient(objective, with_advantages(vectors, GroupNormalized()))
     assert loss == near(golden[key][side])
 
 
 def test_dr_grpo_is_the_references(golden: dict[str, Any], vectors: SimpleNamespace) -> None:
-    objective = ComposedObjective(surrogate=CLIP, aggregation=NORM, correction=None)
+    objective = GRPO(surrogate=CLIP, aggregation=NORM, correction=None)
     loss, _, _ = loss_and_gradient(objective, with_advantages(vectors, GroupCentred()))
     assert [loss, loss] == near(flatten(golden["cmp/dr_grpo(seq-mean-token-sum-norm)"]))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.objectives import (
+    GRPO,
     CappedRatio,
     ComposedObjective,
     GroupNormalized,
@@ -157,7 +158,7 @@ def test_loss_and_gradient_are_those_of_trl(
 ) -> None:
     vectors = scored(random_vectors(seed))
     kl = KLPenalty(coef=beta) if beta else None
-    objective = ComposedObjective(**PIECES[loss_type], correction=CORRECTIONS[mode], loss_kl=kl)
+    objective = GRPO(**PIECES[loss_type], correction=CORRECTIONS[mode], loss_kl=kl)
     assert_same_loss_and_gradient(our_loss(objective, vectors), vectors, loss_type=loss_type, beta=beta, mode=mode)
 
 
@@ -169,13 +170,13 @@ def test_extreme_ratios_are_those_of_trl(loss_type: str, random_vectors: Callabl
     highest = torch.where(vectors.scores < 0, 15.0, 50.0)[:, None]
     jumps = torch.randint(-1, 2, batch.old_logps.shape, generator=torch.Generator().manual_seed(0)) * 50.0
     batch.old_logps = vectors.logps - jumps.minimum(highest).double()
-    objective = ComposedObjective(**PIECES[loss_type], correction=None)
+    objective = GRPO(**PIECES[loss_type], correction=None)
     assert_same_loss_and_gradient(our_loss(objective, vectors), vectors, loss_type=loss_type)
 
 
 def test_entropy_bonus_is_that_of_trl(random_vectors: Callable[..., SimpleNamespace]) -> None:
     vectors = scored(random_vectors(2))
-    objective = ComposedObjective(**PIECES["dr_grpo"], correction=None, entropy_coef=0.3)
+    objective = GRPO(**PIECES["dr_grpo"], correction=None, entropy_coef=0.3)
     assert_same_loss_and_gradient(our_loss(objective, vectors), vectors, loss_type="dr_grpo", entropy_coef=0.3)
 
 
@@ -185,7 +186,7 @@ def test_accumulated_token_mean_is_that_of_trl(
     vectors = scored(random_vectors(3))
     vectors.batch.num_loss_tokens = vectors.batch.response_mask.sum().item()
     vectors.batch.num_shares = 2
-    objective = ComposedObjective(correction=None)
+    objective = GRPO(correction=None)
     ours, trl = [], []
     for rows in ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]):
         part = rows_of(vectors, rows)

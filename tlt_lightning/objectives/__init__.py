@@ -1,4 +1,4 @@
-"""What the policy maximises: objectives by name, and the pieces to compose new ones from. Imports torch only."""
+"""Objectives by name, and the pieces to compose new ones from. Imports torch only."""
 
 from tlt_lightning.objectives.advantages import (
     GAE,
@@ -8,6 +8,7 @@ from tlt_lightning.objectives.advantages import (
     LeaveOneOut,
     WhitenedGroupBaseline,
     WhitenedRewardToGo,
+    group_statistics,
     whiten,
 )
 from tlt_lightning.objectives.aggregation import (
@@ -22,7 +23,6 @@ from tlt_lightning.objectives.aggregation import (
 from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective, Reduce
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.correction import MaskedImportance, MismatchCorrection, TruncatedImportance
-from tlt_lightning.objectives.groups import group_statistics
 from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty, StraightThrough
 from tlt_lightning.objectives.named import (
     CISPO,
@@ -32,10 +32,10 @@ from tlt_lightning.objectives.named import (
     RLOO,
     SAPO,
     DrGRPO,
+    OverlongPunishment,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
 )
-from tlt_lightning.objectives.overlong import OverlongPunishment, overlong_punishment
 from tlt_lightning.objectives.ppo import PPO, explained_variance
 from tlt_lightning.objectives.surrogates import (
     CappedRatio,
@@ -45,54 +45,3 @@ from tlt_lightning.objectives.surrogates import (
     SoftGate,
     Surrogate,
 )
-
-__all__ = [
-    "CISPO",
-    "DAPO",
-    "GAE",
-    "GRPO",
-    "GSPO",
-    "K1",
-    "K2",
-    "K3",
-    "PPO",
-    "RLOO",
-    "SAPO",
-    "AdvantageEstimator",
-    "Aggregation",
-    "CappedRatio",
-    "ClippedRatio",
-    "ComposedObjective",
-    "DrGRPO",
-    "GroupCentred",
-    "GroupNormalized",
-    "KLEstimator",
-    "KLPenalty",
-    "LeaveOneOut",
-    "MaskedImportance",
-    "MismatchCorrection",
-    "ObjectiveOutput",
-    "OverlongPunishment",
-    "PlainPolicyGradient",
-    "PolicyObjective",
-    "Reduce",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
-    "SequenceMeanTokenMean",
-    "SequenceMeanTokenSum",
-    "SequenceMeanTokenSumNorm",
-    "SequenceRatio",
-    "SoftGate",
-    "StraightThrough",
-    "Surrogate",
-    "TokenMean",
-    "TokenSum",
-    "TruncatedImportance",
-    "WhitenedGroupBaseline",
-    "WhitenedRewardToGo",
-    "explained_variance",
-    "group_statistics",
-    "overlong_punishment",
-    "token_mean",
-    "whiten",
-]

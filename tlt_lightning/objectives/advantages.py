@@ -1,4 +1,4 @@
-"""How much better than expected a response, or a token of it, was: the estimators that objectives are built on.
+"""Estimators of the advantage: how much better than expected a response, or a token of it, was.
 
 Rewards come in two parts: one per response, and dense ones per token (a KL penalty in the reward). Estimators that
 judge whole responses add the dense ones up; the others put the response's reward on its last token.
@@ -18,54 +18,81 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tlt_lightning.arguments import check_within
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.objectives.base import Reduce
-from tlt_lightning.objectives.groups import group_statistics
-from tlt_lightning.objectives.numerics import fill, global_moments, require
-from tlt_lightning.objectives.overlong import at_last_token
+from tlt_lightning.objectives.base import Advantages, Reduce, fill, require, upcast
+
+
+def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
+    """Return the mean and the unbiased variance of the unmasked tokens of all ranks.
+
+    Two passes, because E[x^2] - E[x]^2 cancels in float32. The variance is 0 with fewer than two tokens, and where
+    the deviations are no larger than the rounding of the mean: equal values of 1000.3 have a mean that is 5e-5 off.
+
+    Args:
+        x: Values. (B, T)
+        mask: Tokens that count. (B, T), bool
+        reduce: Sums over ranks.
+    """
+    total, count = reduce(torch.stack([fill(x, mask).sum(), mask.sum().to(upcast(x).dtype)])).unbind()
+    mean = total / count.clamp(min=1)
+    variance = reduce(fill((upcast(x) - mean).square(), mask).sum()) / (count - 1).clamp(min=1)
+    rounding = 16 * torch.finfo(mean.dtype).eps * mean.abs()
+    return mean, torch.where(variance > rounding.square(), variance, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """Shift and scale the unmasked tokens of all ranks to mean 0 and variance 1; masked ones become 0."""
+    """Shift and scale the unmasked tokens of all ranks to mean 0 and variance 1; masked ones become 0.
+
+    Values that are all equal become 0, whatever their magnitude.
+    """
     mean, variance = global_moments(x, mask, reduce)
-    return fill((x - mean) * torch.rsqrt(variance + 1e-8), mask)
+    return fill((x - mean) * torch.rsqrt(variance + 1e-8), mask & (variance > 0))
+
+
+def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare each reward with those of its group: the baseline of objectives without a critic.
+
+    Sums go through a table and not through `index_add`, which is not deterministic on CUDA; rewards are taken
+    relative to the lowest of the group, so that a group of equal rewards is centred to exactly zero.
+
+    Args:
+        rewards: One value per sequence. (B,)
+        groups: Sequences with equal numbers answer the same prompt. (B,), int64
+
+    Returns:
+        For each sequence its reward minus the group's mean, the group's standard deviation (Bessel's correction; 0
+        for a group of one), and the group's size. (B,) each
+    """
+    rewards = upcast(rewards)
+    names, index = torch.unique(groups, return_inverse=True)
+    members = index == torch.arange(len(names), device=groups.device)[:, None]  # (G, B)
+    size = members.sum(-1)
+    lowest = torch.where(members, rewards, torch.inf).amin(-1)
+    shifted = rewards - lowest[index]
+    mean = torch.where(members, shifted, 0.0).sum(-1) / size
+    centred = shifted - mean[index]
+    variance = torch.where(members, centred.square(), 0.0).sum(-1) / (size - 1).clamp(min=1)
+    return centred, variance.sqrt()[index], size[index]
+
+
+def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Give each sequence's reward (B,) to its last unmasked token, (B, T), for estimators that work token by token.
+
+    A sequence without any unmasked token is all zero.
+    """
+    num_after = mask.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(mask & (num_after == 1), upcast(rewards)[:, None], 0.0)
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """Solve y_t = x_t + decay_t * y_{t+1} along the last dimension, in log2(T) steps instead of T.
-
-    Args:
-        x: What is added at each token. (B, T)
-        decay: What the rest of the sequence is multiplied by at each token. (B, T)
-    """
+    """Solve y_t = x_t + decay_t * y_{t+1} along the last dimension, (B, T) each, in log2(T) steps instead of T."""
     step = 1
     while step < x.shape[-1]:
         x = x + decay * pad(x[:, step:], (0, step))
         decay = decay * pad(decay[:, step:], (0, step))
         step *= 2
     return x
-
-
-def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns by GAE (arXiv 1506.02438, Eq. 16), neither of them whitened, (B, T) each.
-
-    Masked tokens inside a response are stepped over: the token before them continues with the token after. Truncated
-    responses end like finished ones, without bootstrapping.
-
-    Args:
-        rewards: Reward of each token. (B, T)
-        values: Predicted return from each token on. (B, T)
-        mask: Response tokens. (B, T), bool
-        gamma: Discount per token.
-        lam: 1 trusts the sampled return, 0 the critic.
-    """
-    values = fill(values, mask)
-    next_values = pad(discounted_sum(values, fill(torch.ones_like(values), ~mask))[:, 1:], (0, 1))
-    errors = fill(rewards + gamma * next_values - values, mask)
-    advantages = discounted_sum(errors, torch.where(mask, torch.full_like(values, gamma * lam), 1.0))
-    return fill(advantages, mask), fill(advantages + values, mask)
 
 
 class AdvantageEstimator(ABC):
@@ -78,9 +105,7 @@ class AdvantageEstimator(ABC):
     """Fewest responses per prompt it can compare."""
 
     @abstractmethod
-    def __call__(
-        self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         """Return the advantages and, from a critic's values, its targets, (B, T) each and 0 where masked.
 
         Args:
@@ -98,12 +123,9 @@ class _GroupEstimator(AdvantageEstimator):
 
     @abstractmethod
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
-        """Return the advantage of each sequence from `groups.group_statistics`, (B,)."""
+        """Return the advantage of each sequence from `group_statistics`, (B,)."""
 
-    def __call__(
-        self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the advantage of its sequence for each token, and no targets."""
+    def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         scores = self._per_sequence(*group_statistics(rewards + token_rewards.sum(-1), batch.groups))
         mask = batch.response_mask.bool()
         return fill(scores[:, None].expand(mask.shape), mask), None
@@ -146,10 +168,7 @@ class WhitenedGroupBaseline(_GroupEstimator):
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred
 
-    def __call__(
-        self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the whitened advantages, and no targets."""
+    def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         advantages, _ = super().__call__(batch, rewards, token_rewards, reduce)
         return whiten(advantages, batch.response_mask.bool(), reduce), None
 
@@ -165,12 +184,9 @@ class WhitenedRewardToGo(AdvantageEstimator):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_unit_interval(gamma=self.gamma)
+        check_within("gamma", self.gamma, 0, 1)
 
-    def __call__(
-        self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the whitened rewards to go, and no targets."""
+    def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         mask = batch.response_mask.bool()
         token_rewards = at_last_token(rewards, mask) + token_rewards
         # A masked token inside a response passes the return on undiscounted.
@@ -180,7 +196,7 @@ class WhitenedRewardToGo(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class GAE(AdvantageEstimator):
-    """Generalized advantage estimation from a critic's values, whitened over the iteration (arXiv 1506.02438).
+    """Generalized advantage estimation from a critic's values, whitened over the iteration (arXiv 1506.02438, Eq. 16).
 
     Args:
         gamma: Discount per token; 1 because the reward comes at the end, thousands of tokens away.
@@ -194,20 +210,19 @@ class GAE(AdvantageEstimator):
     lam: float = 0.95
 
     def __post_init__(self) -> None:
-        _check_unit_interval(gamma=self.gamma, lam=self.lam)
+        check_within("gamma", self.gamma, 0, 1)
+        check_within("lam", self.lam, 0, 1)
 
-    def __call__(
-        self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the whitened advantages and the critic's targets."""
+    def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
+        """Return the whitened advantages and the critic's targets, which are not whitened.
+
+        Masked tokens inside a response are stepped over: the token before them continues with the token after.
+        Truncated responses end like finished ones, without bootstrapping.
+        """
         mask = batch.response_mask.bool()
-        values = require(batch.values, "values", "GAE starts from the critic's predictions")
+        values = fill(require(batch.values, "values", "GAE starts from the critic's predictions"), mask)
         token_rewards = at_last_token(rewards, mask) + token_rewards
-        advantages, returns = generalized_advantages(token_rewards, values, mask, gamma=self.gamma, lam=self.lam)
-        return whiten(advantages, mask, reduce), returns
-
-
-def _check_unit_interval(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"`{name}` must be in [0, 1], got {value}.")
+        next_values = pad(discounted_sum(values, fill(torch.ones_like(values), ~mask))[:, 1:], (0, 1))
+        errors = fill(token_rewards + self.gamma * next_values - values, mask)
+        advantages = discounted_sum(errors, torch.where(mask, torch.full_like(values, self.gamma * self.lam), 1.0))
+        return whiten(advantages, mask, reduce), fill(advantages + values, mask)

@@ -1,4 +1,4 @@
-"""From one loss per token to one loss per optimizer step, however the step is split over micro-batches and ranks.
+"""One loss per optimizer step from one loss per token, however the step is split over micro-batches and ranks.
 
 Each mode sums over its micro-batch, divides by a count of the whole step and multiplies by the number of micro-batch
 losses that the step averages, so that accumulation and data parallelism change nothing. Where the batch carries no
@@ -13,8 +13,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.objectives.numerics import sequence_mean, sequence_sum
+from tlt_lightning.objectives.base import fill
+
+
+def sequence_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum `x` (B, T) over the unmasked tokens of each sequence, (B, 1)."""
+    return fill(x, mask).sum(-1, keepdim=True)
+
+
+def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Average `x` (B, T) over the unmasked tokens of each sequence, (B, 1); 0 for a sequence without any."""
+    return sequence_sum(x, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _per_token(total: Tensor, batch: RolloutBatch) -> Tensor:
@@ -37,6 +48,9 @@ def token_mean(per_token: Tensor, batch: RolloutBatch) -> Tensor:
 class Aggregation(ABC):
     """Turns a loss per token into a scalar; decides whether long responses weigh more than short ones."""
 
+    max_tokens: int | None = None
+    """Longest response that the loss is scaled by; None where it is not."""
+
     @abstractmethod
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
         """Return this micro-batch's share of the loss.
@@ -49,10 +63,9 @@ class Aggregation(ABC):
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
-    """Mean over all tokens: every token weighs the same (DAPO, arXiv 2503.14476, Eq. 12)."""
+    """Mean over all tokens of the step: every token weighs the same (DAPO, arXiv 2503.14476, Eq. 12)."""
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        """Return sum over tokens / tokens of the step."""
         return token_mean(per_token, batch)
 
 
@@ -61,7 +74,6 @@ class TokenSum(Aggregation):
     """Sum over all tokens: the learning rate then depends on the batch size and on the lengths."""
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        """Return sum over tokens."""
         return sequence_sum(per_token, batch.response_mask.bool()).sum() * batch.num_shares
 
 
@@ -70,7 +82,6 @@ class SequenceMeanTokenMean(Aggregation):
     """Mean over sequences of each one's token mean: every response weighs the same (GRPO, arXiv 2402.03300, Eq. 3)."""
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        """Return sum over sequences of token means / sequences of the step."""
         return _per_sequence(sequence_mean(per_token, batch.response_mask.bool()).sum(), batch)
 
 
@@ -79,7 +90,6 @@ class SequenceMeanTokenSum(Aggregation):
     """Mean over sequences of each one's token sum: the plain policy gradient of a sequence."""
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        """Return sum over tokens / sequences of the step."""
         return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
 
 
@@ -88,16 +98,14 @@ class SequenceMeanTokenSumNorm(Aggregation):
     """Like SequenceMeanTokenSum, divided by a constant: no length bias (Dr.GRPO, arXiv 2503.20783, section 3.1).
 
     Args:
-        max_tokens: The constant, by convention the longest allowed response. It only scales the loss. verl falls
-            back to the longest response of the micro-batch, which makes the loss depend on the split; we do not.
+        max_tokens: The constant: the longest allowed response, the sampling's `max_tokens`. verl falls back to the
+            longest response of the micro-batch, which makes the loss depend on the split; we do not.
     """
 
     max_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"`max_tokens` of SequenceMeanTokenSumNorm must be at least 1, got {self.max_tokens}.")
+        check_at_least("max_tokens", self.max_tokens, 1)
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        """Return sum over tokens / (sequences of the step * `max_tokens`)."""
         return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum() / self.max_tokens, batch)

@@ -1,4 +1,4 @@
-"""What the policy maximises: the plugin that turns rollouts into advantages and advantages into a loss."""
+"""The contract of an objective, which turns rollouts into advantages and advantages into a loss."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from tlt_lightning.data.batch import RolloutBatch
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks; the identity on one."""
+
+Advantages = tuple[Tensor, Tensor | None]
+"""Advantages and, with a critic, its targets; (B, T) each and 0 where masked."""
 
 
 @dataclass(slots=True)
@@ -22,7 +26,8 @@ class ObjectiveOutput:
     Args:
         loss: Scalar to call `backward` on.
         metrics: Detached scalars under their full names (`train/kl`, `mismatch/...`). Each is already normalised like
-            the loss, so that the plain mean over an optimizer step's micro-batches and ranks is its value.
+            the loss, so that the plain mean over an optimizer step's micro-batches and ranks is its value; a
+            micro-batch that leaves one out contributes 0 to it.
     """
 
     loss: Tensor
@@ -67,9 +72,14 @@ class PolicyObjective(ABC):
         """True if the entropy is part of the loss and so needs a gradient."""
         return False
 
+    @property
+    def length_limits(self) -> dict[str, int]:
+        """Settings, by name, that have to be the longest response the engine may write."""
+        return {}
+
     @abstractmethod
-    def advantages(self, batch: RolloutBatch, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
-        """Return the advantages (B, T) and, with a critic, its targets (B, T) for a rank's whole iteration.
+    def advantages(self, batch: RolloutBatch, reduce: Reduce) -> Advantages:
+        """Return the advantages and, with a critic, its targets for a rank's whole iteration.
 
         Args:
             batch: All sequences of this rank; whole groups, log-probs and values filled in.
@@ -86,3 +96,24 @@ class PolicyObjective(ABC):
             entropy: Entropy of its next-token distribution. (B, T)
             values: The critic's predictions. (B, T), with gradient; None without a critic
         """
+
+
+def upcast(x: Tensor) -> Tensor:
+    """Return `x` in float32, or untouched if it is float64, so that half precision never enters the loss."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def fill(x: Tensor, mask: Tensor) -> Tensor:
+    """Return `x` upcast, with 0 where `mask` is False.
+
+    Selecting instead of multiplying by zero keeps garbage in padding, infinities included, out of both the loss and
+    its gradient.
+    """
+    return torch.where(mask, upcast(x), 0.0)
+
+
+def require(x: Tensor | None, name: str, reason: str) -> Tensor:
+    """Return `x`; raise ValueError that names the missing field of the batch if it is None."""
+    if x is None:
+        raise ValueError(f"`batch.{name}` is None but {reason}; fill it in before calling the objective.")
+    return x

@@ -4,53 +4,46 @@ No `from __future__ import annotations` here: jsonargparse looks inherited annot
 where it does not find the names (a researcher's file) it silently accepts anything.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.objectives.advantages import AdvantageEstimator, GroupNormalized
-from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
-from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective, Reduce
-from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
+from tlt_lightning.objectives.advantages import AdvantageEstimator
+from tlt_lightning.objectives.aggregation import Aggregation, token_mean
+from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, PolicyObjective, Reduce, fill, require, upcast
+from tlt_lightning.objectives.correction import MismatchCorrection
 from tlt_lightning.objectives.kl import KLPenalty, k3
-from tlt_lightning.objectives.numerics import fill, require, upcast
-from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
+from tlt_lightning.objectives.surrogates import Surrogate
 
 
 @dataclass(kw_only=True)
 class ComposedObjective(PolicyObjective):
-    """Composes an objective from independent pieces; the named objectives are this with their papers' pieces.
+    """Composes an objective from four pieces and optional penalties; the named objectives are this with defaults.
 
     Args:
         advantage: Turns rewards into advantages.
         surrogate: The policy loss of each token.
         aggregation: Turns the losses of tokens into one.
-        correction: Weighs tokens for the mismatch between engine and trainer; null is off. On by default, because
-            the mismatch is there in every run and silently harms some.
+        correction: Weighs tokens for the mismatch between engine and trainer; null is off. On in every named
+            objective, because the mismatch is there in every run and silently harms some.
         loss_kl: KL penalty added to the loss of each token; null is off, as in most recipes for reasoning.
         reward_kl: KL penalty taken from the rewards, as in PPO for preferences; null is off.
         entropy_coef: Weight of the entropy bonus, the mean entropy per token whatever the aggregation; 0 is off.
-
-    Example:
-        >>> from tlt_lightning.objectives import GroupCentred, SequenceRatio
-        >>> objective = ComposedObjective(advantage=GroupCentred(), surrogate=SequenceRatio())
-        >>> objective.needs_reference, objective.min_group_size
-        (False, 2)
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
+    advantage: AdvantageEstimator
+    surrogate: Surrogate
+    aggregation: Aggregation
+    correction: MismatchCorrection | None
     loss_kl: KLPenalty | None = None
     reward_kl: KLPenalty | None = None
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.entropy_coef < 0:
-            raise ValueError(f"`entropy_coef` must be 0 (off) or positive, got {self.entropy_coef}.")
+        check_at_least("entropy_coef", self.entropy_coef, 0)
         if self.advantage.needs_critic and not self.needs_critic:
             raise ValueError(
                 f"`advantage` {type(self.advantage).__name__} needs a critic and {type(self).__name__} trains none; "
@@ -69,7 +62,7 @@ class ComposedObjective(PolicyObjective):
 
     @property
     def min_group_size(self) -> int:
-        """What the advantage needs."""
+        """Fewest responses per prompt that the advantage can compare."""
         return self.advantage.min_group_size
 
     @property
@@ -77,12 +70,18 @@ class ComposedObjective(PolicyObjective):
         """True if the entropy bonus is on."""
         return self.entropy_coef != 0
 
+    @property
+    def length_limits(self) -> dict[str, int]:
+        """The aggregation's constant, if it has one."""
+        limit = self.aggregation.max_tokens
+        return {} if limit is None else {"aggregation.max_tokens": limit}
+
     def shape_rewards(self, batch: RolloutBatch) -> Tensor:
         """Return the rewards that become advantages, (B,)."""
         return batch.rewards
 
-    def advantages(self, batch: RolloutBatch, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
-        """Return the advantages and, with a critic, its targets, (B, T) each and 0 where masked."""
+    def advantages(self, batch: RolloutBatch, reduce: Reduce) -> Advantages:
+        """Return the advantages of the shaped rewards, less the KL penalty in them."""
         mask = batch.response_mask.bool()
         token_rewards = torch.zeros_like(upcast(batch.rollout_logps))
         if self.reward_kl is not None:
@@ -100,9 +99,15 @@ class ComposedObjective(PolicyObjective):
         rollout_logps = fill(batch.rollout_logps, mask)
 
         per_token, clipped = self.surrogate(logps, old_logps, advantages, mask)
-        metrics = self._mismatch_metrics(batch, old_logps, rollout_logps)
-        # 0 in the mean for tokens drawn from this very policy: the one trace that a wrong sampler leaves in a run.
-        metrics["mismatch/surprise"] = token_mean(-logps - entropy, batch)
+        metrics = {
+            "train/entropy": token_mean(entropy, batch),
+            "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
+            "train/approx_kl": token_mean(k3(old_logps, logps), batch),
+            "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
+            "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
+            # 0 in the mean for tokens drawn from this very policy: the one trace that a wrong sampler leaves in a run.
+            "mismatch/surprise": token_mean(-logps - entropy, batch),
+        }
         if self.correction is not None:
             weights = self.correction(old_logps, rollout_logps, mask)
             per_token = per_token * weights
@@ -116,16 +121,4 @@ class ComposedObjective(PolicyObjective):
         loss = self.aggregation(per_token, batch)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * token_mean(entropy, batch)
-        metrics |= {
-            "train/entropy": token_mean(entropy, batch),
-            "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
-            "train/approx_kl": token_mean(k3(old_logps, logps), batch),
-        }
         return ObjectiveOutput(loss, {name: metric.detach() for name, metric in metrics.items()})
-
-    @staticmethod
-    def _mismatch_metrics(batch: RolloutBatch, old_logps: Tensor, rollout_logps: Tensor) -> dict[str, Tensor]:
-        return {
-            "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
-            "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
-        }

@@ -12,27 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tlt_lightning.objectives.numerics import log_ratio, sequence_sum
+from tlt_lightning.arguments import check_at_least
+from tlt_lightning.objectives.aggregation import sequence_sum
+from tlt_lightning.objectives.kl import log_ratio
 
 Level = Literal["token", "sequence"]
-
-
-def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return trainer probability over engine probability, of each token or of its whole sequence.
-
-    Args:
-        old_logps: The trainer's log-probs before the first update. (B, T)
-        rollout_logps: Log-probs of the distribution that was sampled from. (B, T)
-        mask: Response tokens. (B, T), bool
-        level: "token", or "sequence" for the product over the response.
-
-    Returns:
-        Weights, 0 where masked. (B, T)
-    """
-    difference = old_logps - rollout_logps
-    if level == "sequence":
-        difference = sequence_sum(difference, mask)
-    return torch.where(mask, log_ratio(difference, torch.zeros_like(difference)).exp(), 0.0)
 
 
 class MismatchCorrection(ABC):
@@ -49,6 +33,17 @@ class MismatchCorrection(ABC):
         """
 
 
+def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return trainer probability over engine probability, of each token or of its whole sequence; 0 where masked.
+
+    Arguments are those of `MismatchCorrection`; level "sequence" gives every token the product over its response.
+    """
+    difference = old_logps - rollout_logps
+    if level == "sequence":
+        difference = sequence_sum(difference, mask)
+    return torch.where(mask, log_ratio(difference, torch.zeros_like(difference)).exp(), 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TruncatedImportance(MismatchCorrection):
     """Cut weights at an upper bound: less variance for a little bias (TIS). No lower bound: small weights are harmless.
@@ -62,11 +57,9 @@ class TruncatedImportance(MismatchCorrection):
     max_weight: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.max_weight < 1:
-            raise ValueError(f"`max_weight` must be at least 1, the weight of a perfect match, got {self.max_weight}.")
+        check_at_least("max_weight", self.max_weight, 1, "1 is the weight of a perfect match.")
 
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
-        """Return min(weight, `max_weight`)."""
         return importance_weights(old_logps, rollout_logps, mask, self.level).clamp(max=self.max_weight)
 
 
@@ -92,6 +85,5 @@ class MaskedImportance(MismatchCorrection):
             )
 
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
-        """Return the weight where it is within the bounds, else 0."""
         weights = importance_weights(old_logps, rollout_logps, mask, self.level)
         return torch.where((weights >= self.keep_above) & (weights <= self.keep_below), weights, 0.0)

@@ -1,4 +1,4 @@
-"""How far the policy is from the reference: Schulman's estimators of KL(policy || reference) from sampled tokens.
+"""Schulman's estimators of KL(policy || reference) from sampled tokens, and the penalty that is made of them.
 
 With d = log policy - log reference of a token sampled from the policy. All return (B, T), before any aggregation.
 
@@ -13,28 +13,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tlt_lightning.objectives.numerics import log_ratio
+from tlt_lightning.arguments import check_positive
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to plus and minus this before `exp` (verl's bound): e^20 is 4.9e8, far beyond every clip
+range, and sums of it stay finite in float32. A clamped token has no gradient."""
 
 
-def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Return d: unbiased, noisy, of either sign."""
-    return logps - ref_logps
-
-
-def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Return d^2 / 2: biased, low variance; its gradient is the unbiased gradient of the KL on-policy."""
-    return (logps - ref_logps).square() / 2
+def log_ratio(logps: Tensor, old_logps: Tensor) -> Tensor:
+    """Return log(new / old) clamped to `MAX_LOG_RATIO` on both sides; the shape is that of the inputs."""
+    return (logps - old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Return e^-d - 1 + d: unbiased, never negative."""
+    """Return e^-d - 1 + d: unbiased, never negative; also how every KL that is logged is estimated."""
     d = log_ratio(logps, ref_logps)
     return (-d).exp() - 1 + d
-
-
-def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """Return a tensor with the value of `value` and the gradient of `gradient`."""
-    return gradient + (value - gradient).detach()
 
 
 class KLEstimator(ABC):
@@ -52,31 +46,28 @@ class KLEstimator(ABC):
 
 @dataclass(frozen=True)
 class K1(KLEstimator):
-    """The plain log-ratio: the usual choice in the reward.
+    """The plain log-ratio d, unbiased, noisy and of either sign: the usual choice in the reward.
 
     In the loss its gradient is zero in expectation and so does not hold the policy; use K2 or K3 there.
     """
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
-        """Return d."""
-        return k1(logps, ref_logps)
+        return logps - ref_logps
 
 
 @dataclass(frozen=True)
 class K2(KLEstimator):
-    """Half the squared log-ratio."""
+    """Half the squared log-ratio, d^2 / 2: biased, low variance; its gradient is the KL's own on-policy."""
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
-        """Return d^2 / 2."""
-        return k2(logps, ref_logps)
+        return (logps - ref_logps).square() / 2
 
 
 @dataclass(frozen=True)
 class K3(KLEstimator):
-    """The low-variance unbiased estimator of GRPO: the usual choice in the loss."""
+    """The low-variance unbiased estimator of GRPO, e^-d - 1 + d: the usual choice in the loss."""
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
-        """Return e^-d - 1 + d."""
         return k3(logps, ref_logps)
 
 
@@ -91,8 +82,8 @@ class StraightThrough(KLEstimator):
     value: KLEstimator = field(default_factory=K3)
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
-        """Return the value of one estimator with the gradient of K2."""
-        return straight_through(self.value(logps, ref_logps), k2(logps, ref_logps))
+        gradient = K2()(logps, ref_logps)
+        return gradient + (self.value(logps, ref_logps) - gradient).detach()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +93,13 @@ class KLPenalty:
     Args:
         coef: Weight of the penalty. The field uses 0.001 (verl, prime-rl) to 0.05 (TRL's RLOO).
         estimator: How the KL is estimated from the sampled tokens.
-
-    Example:
-        >>> KLPenalty(coef=0.01, estimator=K1())
-        KLPenalty(coef=0.01, estimator=K1())
     """
 
     coef: float = 0.001
     estimator: KLEstimator = field(default_factory=K3)
 
     def __post_init__(self) -> None:
-        if self.coef <= 0:
-            raise ValueError(
-                f"`coef` of a KL penalty must be positive, got {self.coef}; leave the penalty out instead."
-            )
+        check_positive("coef", self.coef, "Leave the KL penalty out instead.")
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         """Return the weighted penalty of each token, (B, T)."""

@@ -1,25 +1,34 @@
-"""The critic-free objectives by name: each is a ComposedObjective with the pieces of its paper.
+"""The critic-free objectives by name, each with its four pieces: advantage, surrogate, aggregation, correction.
 
-Common defaults are what the field has settled on: token-level clip 0.2 / 0.28, no KL penalty, mismatch weights
-truncated at 2. Any piece can be exchanged, so `DrGRPO` with `surrogate: SequenceRatio` is a valid recipe.
+Where the papers leave it open the pieces are what the field has settled on: token-level clip 0.2 / 0.28, mean over
+tokens, mismatch weights truncated at 2, no KL penalty. Any piece can be exchanged, so `DrGRPO` with
+`surrogate: SequenceRatio` is a valid recipe.
 """
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from tlt_lightning.arguments import check_within
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import (
     AdvantageEstimator,
     GroupCentred,
+    GroupNormalized,
     LeaveOneOut,
     WhitenedGroupBaseline,
     WhitenedRewardToGo,
 )
-from tlt_lightning.objectives.aggregation import Aggregation, SequenceMeanTokenMean, SequenceMeanTokenSumNorm
+from tlt_lightning.objectives.aggregation import (
+    Aggregation,
+    SequenceMeanTokenMean,
+    SequenceMeanTokenSumNorm,
+    TokenMean,
+)
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.objectives.overlong import OverlongPunishment
-from tlt_lightning.objectives.surrogates import CappedRatio, SequenceRatio, SoftGate, Surrogate
+from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
+from tlt_lightning.objectives.surrogates import CappedRatio, ClippedRatio, SequenceRatio, SoftGate, Surrogate
 
 
 @dataclass(kw_only=True)
@@ -27,28 +36,52 @@ class GRPO(ComposedObjective):
     """Group relative policy optimization (arXiv 2402.03300), averaged over tokens and clipped higher as is usual now.
 
     For the paper's own loss set `aggregation: SequenceMeanTokenMean`, `surrogate.clip_high: 0.2` and a `loss_kl`.
-
-    Example:
-        >>> GRPO(entropy_coef=0.001).needs_entropy_grad
-        True
     """
+
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
 class DrGRPO(ComposedObjective):
     """GRPO done right (arXiv 2503.20783): no division by the group's deviation nor by the response's length.
 
-    Args:
-        advantage: Reward minus the group's mean.
-        aggregation: Token sums over a constant; set its `max_tokens` to the sampling's.
-
-    Example:
-        >>> DrGRPO(aggregation=SequenceMeanTokenSumNorm(max_tokens=512)).aggregation.max_tokens
-        512
+    Set `aggregation.max_tokens` to the sampling's `max_tokens`.
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupCentred)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
     aggregation: Aggregation = field(default_factory=SequenceMeanTokenSumNorm)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongPunishment:
+    """Lower the reward of responses that come close to the length limit, so that length stops before truncation.
+
+    Zero up to `max_tokens - buffer_tokens`, falling linearly to -1 at `max_tokens` (DAPO, arXiv 2503.14476, Eq. 13).
+    verl lets it fall on below -1; we follow the paper and TRL.
+
+    Args:
+        max_tokens: Longest response; the same number as the sampling's `max_tokens`.
+        buffer_tokens: Width of the ramp in tokens; DAPO uses a fifth of the limit (4096 of 20480).
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+
+    def __post_init__(self) -> None:
+        check_within("overlong.buffer_tokens", self.buffer_tokens, 1, self.max_tokens)
+
+    def __call__(self, batch: RolloutBatch) -> Tensor:
+        """Return what to add to each sequence's reward, between -1 and 0, (B,) in float32.
+
+        A truncated sequence is at the limit, also where its tokens are masked out of the loss and cannot be counted.
+        """
+        lengths = torch.where(batch.truncated, self.max_tokens, batch.response_lengths)
+        return ((self.max_tokens - self.buffer_tokens - lengths.float()) / self.buffer_tokens).clamp(-1.0, 0.0)
 
 
 @dataclass(kw_only=True)
@@ -60,13 +93,18 @@ class DAPO(ComposedObjective):
 
     Args:
         overlong: The punishment; required, because it has to know the length limit.
-
-    Example:
-        >>> DAPO(overlong=OverlongPunishment(max_tokens=20480, buffer_tokens=4096)).surrogate.clip_high
-        0.28
     """
 
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     overlong: OverlongPunishment
+
+    @property
+    def length_limits(self) -> dict[str, int]:
+        """The limit that the punishment assumes, beside the aggregation's."""
+        return {**super().length_limits, "overlong.max_tokens": self.overlong.max_tokens}
 
     def shape_rewards(self, batch: RolloutBatch) -> Tensor:
         """Return the rewards with the overlong punishment added, (B,)."""
@@ -77,49 +115,36 @@ class DAPO(ComposedObjective):
 class GSPO(ComposedObjective):
     """Group sequence policy optimization (arXiv 2507.18071): one clipped ratio per response; suits mixtures of experts.
 
-    Args:
-        surrogate: The sequence's ratio, clipped at 3e-4 / 4e-4 as in the paper.
-        aggregation: Mean per response, then over responses.
-
-    Example:
-        >>> GSPO().surrogate
-        SequenceRatio(sequence_clip_low=0.0003, sequence_clip_high=0.0004)
+    The ratio is clipped at 3e-4 / 4e-4 as in the paper; the mean log-ratio is clamped to +-20 before (verl: at +10).
     """
 
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=SequenceRatio)
     aggregation: Aggregation = field(default_factory=SequenceMeanTokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
 class CISPO(ComposedObjective):
     """CISPO (arXiv 2506.13585): clips the weight and keeps every token's gradient; steady far off-policy.
 
-    Args:
-        surrogate: The ratio capped at 5 without a lower bound, as in ScaleRL.
-
-    Example:
-        >>> CISPO(surrogate=CappedRatio(max_ratio=1.2, min_ratio=0.8)).surrogate.min_ratio
-        0.8
+    The ratio is capped at 5 without a lower bound, as in ScaleRL.
     """
 
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=CappedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
 class SAPO(ComposedObjective):
-    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate instead of a clip.
+    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate, steeper below 0, not a clip."""
 
-    Args:
-        surrogate: The gate, steeper for negative advantages.
-        aggregation: Mean per response, then over responses.
-
-    Example:
-        >>> SAPO().surrogate.temperature_negative
-        1.05
-    """
-
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=SoftGate)
     aggregation: Aggregation = field(default_factory=SequenceMeanTokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
@@ -128,44 +153,35 @@ class RLOO(ComposedObjective):
 
     TRL takes the ratio of the whole sequence, a different objective, whose ratio leaves the clip range within a few
     dozen tokens.
-
-    Args:
-        advantage: Reward minus the mean of the siblings.
-
-    Example:
-        >>> RLOO().min_group_size
-        2
     """
 
     advantage: AdvantageEstimator = field(default_factory=LeaveOneOut)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlus(ComposedObjective):
     """REINFORCE++ (arXiv 2501.03262): no critic and no groups; works with one response per prompt.
 
-    Args:
-        advantage: Rewards to go, whitened over the iteration. The paper's KL penalty is `reward_kl` with K1.
-
-    Example:
-        >>> ReinforcePlusPlus().min_group_size
-        1
+    The paper's KL penalty is `reward_kl` with K1.
     """
 
     advantage: AdvantageEstimator = field(default_factory=WhitenedRewardToGo)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlusBaseline(ComposedObjective):
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262), for several responses per prompt.
 
-    Args:
-        advantage: Reward minus the group's mean, whitened over the iteration. The paper's KL penalty is `loss_kl`
-            with K2.
-
-    Example:
-        >>> ReinforcePlusPlusBaseline().needs_reference
-        False
+    The paper's KL penalty is `loss_kl` with K2.
     """
 
     advantage: AdvantageEstimator = field(default_factory=WhitenedGroupBaseline)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)

@@ -1,4 +1,4 @@
-"""Proximal policy optimization with a critic.
+"""PPO, the objective with a critic.
 
 Differences from the paper (arXiv 1707.06347):
 - The value loss is clipped like verl's and OpenAI's code, not the paper's text, and is always a mean over tokens.
@@ -11,22 +11,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tlt_lightning.arguments import check_positive
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.objectives.advantages import GAE, AdvantageEstimator
-from tlt_lightning.objectives.aggregation import token_mean
-from tlt_lightning.objectives.base import ObjectiveOutput, Reduce
+from tlt_lightning.objectives.advantages import GAE, AdvantageEstimator, global_moments
+from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
+from tlt_lightning.objectives.base import ObjectiveOutput, Reduce, fill, require
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.objectives.numerics import fill, global_moments, require
+from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
+from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Half the squared error of each token, the worse of clipped and unclipped predictions, (B, T).
+    """Return half the squared error of each token, the worse of clipped and unclipped predictions; (B, T) each.
 
-    Args:
-        values: The critic's predictions. (B, T), with gradient
-        old_values: Its predictions before the first update of the iteration. (B, T)
-        returns: Its targets. (B, T)
-        clip: How far from `old_values` a prediction may profit; None is off.
+    A prediction profits no further than `clip` from `old_values`, those before the iteration's first update.
     """
     error = (values - returns).square()
     if clip is not None:
@@ -38,16 +36,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
     """Tell how much of the returns the critic foresaw: 1 all of it, 0 no more than their mean, negative worse.
 
-    To be called on a rank's whole iteration: the ratio of two variances cannot be averaged over micro-batches.
-
-    Args:
-        values: The critic's predictions before the update. (B, T)
-        returns: What came of it. (B, T)
-        mask: Response tokens. (B, T)
-        reduce: Sums over ranks.
-
-    Returns:
-        A scalar; 0 if the returns do not vary.
+    To be called on a rank's whole iteration, (B, T) each: the ratio of two variances cannot be averaged over
+    micro-batches. 0 if the returns do not vary.
     """
     mask = mask.bool()
     values, returns = fill(values, mask), fill(returns, mask)
@@ -66,15 +56,14 @@ class PPO(ComposedObjective):
             share a trunk or a gradient norm.
         value_clip: How far a prediction may move from the one before the update, in units of reward; null is off.
         target_kl: Stop this iteration's updates once `train/approx_kl` exceeds it; null never stops.
-
-    Example:
-        >>> PPO(advantage=GAE(gamma=1.0, lam=1.0), target_kl=0.02).needs_critic
-        True
     """
 
     needs_critic: ClassVar[bool] = True
 
     advantage: AdvantageEstimator = field(default_factory=GAE)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     value_coef: float = 1.0
     value_clip: float | None = 0.2
     target_kl: float | None = None
@@ -86,14 +75,13 @@ class PPO(ComposedObjective):
                 f"`advantage` {type(self.advantage).__name__} gives the critic no targets; use GAE, or an objective "
                 "without a critic such as ReinforcePlusPlus."
             )
-        for name in ("value_coef", "value_clip", "target_kl"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}` must be positive, got {value}.")
+        check_positive("value_coef", self.value_coef)
+        check_positive("value_clip", self.value_clip)
+        check_positive("target_kl", self.target_kl)
 
     @property
     def stop_at_kl(self) -> float | None:
-        """`target_kl`."""
+        """Return `target_kl`."""
         return self.target_kl
 
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:

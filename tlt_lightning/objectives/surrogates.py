@@ -1,11 +1,12 @@
-"""What is descended at each token: surrogates of the policy gradient that bound how far one batch may move the policy.
+"""Policy losses per token: surrogates of the policy gradient that bound how far one batch may move the policy.
 
 Differences from the sources, where verl and TRL disagree:
 - Dual clip: verl always applies it (c = 3), TRL never does; here it is off unless `dual_clip` is set, as in the GRPO
   and DAPO papers.
 - CISPO's lower bound: verl clips on both sides, TRL only above; `CappedRatio.min_ratio` covers both, 0 (none) by
   default, as in ScaleRL.
-- All log-ratios are clamped to +-20 (`numerics.MAX_LOG_RATIO`); TRL does not clamp and overflows.
+- All log-ratios are clamped to +-20 (`kl.MAX_LOG_RATIO`), GSPO's mean over a response too, which verl clamps at +10
+  only; TRL does not clamp and overflows.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_lightning.objectives.numerics import log_ratio, sequence_mean
+from tlt_lightning.arguments import check_at_least, check_positive, check_within
+from tlt_lightning.objectives.aggregation import sequence_mean
+from tlt_lightning.objectives.kl import log_ratio
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
@@ -24,14 +27,12 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 
 
 def _check_clip(low: float, high: float, prefix: str = "") -> None:
-    if not 0 <= low <= 1:
-        raise ValueError(f"`{prefix}clip_low` must be in [0, 1], got {low}: the ratio is kept above 1 minus it.")
-    if high < 0:
-        raise ValueError(f"`{prefix}clip_high` must not be negative, got {high}: the ratio is kept below 1 plus it.")
+    check_within(f"{prefix}clip_low", low, 0, 1, "The ratio is kept above 1 minus it.")
+    check_at_least(f"{prefix}clip_high", high, 0, "The ratio is kept below 1 plus it.")
 
 
 class Surrogate(ABC):
-    """The policy loss of each token, given its advantage."""
+    """Computes the policy loss of each token from its advantage."""
 
     @abstractmethod
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +139,8 @@ class SoftGate(Surrogate):
     temperature_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        for name in ("temperature_positive", "temperature_negative"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        check_positive("temperature_positive", self.temperature_positive)
+        check_positive("temperature_negative", self.temperature_negative)
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return -A sigmoid(t (r - 1)) 4 / t."""

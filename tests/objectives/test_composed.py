@@ -1,4 +1,4 @@
-"""The pieces one by one: rewards, groups, discounted sums, mismatch metrics, and what they refuse."""
+"""An objective of pieces: its metrics, its penalties, and what it refuses."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,81 +8,26 @@ import pytest
 import torch
 
 from tlt_lightning.objectives import (
-    DAPO,
     GAE,
     GRPO,
     K1,
     K3,
     CappedRatio,
     ClippedRatio,
-    ComposedObjective,
-    GroupNormalized,
     KLPenalty,
     LeaveOneOut,
     MaskedImportance,
     OverlongPunishment,
+    PlainPolicyGradient,
     ReinforcePlusPlus,
     SequenceMeanTokenSumNorm,
     SequenceRatio,
     SoftGate,
     TruncatedImportance,
     WhitenedRewardToGo,
-    overlong_punishment,
 )
-from tlt_lightning.objectives.advantages import discounted_sum
-from tlt_lightning.objectives.overlong import at_last_token
 
 RandomVectors = Callable[..., SimpleNamespace]
-
-
-def test_overlong_punishment_falls_from_zero_to_minus_one_and_no_further() -> None:
-    lengths = torch.tensor([0, 80, 81, 90, 100, 250])
-    torch.testing.assert_close(
-        overlong_punishment(lengths, max_tokens=100, buffer_tokens=20),
-        torch.tensor([0.0, 0.0, -0.05, -0.5, -1.0, -1.0]),
-    )
-
-
-def test_dapo_punishes_truncated_responses_also_when_they_are_masked(random_vectors: RandomVectors) -> None:
-    batch = random_vectors(0).batch
-    batch.truncated[2] = True  # this one's mask is empty
-    shaped = DAPO(overlong=OverlongPunishment(max_tokens=9, buffer_tokens=3)).shape_rewards(batch)
-    assert shaped[2] == batch.rewards[2] - 1
-    assert shaped[1] == pytest.approx(batch.rewards[1] - 1 / 3)  # 9 tokens less 2 masked
-    assert shaped[0] == batch.rewards[0]
-
-
-def test_reward_lands_on_the_last_unmasked_token() -> None:
-    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
-    placed = at_last_token(torch.tensor([1.0, 2.0, 3.0]), mask)
-    assert placed.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
-def test_discounted_sum_is_the_plain_recursion(num_tokens: int) -> None:
-    generator = torch.Generator().manual_seed(num_tokens)
-    x, decay = torch.rand(2, 3, num_tokens, generator=generator, dtype=torch.float64)
-    expected, running = torch.zeros_like(x), torch.zeros(3, dtype=torch.float64)
-    for t in reversed(range(num_tokens)):
-        running = expected[:, t] = x[:, t] + decay[:, t] * running
-    torch.testing.assert_close(discounted_sum(x, decay), expected)
-
-
-def test_a_response_alone_in_its_group_has_no_advantage(random_vectors: RandomVectors) -> None:
-    batch = random_vectors(0).batch
-    batch.groups = torch.arange(len(batch))
-    zeros = torch.zeros_like(batch.old_logps)
-    for estimator in (GroupNormalized(), LeaveOneOut()):
-        assert (estimator(batch, batch.rewards, zeros, lambda x: x)[0] == 0).all()
-
-
-def test_masked_tokens_inside_a_response_do_not_discount(random_vectors: RandomVectors) -> None:
-    objective = ReinforcePlusPlus(advantage=WhitenedRewardToGo(gamma=0.5))
-    batch = random_vectors(0).batch
-    batch.rewards = torch.arange(12).double() == 1  # the sequence with a hole: 9 tokens less 2
-    advantages, _ = objective.advantages(batch, lambda x: x)
-    to_go = (advantages - advantages[0, 0])[1, batch.response_mask[1].bool()]
-    torch.testing.assert_close(to_go / to_go[-1], 0.5 ** torch.arange(6.0, -1, -1).double())
 
 
 def test_kl_in_the_reward_lowers_the_score_of_its_sequence(random_vectors: RandomVectors) -> None:
@@ -91,7 +36,7 @@ def test_kl_in_the_reward_lowers_the_score_of_its_sequence(random_vectors: Rando
     penalty = 0.1 * (batch.old_logps - batch.ref_logps).sum(-1)
     plain, shaped = (
         LeaveOneOut(),
-        ComposedObjective(advantage=LeaveOneOut(), reward_kl=KLPenalty(coef=0.1, estimator=K1())),
+        GRPO(advantage=LeaveOneOut(), reward_kl=KLPenalty(coef=0.1, estimator=K1())),
     )
     expected, _ = plain(batch, batch.rewards - penalty, torch.zeros_like(batch.old_logps), lambda x: x)
     torch.testing.assert_close(shaped.advantages(batch, lambda x: x)[0], expected)
@@ -177,22 +122,36 @@ def test_a_missing_tensor_is_named(missing: str, vectors: SimpleNamespace) -> No
     ("piece", "settings", "match"),
     [
         (ClippedRatio, {"clip_low": 1.5}, "`clip_low` must be in"),
-        (ClippedRatio, {"clip_high": -0.1}, "`clip_high` must not be negative"),
+        (ClippedRatio, {"clip_high": -0.1}, "`clip_high` must be at least 0"),
         (ClippedRatio, {"dual_clip": 1.0}, "`dual_clip` must be above 1"),
         (SequenceRatio, {"sequence_clip_low": -1.0}, "`sequence_clip_low` must be in"),
         (CappedRatio, {"max_ratio": 0.5}, "must enclose 1"),
         (SoftGate, {"temperature_negative": 0.0}, "`temperature_negative` must be positive"),
         (TruncatedImportance, {"max_weight": 0.5}, "`max_weight` must be at least 1"),
         (MaskedImportance, {"keep_above": 2.0}, "must enclose 1"),
-        (OverlongPunishment, {"max_tokens": 10, "buffer_tokens": 11}, "`overlong.buffer_tokens` must be between"),
+        (OverlongPunishment, {"max_tokens": 10, "buffer_tokens": 11}, "`overlong.buffer_tokens` must be in"),
         (SequenceMeanTokenSumNorm, {"max_tokens": 0}, "`max_tokens`"),
         (KLPenalty, {"coef": 0.0, "estimator": K3()}, "must be positive"),
         (WhitenedRewardToGo, {"gamma": 1.1}, "`gamma` must be in"),
         (GAE, {"lam": -0.1}, "`lam` must be in"),
-        (GRPO, {"entropy_coef": -1.0}, "`entropy_coef` must be 0"),
+        (GRPO, {"entropy_coef": -1.0}, "`entropy_coef` must be at least 0"),
         (GRPO, {"advantage": GAE()}, "needs a critic"),
     ],
 )
 def test_senseless_settings_are_refused(piece: type, settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         piece(**settings)
+
+
+def test_reinforce_descends_the_advantage_times_the_log_prob(vectors: SimpleNamespace) -> None:
+    advantages = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    mask = vectors.batch.response_mask.bool()
+    loss, clipped = PlainPolicyGradient()(vectors.logps, vectors.batch.old_logps, advantages, mask)
+    torch.testing.assert_close(loss, -advantages * vectors.logps)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize(("weight", "kept"), [(0.49, 0), (0.51, 0.51), (4.9, 4.9), (5.1, 0)])
+def test_icepop_keeps_weights_from_a_half_to_five(weight: float, kept: float) -> None:
+    old_logps, mask = torch.tensor([[weight]], dtype=torch.float64).log(), torch.ones(1, 1, dtype=torch.bool)
+    assert MaskedImportance()(old_logps, torch.zeros_like(old_logps), mask).item() == pytest.approx(kept)

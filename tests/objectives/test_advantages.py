@@ -1,0 +1,78 @@
+"""Advantages: where rewards land, groups, discounted sums, whitening."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tlt_lightning.objectives import (
+    GroupNormalized,
+    LeaveOneOut,
+    ReinforcePlusPlus,
+    WhitenedRewardToGo,
+    explained_variance,
+    whiten,
+)
+from tlt_lightning.objectives.advantages import at_last_token, discounted_sum
+
+RandomVectors = Callable[..., SimpleNamespace]
+
+
+def test_reward_lands_on_the_last_unmasked_token() -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    placed = at_last_token(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert placed.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
+def test_discounted_sum_is_the_plain_recursion(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    x, decay = torch.rand(2, 3, num_tokens, generator=generator, dtype=torch.float64)
+    expected, running = torch.zeros_like(x), torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(num_tokens)):
+        running = expected[:, t] = x[:, t] + decay[:, t] * running
+    torch.testing.assert_close(discounted_sum(x, decay), expected)
+
+
+def test_a_response_alone_in_its_group_has_no_advantage(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0).batch
+    batch.groups = torch.arange(len(batch))
+    zeros = torch.zeros_like(batch.old_logps)
+    for estimator in (GroupNormalized(), LeaveOneOut()):
+        assert (estimator(batch, batch.rewards, zeros, lambda x: x)[0] == 0).all()
+
+
+def test_masked_tokens_inside_a_response_do_not_discount(random_vectors: RandomVectors) -> None:
+    objective = ReinforcePlusPlus(advantage=WhitenedRewardToGo(gamma=0.5))
+    batch = random_vectors(0).batch
+    batch.rewards = torch.arange(12).double() == 1  # the sequence with a hole: 9 tokens less 2
+    advantages, _ = objective.advantages(batch, lambda x: x)
+    to_go = (advantages - advantages[0, 0])[1, batch.response_mask[1].bool()]
+    torch.testing.assert_close(to_go / to_go[-1], 0.5 ** torch.arange(6.0, -1, -1).double())
+
+
+def test_two_values_are_whitened_by_their_unbiased_variance() -> None:
+    x, mask = torch.tensor([[1.0, 3.0, 9.0]], dtype=torch.float64), torch.tensor([[True, True, False]])
+    expected = torch.tensor([[-(0.5**0.5), 0.5**0.5, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(whiten(x, mask, lambda x: x), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -1000.3, 1e6 + 0.3])
+@pytest.mark.parametrize("num_tokens", [1, 3, 1000])
+def test_equal_values_are_whitened_to_zero_whatever_their_magnitude(value: float, num_tokens: int) -> None:
+    x, mask = torch.full((7, num_tokens), value), torch.ones(7, num_tokens, dtype=torch.bool)
+    assert (whiten(x, mask, lambda x: x) == 0).all()
+    assert explained_variance(torch.zeros_like(x), x, mask, lambda x: x) == 0
+
+
+def test_small_differences_beside_a_large_mean_are_whitened() -> None:
+    x = 1000.3 + torch.tensor([[0.0, 0.01], [0.02, 0.03]])
+    whitened = whiten(x, torch.ones(2, 2, dtype=torch.bool), lambda x: x)
+    assert whitened.var().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_equal_large_rewards_teach_reinforce_plus_plus_nothing(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0, dtype=torch.float32).batch
+    batch.rewards = torch.full_like(batch.rewards, 1000.3)
+    assert (ReinforcePlusPlus().advantages(batch, lambda x: x)[0] == 0).all()
