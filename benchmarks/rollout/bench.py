@@ -17,9 +17,6 @@ from benchmarks.rollout.heads import head_tensors, redrawn
 from benchmarks.rollout.setup import CELL_STEPS, SETTLE_STEPS, Setup
 from benchmarks.rollout.steps import EDGES, StepRecorder, WatchedScheduler, acceptance_by_phase, summarize
 from tlt_lightning.engine import Request, RolloutProgress, Sampling
-from tlt_lightning.engine.vllm.internals import is_cpu_build, runs_v2
-from tlt_lightning.engine.vllm.patches.cpu_build import repair_cpu_sampling
-from tlt_lightning.engine.vllm.patches.drafter_first_pass import keep_first_pass_with_target
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import OFF, FullGraphPool, StrategySelector
 from tlt_lightning.speculation.counters import SpeculationCounters
@@ -53,10 +50,6 @@ class Bench:
         self.start_seconds = time.perf_counter() - began
         self.watched: WatchedScheduler | None = None
         if kind == "table":
-            if is_cpu_build():
-                repair_cpu_sampling()
-            elif runs_v2() and not self.engine.enforce_eager:
-                keep_first_pass_with_target(self.engine.inspect().model_runner)  # else it dies of vLLM's own graphs
             self.watched = WatchedScheduler(self.engine.inspect().scheduler)
         if kind != "full_pool":
             self._warm_up()

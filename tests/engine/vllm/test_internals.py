@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from packaging.version import Version
 
@@ -18,6 +20,27 @@ def test_other_versions_are_refused_with_the_supported_range(version: str) -> No
 def test_a_missing_internal_names_itself_and_the_supported_versions() -> None:
     with pytest.raises(RuntimeError, match=r"missing: `moved`.*>=0\.32\.0"):
         internals.reach(internals, "reach.moved")
+
+
+@pytest.mark.vllm
+def test_all_that_is_reached_inside_vllm_is_there() -> None:
+    internals.check_required()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("v1.core.sched.scheduler.Scheduler", "walking"),
+        ("v1.core.sched.scheduler.Scheduler", "schedule()"),
+        ("v1.core.sched.scheduler.Scheduler", "schedule(throttle)"),
+        ("v1.core.sched.scheduler.Planner", "schedule(throttle_prefills)"),
+        ("v1.core.plan", "anything"),
+    ],
+)
+def test_a_name_or_a_parameter_that_has_moved_is_named_with_the_supported_versions(place: str, name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"{re.escape(place)}: {re.escape(name)}\. .*>=0\.32\.0"):
+        internals.check_required({place: [name]})
 
 
 def test_a_second_engine_that_can_sleep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

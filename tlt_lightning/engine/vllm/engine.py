@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,8 +27,7 @@ from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.engine.vllm import calibration, internals
-from tlt_lightning.engine.vllm.patches import cpu_build
-from tlt_lightning.engine.vllm.patches.cublas_workspaces import owned_workspaces
+from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.session import SpeculationSession
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import end_token_ids
@@ -114,6 +113,7 @@ class VLLMEngine(RolloutEngine):
         self.quiet = quiet
         self.speculation = speculation
         self._session: SpeculationSession | None = None
+        self._patches = ExitStack()
         self._engine: LLMEngine | None = None
         self._scheduler: Any = None  # vLLM's, of the engine; asked in every step
         self._set_up_for: tuple[str, int, int] | None = None
@@ -138,8 +138,6 @@ class VLLMEngine(RolloutEngine):
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._is_cpu = internals.is_cpu_build()
-        if self._is_cpu:
-            cpu_build.spare_logprob_compilation()
         if self._can_sleep:
             internals.claim_sleep_mode()
         self._end_token_ids = end_token_ids(policy)
@@ -148,12 +146,15 @@ class VLLMEngine(RolloutEngine):
         graphs = None
         if self.speculation is not None and internals.runs_v2() and not self.enforce_eager:
             graphs = self.speculation.planned_graphs(self.max_num_seqs)
-        with seeded(seed), owned_workspaces(), nullcontext() if graphs is None else graphs.installed():
-            self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
+        limits_splits = graphs is not None and graphs.pool.limits_splits
+        with ExitStack() as patches:
+            patches.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
+            with seeded(seed), nullcontext() if graphs is None else graphs.installed():
+                self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
+            self._patches = patches.pop_all()
+        internals.check_required(only_imported=True)
         self._scheduler = internals.scheduler_of(self._engine)
         if self.speculation is not None:
-            if self._is_cpu:
-                cpu_build.repair_cpu_sampling()
             self._session = SpeculationSession(self.speculation, self._engine, head, graphs)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
@@ -191,6 +192,7 @@ class VLLMEngine(RolloutEngine):
             self._session = None
         if engine is not None:
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)
+            self._patches.close()
             del engine
             gc.collect()  # its cycles hold device memory
             if torch.cuda.is_initialized():

@@ -2,9 +2,7 @@
 
 Where the bytes are, for a 7B policy and 512 tokens (by sources and shapes, where no measurement is named):
 
-- Splits. FlashAttention 3 splits a long context among multiprocessors and keeps each split's partial result, in a graph
-  for as many splits as may ever be used: 32 by vLLM's default, of 4 bytes for each token, head and channel: 235 MB.
-  Only few requests leave multiprocessors idle enough for many splits, so a graph gets as many as its requests can use.
+- Splits of long contexts, 235 MB: see `patches/flash_splits.py`.
 - Streams. All graphs may use the same memory, one after the other, but PyTorch hands freed memory on only within a
   stream, and vLLM captures the target, the drafter's first pass and its further ones on a stream each. So there are
   three copies of activations (60 MB, most of it the MLP's) and logits (300 KB a request), and on a Hopper GPU three
@@ -31,14 +29,10 @@ from typing import Any
 
 import torch
 
-from tlt_lightning.engine.vllm.internals import reach
-from tlt_lightning.engine.vllm.patches.drafter_first_pass import keep_first_pass_with_target
+from tlt_lightning.engine.vllm.patches.patch import replace as replace_attribute
 from tlt_lightning.speculation.graphs.plan import CaptureReport, GraphKind, GraphPlan
-from tlt_lightning.speculation.graphs.pool import FullGraphPool, GraphPool
+from tlt_lightning.speculation.graphs.pool import GraphPool
 from tlt_lightning.speculation.strategy import Strategy
-
-MIN_SPLITS = 4
-"""Splits that even a full batch keeps: one context may be far longer than the others."""
 
 
 class PlannedGraphs:
@@ -59,28 +53,22 @@ class PlannedGraphs:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Start the engine inside this block."""
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-        for name in ("_init_candidates", "capture", "dispatch"):
-            reach(CudaGraphManager, name)
-        capture, build = CudaGraphManager.capture, reach(FlashAttentionMetadataBuilder, "build")
+        capture = CudaGraphManager.capture
+        replacements = (
+            (CudaGraphManager, "_init_candidates", lambda manager: self.fill(manager)),
+            (CudaGraphManager, "capture", lambda manager, *args: self.measure(manager, capture, *args)),
+            (SpeculatorCudaGraphManager, "specialize_spec_tokens", lambda m, desc, k: self.specialize(m, desc, k)),
+        )
         with ExitStack() as stack:
-            put = lambda owner, name, new: stack.enter_context(_replaced(owner, name, new))  # noqa: E731
-            put(CudaGraphManager, "_init_candidates", lambda manager: self.fill(manager))
-            put(CudaGraphManager, "capture", lambda manager, *args: self.measure(manager, capture, *args))
-            put(SpeculatorCudaGraphManager, "specialize_spec_tokens", lambda m, desc, k: self.specialize(m, desc, k))
-            if self._trims_splits:
-                put(FlashAttentionMetadataBuilder, "build", _with_fewer_splits(build))
+            for owner, name, new in replacements:
+                stack.callback(replace_attribute(owner, name, new))
             yield
 
-    @property
-    def _trims_splits(self) -> bool:
-        return not isinstance(self.pool, FullGraphPool)  # which is vLLM as it comes
-
     def attach(self, runner: Any) -> None:
-        """Keep counting, dispatching and splitting by plan in a started engine; raises if it drafts in another way."""
+        """Keep counting and dispatching by plan in a started engine; raises if it drafts in another way."""
         speculator = runner.speculator
         fused = getattr(speculator, "supports_decode_metadata_update", self.pool.fused_decode)
         if fused != self.pool.fused_decode:
@@ -88,7 +76,6 @@ class PlannedGraphs:
                 f"`speculation.graph_pool` was made with `fused_decode={self.pool.fused_decode}`, but the attention "
                 f"backend drafts with {'one graph a step' if fused else 'one graph a token'}; set it to {fused}."
             )
-        keep_first_pass_with_target(runner)
         managers = {"target": runner.cudagraph_manager}
         managers["drafter_prefill"] = getattr(speculator, "prefill_cudagraph_manager", None)
         managers["drafter_decode"] = getattr(speculator, "decode_cudagraph_manager", None)
@@ -98,11 +85,6 @@ class PlannedGraphs:
         if managers["drafter_decode"] is not None:
             manager = managers["drafter_decode"]
             manager.specialize_spec_tokens = lambda desc, k: self.specialize(manager, desc, k)
-        if self._trims_splits:
-            groups = [*runner.attn_groups, *getattr(speculator, "attn_groups", [])]
-            for builder in {id(b): b for group in groups for part in group for b in part.metadata_builders}.values():
-                if hasattr(builder, "max_num_splits"):
-                    builder.build = _with_fewer_splits(type(builder).build).__get__(builder)
 
     def _count(self, kind: str, manager: Any) -> None:
         dispatch = manager.dispatch
@@ -228,42 +210,6 @@ def fill_manager(manager: Any, plan: GraphPlan) -> None:
     for tokens in range(most + 1):
         found = (descs[bisect_left(descs, tokens, key=lambda desc: desc.num_tokens) :][:1] for descs in lists)
         manager._candidates[tokens, 0] = [desc for descs in found for desc in descs]
-
-
-def useful_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Splits of the context that still keep more multiprocessors busy when `num_requests` requests decode."""
-    return max(MIN_SPLITS, -(-2 * num_multiprocessors // (num_requests * num_kv_heads)))
-
-
-def _with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """`build` of FlashAttention's metadata, with the splits of each batch limited to the useful ones."""
-
-    def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        limit = builder.max_num_splits
-        if limit > 0:  # 0: it does not serve graphs
-            multiprocessors = torch.cuda.get_device_properties(builder.device).multi_processor_count
-            useful = useful_splits(common_attn_metadata.num_reqs, builder.num_heads_kv, multiprocessors)
-            builder.max_num_splits = min(limit, useful)
-        try:
-            return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        finally:
-            builder.max_num_splits = limit
-
-    return built
-
-
-@contextmanager
-def _replaced(owner: type, name: str, new: Any) -> Iterator[None]:
-    """Give a class another method for as long as the block lasts."""
-    inherited, old = name not in vars(owner), getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
 
 
 def _free_mib() -> float:

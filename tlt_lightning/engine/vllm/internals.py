@@ -1,12 +1,18 @@
-"""Everything of vLLM that is not its public API, in one place, checked at start-up.
+"""Access to everything of vLLM that is not its public API, checked when an engine starts.
 
 Written against vLLM 0.32. A missing piece is an error that names the supported versions, never a silent fallback.
 """
 
 from __future__ import annotations
 
+import dis
+import importlib
 import importlib.metadata
+import inspect
 import logging
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +26,223 @@ if TYPE_CHECKING:
 
 OLDEST, NEWEST = Version("0.32.0"), Version("0.33.0")  # NEWEST is the first that is not supported
 SUPPORTED = f">={OLDEST},<{NEWEST}"
+
+_PROPOSE = (
+    "propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, "
+    "num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, "
+    "skip_attn_for_dummy_run, mm_inputs, is_profile, num_speculative_tokens)"
+)
+_CACHE_UPDATE = "do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)"
+_LAYERWISE = "model_executor.model_loader.reload.layerwise"
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    # Modules and classes below `vllm`: their attributes, and their functions with all parameters but `self`.
+    "v1.engine.llm_engine.LLMEngine": ("engine_core", "vllm_config", "has_unfinished_requests()", "step()"),
+    "v1.engine.core_client.InprocClient": ("engine_core", "shutdown(timeout)"),
+    "v1.engine.core.EngineCore": ("scheduler", "model_executor"),
+    "v1.executor.uniproc_executor.UniProcExecutor": (
+        "driver_worker",
+        "_distributed_args()",
+        "determine_available_memory()",
+        "get_kv_cache_specs()",
+    ),
+    "v1.worker.worker_base.WorkerWrapperBase": ("worker",),
+    "v1.worker.gpu_worker.Worker": ("model_runner", "vllm_config"),
+    "v1.kv_cache_interface.FullAttentionSpec": ("max_memory_usage_bytes(vllm_config)", "page_size_bytes"),
+    "distributed.parallel_state": ("destroy_distributed_environment()", "_WORLD"),
+    "v1.core.sched.scheduler.Scheduler": (
+        "running",
+        "waiting",
+        "requests",
+        "max_num_running_reqs",
+        "dynamic_sd_lookup",
+        "schedule(throttle_prefills)",
+        "update_draft_token_ids(draft_token_ids)",
+        "update_from_output(scheduler_output, model_runner_output)",
+        "reset_prefix_cache(reset_running_requests, reset_connector)",
+    ),
+    "v1.core.sched.async_scheduler.AsyncScheduler": ("schedule(throttle_prefills)",),
+    "v1.core.sched.output.SchedulerOutput": (
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "finished_req_ids",
+    ),
+    "v1.outputs.ModelRunnerOutput": ("req_id_to_index", "sampled_token_ids"),
+    "v1.outputs.DraftTokenIds": ("req_ids", "draft_token_ids"),
+    "v1.request.Request": (
+        "num_tokens",
+        "num_output_tokens",
+        "num_stale_output_tokens",
+        "drop_stale_output",
+        "is_prefill_chunk",
+        "all_token_ids",
+    ),
+    _LAYERWISE: (
+        "initialize_layerwise_reload(model)",
+        "finalize_layerwise_reload(args, kwargs)",
+        "finalize_layerwise_processing(model, model_config)",
+        "get_layerwise_info(layer)",
+        "_place_kernel_tensors(layer, info)",
+    ),
+    f"{_LAYERWISE}.LayerReloadingInfo": ("can_load()", "reset()", "loaded_weights"),
+    "v1.sample.rejection_sampler": (
+        "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
+        "_expand",
+    ),
+    "v1.sample.ops.logprobs": ("batched_count_greater_than",),
+    "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
+        "_setup_kernel(layer, w13, w2)",
+        "moe_kernel",
+    ),
+    "v1.worker.cpu_model_runner.CPUModelRunner": (
+        "reload_weights(weights_iterator, weights_path, is_checkpoint_format)",
+        "get_model()",
+    ),
+    # The V1 runner and its drafter.
+    "v1.worker.gpu_model_runner.GPUModelRunner": (
+        "drafter",
+        "input_batch",
+        "max_num_reqs",
+        "speculative_config",
+        "_get_spec_decode_draft_probs(spec_decode_metadata)",
+        "_sample(logits, spec_decode_metadata)",
+        "execute_model(scheduler_output, intermediate_tensors)",
+        "sample_tokens(grammar_output)",
+    ),
+    "v1.worker.gpu_input_batch.InputBatch": ("req_ids", "req_id_to_index"),
+    "v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer": (
+        "model",
+        "block_size",
+        "_last_draft_probs",
+        "propose(num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids, "
+        "token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, "
+        "slot_mappings)",
+    ),
+    "v1.spec_decode.metadata.SpecDecodeMetadata": ("max_spec_len", "num_draft_tokens", "draft_token_ids"),
+    "v1.attention.backend.CommonAttentionMetadata": ("max_query_len", "num_reqs", "block_table_tensor"),
+    # The head's keys and values, written without running it.
+    "model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM": ("model", "combine_hidden_states(hidden_states)"),
+    "model_executor.models.llama_eagle3.LlamaModel": ("layers", "embed_tokens"),
+    "model_executor.models.llama_eagle3.LlamaDecoderLayer": ("self_attn", "input_layernorm", "_residual_norm"),
+    "model_executor.models.llama.LlamaAttention": ("qkv_proj", "rotary_emb", "q_size", "kv_size", "attn"),
+    "model_executor.layers.attention.attention.Attention": ("impl", "kv_cache", "num_kv_heads", "head_size"),
+    "v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": (_CACHE_UPDATE,),
+    # The V2 runner, its speculators and graphs.
+    "v1.worker.gpu.model_runner.GPUModelRunner": (
+        "speculator",
+        "req_states",
+        "max_num_reqs",
+        "cudagraph_manager",
+        "get_model()",
+        "capture_model(profile_only)",
+    ),
+    "v1.worker.gpu.states.RequestState": ("draft_tokens", "all_token_ids", "total_len", "req_id_to_index"),
+    "v1.worker.gpu.input_batch.InputBatch": (
+        "req_ids",
+        "num_reqs",
+        "idx_mapping",
+        "has_prefill",
+        "num_scheduled_tokens",
+        "positions",
+    ),
+    "v1.worker.gpu.block_table.BlockTables": ("block_sizes", "block_tables"),
+    "v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator": (_PROPOSE,),
+    "v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator": (
+        _PROPOSE,
+        "model",
+        "draft_attn_layer_names",
+        "kv_cache_config",
+        "block_tables",
+        "supports_decode_metadata_update",
+        "prefill_cudagraph_manager",
+        "decode_cudagraph_manager",
+    ),
+    "v1.worker.gpu.cudagraph_utils.CudaGraphManager": (
+        "graphs",
+        "cudagraph_mode",
+        "decode_query_len",
+        "compilation_config",
+        "_candidates",
+        "_capture_descs",
+        "_max_full_descs_to_capture",
+        "_init_candidates()",
+        "capture(create_forward_fn, progress_bar_desc)",
+        "dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches)",
+    ),
+    "v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor": (
+        "cg_mode",
+        "num_tokens",
+        "num_reqs",
+        "uniform_token_count",
+    ),
+    "v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorBatchDescriptor": (
+        "num_speculative_tokens",
+    ),
+    "v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager": (
+        "specialize_spec_tokens(desc, num_speculative_tokens)",
+    ),
+    "v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder": (
+        "build(common_prefix_len, common_attn_metadata, fast_build)",
+        "max_num_splits",
+        "num_heads_kv",
+        "device",
+    ),
+    "v1.attention.backends.flash_attn.FlashAttentionImpl": (_CACHE_UPDATE,),
+}
+
+
+def check_required(required: Mapping[str, Sequence[str]] = REQUIRED, *, only_imported: bool = False) -> None:
+    """Raise RuntimeError that names every required part of vLLM which is gone or has other parameters.
+
+    Args:
+        required: Names below `vllm`, as in `REQUIRED`.
+        only_imported: Look only into modules that this process has imported, so all that a started engine uses.
+    """
+    moved = []
+    for place, names in required.items():
+        path = f"vllm.{place}"
+        if only_imported and not {path, path.rpartition(".")[0]} & sys.modules.keys():
+            continue
+        owner = _import(path)
+        moved += [f"{place}: {name}" for name in names if not _has(owner, name)]
+    if moved:
+        raise RuntimeError(
+            f"vLLM {installed_version()} has not, or not with these parameters: {'; '.join(moved)}. tlt_lightning "
+            f"supports vLLM {SUPPORTED}."
+        )
+
+
+def _import(path: str) -> Any:
+    """The module or class at a dotted path; None if there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None) or importlib.import_module(path)
+    except ImportError:
+        return None
+
+
+def _has(owner: Any, wanted: str) -> bool:
+    name, call, parameters = wanted.rstrip(")").partition("(")
+    if call:
+        function = getattr(owner, name, None)
+        return callable(function) and [
+            parameter for parameter in inspect.signature(function).parameters if parameter != "self"
+        ] == [parameter for parameter in parameters.split(", ") if parameter]
+    return owner is not None and (hasattr(owner, name) or name in _assigned(owner))
+
+
+@cache
+def _assigned(owner: type) -> frozenset[str]:
+    """Names of the attributes that instances of a class are annotated with or that its methods assign."""
+    names: set[str] = set()
+    for base in getattr(owner, "__mro__", ())[:-1]:
+        names |= vars(base).get("__annotations__", {}).keys()
+        for method in filter(inspect.isfunction, vars(base).values()):
+            inside = [cell.cell_contents for cell in method.__closure__ or ()]  # decorated
+            for function in filter(inspect.isfunction, [method, *inside]):
+                names |= {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"}
+    return frozenset(names)
 
 
 def installed_version() -> Version:
@@ -148,9 +371,7 @@ def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:
         raise
     finally:
         noisy.setLevel(level)
-    if is_cpu_build():
-        _repack_tied_head(reach(model_runner_of(engine), "get_model")())
-    else:
+    if not is_cpu_build():
         torch.cuda.synchronize()  # the time is the update's, not the rollout's
 
 
@@ -162,13 +383,6 @@ def _end_reload(engine: LLMEngine) -> None:
     config = reach(worker_of(engine), "vllm_config")
     with set_current_vllm_config(config):
         reload.finalize_layerwise_reload(reach(model_runner_of(engine), "get_model")(), config.model_config)
-
-
-def _repack_tied_head(model: Any) -> None:
-    """Pack a tied output head anew: the CPU build keeps a packed copy of it, which the reload does not know of."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and head.weight is reach(model, "model.embed_tokens").weight:
-        reach(head, "quant_method.process_weights_after_loading")(head)
 
 
 def is_cpu_build() -> bool:

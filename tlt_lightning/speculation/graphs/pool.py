@@ -35,6 +35,9 @@ class GraphPool(ABC):
             needs its own; without it one graph drafts one token and serves every length.
     """
 
+    limits_splits = True
+    """Whether a graph splits contexts no further than its requests can use (`patches/flash_splits.py`)."""
+
     def __init__(self, fused_decode: bool = True) -> None:
         self.fused_decode = fused_decode
 
@@ -67,6 +70,8 @@ class FullGraphPool(GraphPool):
         >>> len(FullGraphPool().plan(arms_by_batch(FixedSelector(3), 4), (1, 2, 4, 8, 16)).shapes("target"))
         6
     """
+
+    limits_splits = False
 
     @override
     def plan(self, arms: Arms, capture_sizes: Sequence[int], costs: GraphCosts | None = None) -> GraphPlan:

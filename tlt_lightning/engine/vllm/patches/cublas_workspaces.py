@@ -1,32 +1,35 @@
-"""cuBLAS's workspaces, kept alive for the CUDA graphs that were captured with them."""
+"""cuBLAS workspaces that live as long as the CUDA graphs captured with them.
+
+PyTorch gives each stream one workspace and frees it when asked to; a graph keeps the bare pointer. The rehearsal before
+a capture makes a workspace outside the graph's pool, and Lightning frees it when the trainer sets up its device, after
+the engine has started (`CUDAAccelerator.setup`). Replays then write into memory that is somebody else's, or nobody's:
+an illegal memory access where the freed segment was unmapped, silence elsewhere. Dropping the workspaces right before a
+capture makes the capture allocate its own, in the graph's pool.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 
-@contextmanager
-def owned_workspaces() -> Iterator[None]:
-    """Let every CUDA graph captured in this block have its cuBLAS workspace in its own memory pool.
 
-    PyTorch gives each stream one workspace and frees it when asked to; a graph keeps the bare pointer. The rehearsal
-    before a capture makes a workspace outside the graph's pool, and Lightning frees it when the trainer sets up its
-    device, after the engine has started (`CUDAAccelerator.setup`). Replays then write into memory that is somebody
-    else's, or nobody's: an illegal memory access where the freed segment was unmapped, silence elsewhere. Dropping the
-    workspaces right before a capture makes the capture allocate its own, which lives as long as the graph.
-    """
+def _apply() -> Undo:
     enter = torch.cuda.graph.__enter__
 
     def enter_without_workspaces(graph: Any) -> None:
         torch._C._cuda_clearCublasWorkspaces()
         enter(graph)
 
-    torch.cuda.graph.__enter__ = enter_without_workspaces  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.cuda.graph.__enter__ = enter  # type: ignore[method-assign]
+    return replace(torch.cuda.graph, "__enter__", enter_without_workspaces)
+
+
+PATCH = Patch(
+    why="A captured CUDA graph keeps a pointer to a cuBLAS workspace that Lightning frees: replays write into memory "
+    "that is no longer theirs.",
+    versions="0.32 with torch 2.11 and 2.13, CUDA",
+    is_needed=torch.cuda.is_available,
+    apply=_apply,
+)

@@ -1,4 +1,4 @@
-"""Keeps a drafter's first pass to CUDA graphs of the very shape that the target's pass had.
+"""A drafter's first pass that uses only CUDA graphs of the very shape of the target's pass.
 
 That pass goes over the tokens the target has just verified. Its full graph reads attention metadata from buffers which
 the target's pass filled, and FlashAttention 3 lays them out by the number of requests, padding included. A graph of
@@ -12,9 +12,11 @@ its graph of 160. A plan whose budget left out a graph of the drafter but not th
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.internals import reach
+from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 
 
 def keep_first_pass_with_target(runner: Any) -> None:
@@ -43,3 +45,27 @@ def keep_first_pass_with_target(runner: Any) -> None:
         return desc
 
     target.dispatch, prefill.dispatch = remembered, matching
+
+
+def _apply() -> Undo:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    capture = GPUModelRunner.capture_model
+
+    @wraps(capture)
+    def capture_and_pair(runner: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> Any:
+        result = capture(runner, *args, profile_only=profile_only, **kwargs)
+        if not profile_only:  # a rehearsal's managers are thrown away
+            keep_first_pass_with_target(runner)
+        return result
+
+    return replace(GPUModelRunner, "capture_model", capture_and_pair)
+
+
+PATCH = Patch(
+    why="The drafter's first pass replays CUDA graphs for more requests than the target's pass had: wrong drafts, or "
+    "an illegal memory access.",
+    versions="0.32, V2 model runner, CUDA",
+    is_needed=lambda: not is_cpu_build(),
+    apply=_apply,
+)

@@ -1,0 +1,171 @@
+"""Faults of vLLM: still there without their repairs, gone with them, back when these are undone.
+
+Once a release has mended a fault, a test here fails: drop the repair.
+"""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.architectures import save_architecture
+from tests.support.speculation_engines import PROMPTS, greedy_gap
+from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine.vllm import engine as engine_module
+from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.patches import (
+    PATCHES,
+    cpu_experts,
+    cpu_logprob_compile,
+    cpu_temperatures,
+    cpu_tied_head,
+    cublas_workspaces,
+    patched,
+)
+from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
+from tlt_lightning.engine.vllm.patches.patch import Patch, replace
+from tlt_lightning.policy import load_policy, stream_weights
+
+
+def named(patch: Patch) -> str:
+    return patch.apply.__module__.rpartition(".")[2]
+
+
+@pytest.fixture
+def cpu_build() -> None:
+    if not internals.is_cpu_build():
+        pytest.skip("a fault of the CPU build")
+
+
+@pytest.mark.vllm
+def test_vllm_loses_the_temperatures_of_drafts_and_the_repair_does_not(cpu_build: None) -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    current_platform.import_kernels()  # as an engine does when it starts
+    current_platform.register_triton_kernel_overrides()
+    expanded = torch.full((5,), float("nan"))  # what the kernel must overwrite
+    values, ends = torch.tensor([0.7, 1.0, 0.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    wanted = torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0])
+    rejection_sampler._expand(expanded, values, ends, 0, 1)
+    assert not torch.equal(expanded, wanted)
+    with cpu_temperatures.PATCH.applied():
+        assert torch.equal(rejection_sampler.expand_batch_to_tokens(values, ends, 5, 0, 1), wanted)
+        ks = rejection_sampler.expand_batch_to_tokens(torch.tensor([3, 9, 4], dtype=torch.int32), ends, 5)
+        assert torch.equal(ks, torch.tensor([3, 3, 4, 4, 4], dtype=torch.int32))
+
+
+@pytest.mark.vllm
+def test_vllm_compiles_the_rank_of_a_token_and_the_repair_does_not(cpu_build: None) -> None:
+    assert cpu_logprob_compile.PATCH.is_needed()
+    with cpu_logprob_compile.PATCH.applied():
+        assert not cpu_logprob_compile.PATCH.is_needed()
+    assert cpu_logprob_compile.PATCH.is_needed()
+
+
+@pytest.mark.vllm
+def test_vllm_fails_under_top_k_without_drafts(cpu_build: None) -> None:
+    """Why a V1 runner samples plainly where nothing was drafted: it is more than a matter of speed."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    with pytest.raises((RuntimeError, IndexError)):
+        apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
+
+
+@pytest.mark.vllm
+def test_a_reload_without_repairs_leaves_tied_heads_and_experts_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_build: None
+) -> None:
+    repairs = (cpu_tied_head.PATCH, cpu_experts.PATCH)
+    monkeypatch.setattr(engine_module, "patched", lambda without: patched(without=(*without, *repairs)))
+    path = save_architecture("qwen3_moe", tmp_path / "a", tie_word_embeddings=True)
+    other = save_architecture("qwen3_moe", tmp_path / "b", seed=1, tie_word_embeddings=True)
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=4, enforce_eager=True)
+    engine.setup(path, max_model_len=64, seed=0)
+
+    def gap_after_sync(*patches: Patch) -> float:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch.applied())
+            engine.update_weights(stream_weights(load_policy(other)), 0)
+        requests = [Request(id=i, prompt_ids=prompt, group=i) for i, prompt in enumerate(PROMPTS)]
+        responses = {r.request_id: list(r.token_ids) for r in engine.generate(requests, greedy, seed=0)}
+        return greedy_gap(other, PROMPTS, [responses[i] for i in range(len(PROMPTS))])
+
+    greedy = Sampling(max_tokens=12, temperature=0)
+    try:
+        assert gap_after_sync(cpu_experts.PATCH) > 0.1
+        assert gap_after_sync(cpu_tied_head.PATCH) > 0.1
+        assert gap_after_sync(*repairs) < 1e-3
+    finally:
+        engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("patch", PATCHES, ids=named)
+def test_undoing_puts_back_what_was_replaced(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def noted(owner: Any, name: str, new: Any) -> Any:
+        replaced.append((owner, name, getattr(owner, name)))
+        return replace(owner, name, new)
+
+    monkeypatch.setattr(sys.modules[patch.apply.__module__], "replace", noted)
+    undo = patch.apply()
+    assert replaced
+    assert all(getattr(owner, name) is not old for owner, name, old in replaced)
+    undo()
+    assert all(getattr(owner, name) is old for owner, name, old in replaced)
+
+
+def test_a_repair_that_no_longer_fits_says_so() -> None:
+    def reach_into_nothing() -> Any:
+        return replace(internals, "gone", None)
+
+    patch = Patch(why="", versions="", is_needed=lambda: True, apply=reach_into_nothing)
+    with pytest.raises(RuntimeError, match=r"'gone'.*supports vLLM >=0\.32\.0"), patch.applied():
+        pass
+
+
+def test_every_patch_says_why_and_for_which_vllm() -> None:
+    assert all(len(patch.why) > 40 and "0.32" in patch.versions for patch in PATCHES)
+
+
+def test_workspaces_are_dropped_right_before_each_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("dropped"), raising=False)
+    monkeypatch.setattr(torch.cuda.graph, "__enter__", lambda graph: done.append("captures"))
+    undo = cublas_workspaces.PATCH.apply()
+    for _ in range(2):
+        torch.cuda.graph.__enter__(object.__new__(torch.cuda.graph))
+    undo()
+    assert done == ["dropped", "captures"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_keeps_its_workspace_when_the_others_are_freed() -> None:
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    a, b = torch.randn(16, 8192, device="cuda"), torch.randn(8192, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with cublas_workspaces.PATCH.applied():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            wanted = a @ b  # the rehearsal, which makes a workspace of the stream
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            got = a @ b
+
+    torch._C._cuda_clearCublasWorkspaces()  # as Lightning does
+    torch.cuda.empty_cache()
+    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool)]
+    assert sum(each["total_size"] for each in segments) >= 4 * 2**20  # the product alone takes 2 MiB
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=0.5)
+
+
+def test_splits_shrink_with_the_batch() -> None:
+    assert [useful_splits(requests, 4, 132) for requests in (1, 4, 8, 16, 32, 128)] == [66, 17, 9, 5, 4, 4]

@@ -1,0 +1,33 @@
+"""Experts that are packed anew when their weights are reloaded."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from tlt_lightning.engine.vllm.internals import is_cpu_build
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+
+
+def _apply() -> Undo:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    setup = UnquantizedFusedMoEMethod._setup_kernel
+
+    @wraps(setup)
+    def setup_and_pack(method: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_reload = method.moe_kernel is not None
+        setup(method, layer, w13, w2)
+        if is_reload:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    return replace(UnquantizedFusedMoEMethod, "_setup_kernel", setup_and_pack)
+
+
+PATCH = Patch(
+    why="The CPU build packs the weights of experts when they are loaded, and not when they are reloaded: the kernel "
+    "then reads plain weights as packed ones, silently, and the policy writes with wrong experts.",
+    versions="0.32, CPU build",
+    is_needed=is_cpu_build,
+    apply=_apply,
+)

@@ -1,0 +1,37 @@
+"""A tied output head that takes part in a reload of weights."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+
+
+def _pack_tied_head(model: Any) -> None:
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight is reach(model, "model.embed_tokens").weight:
+        reach(head, "quant_method.process_weights_after_loading")(head)
+
+
+def _apply() -> Undo:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    reload = CPUModelRunner.reload_weights
+
+    @wraps(reload)
+    def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> None:
+        reload(runner, *args, **kwargs)
+        _pack_tied_head(runner.get_model())
+
+    return replace(CPUModelRunner, "reload_weights", reload_weights)
+
+
+PATCH = Patch(
+    why="The CPU build computes logits with a packed copy of the head. Where the head is the embedding, a reload "
+    "writes the embedding alone, and logits stay those of the old weights.",
+    versions="0.32, CPU build",
+    is_needed=is_cpu_build,
+    apply=_apply,
+)

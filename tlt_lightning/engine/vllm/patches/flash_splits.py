@@ -1,0 +1,58 @@
+"""CUDA graphs with as many splits of a context as their requests can use.
+
+FlashAttention 3 splits a long context among multiprocessors and keeps each split's partial result, in a graph for as
+many splits as may ever be used: 32 by vLLM's default, of 4 bytes for each token, head and channel, 235 MB for a 7B
+policy and 512 tokens. Only few requests leave multiprocessors idle enough for many splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tlt_lightning.engine.vllm.internals import is_cpu_build
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+
+MIN_SPLITS = 4
+"""Splits that even a full batch keeps: one context may be far longer than the others."""
+
+
+def useful_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Splits of the context that still keep more multiprocessors busy when `num_requests` requests decode."""
+    return max(MIN_SPLITS, -(-2 * num_multiprocessors // (num_requests * num_kv_heads)))
+
+
+def with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `build` of FlashAttention's metadata so that each batch gets no more splits than are useful."""
+
+    @wraps(build)
+    def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        limit = builder.max_num_splits
+        if limit > 0:  # 0: it does not serve graphs
+            multiprocessors = torch.cuda.get_device_properties(builder.device).multi_processor_count
+            useful = useful_splits(common_attn_metadata.num_reqs, builder.num_heads_kv, multiprocessors)
+            builder.max_num_splits = min(limit, useful)
+        try:
+            return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        finally:
+            builder.max_num_splits = limit
+
+    return built
+
+
+def _apply() -> Undo:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    return replace(FlashAttentionMetadataBuilder, "build", with_fewer_splits(FlashAttentionMetadataBuilder.build))
+
+
+PATCH = Patch(
+    why="A CUDA graph reserves memory for 32 splits of every context, which batches of more than a few requests "
+    "cannot use: hundreds of MB a graph pool.",
+    versions="0.32, FlashAttention 3, CUDA",
+    is_needed=lambda: not is_cpu_build(),
+    apply=_apply,
+)
