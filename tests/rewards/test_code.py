@@ -49,8 +49,9 @@ def has_namespaces() -> bool:
         fenced("def area(radius):\n    return 0")
         + "\nBetter:\n"
         + fenced("def area(radius):\n    return math.pi * radius**2"),
+        fenced("def area(radius):\n    return math.pi * radius**2") + "\nSo:\n" + fenced("print(area(2))"),
     ],
-    ids=["whole function", "own imports", "continuation", "last block"],
+    ids=["whole function", "own imports", "continuation", "last block", "usage example"],
 )
 def test_correct_human_eval_solutions_pass(response: str) -> None:
     assert PythonTests()("", response, HUMAN_EVAL) == 1.0
@@ -65,6 +66,46 @@ def test_lists_and_scripts_of_asserts() -> None:
     assert score(DOUBLE) == 1.0
     assert score(DOUBLE, {"test": "assert double(1) == 2"}) == 1.0
     assert score(DOUBLE, {"test": ["assert double(1) == 2", "assert double(1) == 3"]}) == 0.0
+
+
+@pytest.mark.parametrize("use_namespaces", [True, False])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dataclasses import dataclass\n\n@dataclass\nclass Twice:\n    value: int = 2\n",
+        "import pickle\nclass Twice:\n    value = 2\nTwice = type(pickle.loads(pickle.dumps(Twice())))\n",
+        "from typing import NamedTuple\nclass Twice(NamedTuple):\n    value: int = 2\n",
+        "import sys\nTwice = sys.modules[__name__].__dict__.setdefault('x', type('Twice', (), {'value': 2}))\n",
+    ],
+    ids=["dataclass", "pickle", "typing", "own module"],
+)
+def test_programs_find_their_own_module(code: str, use_namespaces: bool) -> None:
+    assert score(code, {"test": "assert Twice().value == 2"}, use_namespaces=use_namespaces) == 1.0
+
+
+def test_an_annotation_without_its_import_fails_as_in_python() -> None:
+    assert (
+        score("def double(values: List[int]):\n    return values * 2", {"test": "assert double([1]) == [1, 1]"}) == 0.0
+    )
+
+
+def test_the_start_of_the_interpreter_does_not_count(monkeypatch, tmp_path: Path) -> None:
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 1.2\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert score(DOUBLE, time_limit=1.0) == 1.0
+
+
+@pytest.mark.parametrize("use_namespaces", [True, False])
+def test_a_program_that_leaves_its_group_does_not_survive(tmp_path: Path, use_namespaces: bool) -> None:
+    alive = tmp_path / "alive"
+    code = (
+        f"import os, time\ntry: os.setsid()\nexcept OSError: pass\ntime.sleep(1.5)\nopen({str(alive)!r}, 'w').close()\n"
+    )
+    assert score(code + DOUBLE, time_limit=0.5, use_namespaces=use_namespaces) == 0.0
+    time.sleep(2)
+    assert not alive.exists()
 
 
 @pytest.mark.parametrize(
@@ -214,8 +255,13 @@ def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
         ("```python\na\n```\nIt prints\n```\nb\n```", "a\n"),
         ("```\na\n```\n```\nb\n```", "b\n"),
         ("no fence", "no fence"),
-        ("```python\nunfinished", "```python\nunfinished"),
+        ("```python\nunfinished", "unfinished"),
+        ("1. Write:\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
+        ("1. ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
+        ("```python\n    body\n```", "    body\n"),
+        ("```python\nclass Stack: ...\n```\n```python\nshow(Stack())\n```", "class Stack: ...\n"),
+        ("```python\na\n```\n```", "a\n"),
     ],
 )
-def test_the_last_fenced_block_is_the_code(response: str, code: str) -> None:
-    assert extract_code(response) == code
+def test_the_last_fenced_block_with_what_is_tested_is_the_code(response: str, code: str) -> None:
+    assert extract_code(response, tests="assert Stack()") == code

@@ -10,12 +10,15 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import socket
 import sys
+import types
 from typing import Any
 
 MAX_FILE_BYTES = 64 << 20
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000  # linux/sched.h; in os from Python 3.12
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -30,9 +33,9 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    namespace: dict[str, Any] = {"__name__": "program"}
-    exec(compile(request["program"], "program.py", "exec"), namespace)
-    exec(compile(request["tests"], "tests.py", "exec"), namespace)
+    program = sys.modules["program"] = types.ModuleType("program")  # where dataclasses and pickle look names up
+    for part in ("program", "tests"):  # without this file's own __future__ imports
+        exec(compile(request[part], f"{part}.py", "exec", dont_inherit=True), program.__dict__)
     os.write(reply, request["token"].encode())
     os._exit(0)  # threads and exit handlers of the program have no say any more
 
@@ -43,7 +46,8 @@ def enter_namespaces() -> bool:
     The caller returns as the first process of the namespace, with whose end the kernel kills all others in it.
     """
     try:
-        unshare = ctypes.CDLL(None).unshare
+        libc = ctypes.CDLL(None)
+        unshare, prctl = libc.unshare, libc.prctl
     except (AttributeError, OSError):  # not Linux
         return False
     if unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET) != 0:
@@ -51,11 +55,12 @@ def enter_namespaces() -> bool:
     if child := os.fork():
         os.waitpid(child, 0)
         os._exit(0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # killing the process group misses a program that has left it
     return True
 
 
 def refuse_network(event: str, args: tuple[Any, ...]) -> None:
-    """Audit hook: raise when the interpreter is about to use the network."""
+    """Raise when the interpreter is about to use the network; an audit hook."""
     local = event == "socket.__new__" and args[1] == socket.AF_UNIX  # event loops talk to themselves
     if event in ("socket.__new__", "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr") and not local:
         raise PermissionError("unit tests may not use the network")

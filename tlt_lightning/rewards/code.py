@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +18,14 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-FENCED_BLOCK = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+START_LIMIT = 20.0
+"""Seconds in which the process of a program must be ready to run it, on a loaded machine too."""
+
+# In front of a fence its indentation, a list's marker included; behind the last one perhaps no fence.
+FENCED_BLOCK = re.compile(
+    r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
+DEFINED = re.compile(r"^(?:(?:async[ ]+def|def|class)[ ]+(\w+)|(\w+)[ ]*(?::[^=\n]*)?=(?!=))", re.MULTILINE)
 
 
 class PythonTests:
@@ -30,12 +38,13 @@ class PythonTests:
     starts may still use the network or survive, and a warning says so. In both cases it can read and delete the files
     that you can and forge its own result. Run policies that you do not trust in a container.
 
-    The code is the response's last fenced block, one marked as Python if there is any, or else the whole response. The
-    row holds `test`: either a HumanEval script that defines `check(candidate)`, with `entry_point` naming the function
-    to check and `prompt` holding the code that the response continues or rewrites; or a script or list of asserts.
+    The code is the response's last fenced block that defines a name which the tests use (what comes after it shows how
+    to use it), or else the last one, or else the whole response; blocks marked as Python go before others. The row
+    holds `test`: either a HumanEval script that defines `check(candidate)`, with `entry_point` naming the function to
+    check and `prompt` holding the code that the response continues or rewrites; or a script or list of asserts.
 
     Args:
-        time_limit: Seconds until the tests fail; keep it below the time limit of the reward pool.
+        time_limit: Seconds from the program's start until the tests fail; keep it below the reward pool's time limit.
         memory_mb: Address space of each process of the program, in MiB.
 
     Example:
@@ -56,7 +65,7 @@ class PythonTests:
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
         """Return 1 if the code in `response` passes the tests in `row`, else 0."""
-        program, tests = assemble(extract_code(response), row)
+        program, tests = assemble(response, row)
         token = secrets.token_hex()  # a program that prints, exits or dies does not come by it by chance
         request = {
             "program": program,
@@ -76,15 +85,22 @@ class PythonTests:
         return float(token in result)
 
 
-def extract_code(response: str) -> str:
-    """Return the last fenced block of `response`, preferring one marked as Python, or all of it without any."""
-    blocks = [(language.lower(), code) for language, code in FENCED_BLOCK.findall(response)]
+def extract_code(response: str, tests: str) -> str:
+    """Return the last fenced block that defines a name of `tests`, or the last one, or all of `response`."""
+    blocks = [
+        (language.lower(), re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", code, flags=re.MULTILINE))
+        for indent, language, code in FENCED_BLOCK.findall(response)
+        if code.strip()
+    ]
     marked = [code for language, code in blocks if language in ("python", "python3", "py")]
-    return (marked or [code for _, code in blocks] or [response])[-1]
+    codes = marked or [code for _, code in blocks] or [response]
+    tested = set(re.findall(r"\w+", tests))
+    defining = [code for code in codes if any(tested & set(names) for names in DEFINED.findall(code))]
+    return (defining or codes)[-1]
 
 
-def assemble(code: str, row: dict[str, Any]) -> tuple[str, str]:
-    """Return the program and the tests to run after it.
+def assemble(response: str, row: dict[str, Any]) -> tuple[str, str]:
+    """Return the program of a response and the tests to run after it.
 
     Raises:
         ValueError: If the row holds no tests, or names no function for its `check`.
@@ -98,14 +114,15 @@ def assemble(code: str, row: dict[str, Any]) -> tuple[str, str]:
     if entry_point is None:
         if re.search(r"^def check\(", tests, re.MULTILINE):
             raise ValueError("`test` defines `check(candidate)`, so the row needs `entry_point`, what to check.")
-        return code, tests
+        return extract_code(response, tests), tests
+    code = extract_code(response, entry_point)
     # A function that is only a signature and a docstring is complete; rewriting it after that replaces it.
     rewrites = re.search(rf"^(?:async\s+)?def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
     return row.get("prompt", "") + ("\n\n" if rewrites else "") + code, f"{tests}\n\ncheck({entry_point})\n"
 
 
 def run(request: dict[str, Any], time_limit: float) -> str:
-    """Run a program and its tests in a process of its own, for `time_limit` s, and return what its runner wrote.
+    """Run a program and its tests in a process of its own, for `time_limit` s, and return the runner's reply.
 
     Raises:
         RuntimeError: If the runner failed before it came to the program.
@@ -128,8 +145,11 @@ def run(request: dict[str, Any], time_limit: float) -> str:
         )
         assert process.stdout is not None
         with process.stdout:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(time_limit)
+            ready = select.poll()
+            ready.register(process.stdout, select.POLLIN)
+            if ready.poll(1000 * START_LIMIT):  # the interpreter's start is not the program's time
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(time_limit)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -138,7 +158,7 @@ def run(request: dict[str, Any], time_limit: float) -> str:
         stderr.seek(0)
         if not reply:
             raise RuntimeError(
-                f"The runner of the unit tests did not come to the program within {time_limit} s; it ended with code "
+                f"The runner of the unit tests did not come to the program within {START_LIMIT} s; it ended with code "
                 f"{process.returncode} and wrote {stderr.read()[-1000:]!r}."
             )
         return reply
