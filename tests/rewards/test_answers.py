@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tlt_lightning.rewards import Format, exact_match, multiple_choice
+from tlt_lightning.rewards import Format, countdown, exact_match, math_equivalence, multiple_choice
 from tlt_lightning.rewards.answers import expected_answer, last_boxed
 
 
@@ -50,6 +50,7 @@ def test_last_boxed_balances_braces(text: str, inside: str | None) -> None:
         ("E", "(E)"),
         ("The answer is (2).", "2"),
         (r"\boxed{B}", "2"),
+        ("<think>Perhaps the answer is A.</think> <answer>C</answer>", "C"),
         ("I choose 3", 3),
     ],
 )
@@ -84,6 +85,14 @@ def test_format_default_takes_linear_time() -> None:
     start = time.perf_counter()
     assert Format()("", "<think>" + "<a" * 200_000, {}) == 0.0
     assert time.perf_counter() - start < 2
+
+
+def test_every_reward_for_answers_reads_the_default_format() -> None:
+    response = "<think>the answer is (A): 6 * 7 = 41?</think> <answer>{}</answer>"
+    assert Format()("", response.format(42), {}) == math_equivalence("", response.format(42), {"answer": 42}) == 1.0
+    assert Format()("", response.format("B"), {}) == multiple_choice("", response.format("B"), {"answer": "B"}) == 1.0
+    sums = response.format("6 * 7")
+    assert Format()("", sums, {}) == countdown("", sums, {"answer": 42, "numbers": [6, 7]}) == 1.0
 
 
 def test_format_matches_a_pattern_from_end_to_end() -> None:

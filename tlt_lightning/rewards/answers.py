@@ -20,6 +20,13 @@ def expected_answer(row: dict[str, Any]) -> str:
     return str(answer).strip()
 
 
+def final_part(response: str) -> str | None:
+    """Return the inside of the last `<answer>` block, be it closed or not, or None without one."""
+    before, closed, _ = response.rpartition("</answer>")
+    _, opened, inside = (before if closed else response).rpartition("<answer>")
+    return inside.strip() if opened else None
+
+
 def last_boxed(text: str) -> str | None:
     r"""Return what the last complete `\boxed{...}` of `text` holds, braces balanced, or None without one."""
     start = text.rfind(r"\boxed{")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tlt_lightning.rewards.answers import expected_answer, last_boxed
+from tlt_lightning.rewards.answers import expected_answer, final_part, last_boxed
 
 # "A" before a lower-case word is taken for the article, which reasoning is full of.
 LETTER = r"(?:[B-E]|A(?!\s+[a-z]))"
@@ -18,8 +18,8 @@ STANDALONE_LABEL = re.compile(rf"(?<!\w)(?:{LETTER}|{NUMBER})(?!\w)")
 def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
     r"""Return 1 if the response settles on the right option, else 0.
 
-    What counts is, in this order, the last `\boxed{B}`, the last "answer is (B)" or "Answer: B", the last capital
-    letter A to E that stands alone. The answer column holds a letter, or a number from 1 as in some rows of ARC; the
+    Within the last `<answer>` block, or everywhere without one, the last `\boxed{B}` counts, or else the last "answer is
+    (B)" or "Answer: B", or else the last capital letter A to E that stands alone. The answer column holds a letter, or a number from 1 as in some rows of ARC; the
     response may then give the option's number or its letter.
 
     Example:
@@ -32,7 +32,8 @@ def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
             f"`multiple_choice` needs an answer from A to E or from 1 to 5, got {row['answer']!r}; check the answer "
             "column."
         )
-    choice = chosen_option(response, numbered=answer.isdigit())
+    block = final_part(response)
+    choice = chosen_option(response if block is None else block, numbered=answer.isdigit())
     return float(choice is not None and letter(choice) == letter(answer))
 
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from tlt_lightning.rewards.answers import expected_answer, last_boxed
+from tlt_lightning.rewards.answers import expected_answer, final_part, last_boxed
 
 TIME_LIMIT = 5.0
 """Seconds for one comparison."""
@@ -29,8 +29,9 @@ TAIL = 2000
 def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     r"""Return 1 if the final answer equals the expected one as a mathematical object, else 0.
 
-    The final answer is the last `\boxed{...}`, or what follows the last `####` (the form of GSM8K), or else the last
-    expression or number near the end. The answer column may hold LaTeX, a number, or a whole GSM8K solution.
+    Within the last `<answer>` block, or everywhere without one, the final answer is the last `\boxed{...}`, or what
+    follows the last `####` (the form of GSM8K; a heading is none), or else the last expression or number near the end.
+    The answer column may hold LaTeX, a number, or a whole GSM8K solution.
 
     Raises:
         TimeoutError: If the comparison takes longer than `TIME_LIMIT`.
@@ -40,20 +41,25 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
         1.0
     """
     gold = after_hashes(expected_answer(row)) or expected_answer(row)
-    answer = last_boxed(response) or after_hashes(response)
+    block = final_part(response)
+    text = response if block is None else block
+    answer = last_boxed(text) or after_hashes(text) or block
     if answer is None:
         return float(verify(gold, response[-TAIL:]))
     numbers = plain_number(gold), plain_number(answer)
     if None not in numbers:
         return float(numbers[0] == numbers[1])
-    return float(verify(gold, rf"\boxed{{{answer}}}"))
+    is_sentence = answer == block  # perhaps, with the answer somewhere in it
+    return float(verify(gold, rf"\boxed{{{answer}}}") or (is_sentence and verify(gold, answer[-TAIL:])))
 
 
 def after_hashes(text: str) -> str | None:
-    """Return what follows the last `####` of `text` on its line, or None if that is nothing."""
-    _, hashes, rest = text.rpartition("####")
-    lines = rest.strip().splitlines()
-    return lines[0].strip() if hashes and lines else None
+    """Return the line behind the last `####` of `text` that ends it or introduces a number; other ones are headings."""
+    for match in reversed(list(re.finditer(r"(?<!#)####(?!#)\s*(\S.*)", text))):
+        line = match.group(1).strip()
+        if plain_number(line) is not None or not text[match.end() :].strip():
+            return line
+    return None
 
 
 def plain_number(text: str) -> Fraction | None:

@@ -37,7 +37,7 @@ class Call:
 
 
 class RewardPool:
-    """Run reward functions on threads and keeps their failures from ending or delaying a run.
+    """Run reward functions on threads and keep their failures from ending or delaying a run.
 
     A function that raises, returns something other than a finite number, or exceeds the time limit gets `on_error`; it
     is counted in `stats`, and each reward's first failure is logged with its sample. An awaitable is run by the thread
