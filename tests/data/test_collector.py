@@ -15,7 +15,7 @@ from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
 from tlt_lightning.rewards import RewardPool
 from tlt_lightning.timing import LapClock
 
-PROMPTS = [Prompt("q", [2])] * 5
+PROMPTS = [Prompt(f"q{number}", [2], question=f"q{number}") for number in range(5)]
 
 
 class Scripted(RolloutEngine):
@@ -70,7 +70,7 @@ def hooks() -> list[str]:
 @pytest.fixture
 def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
     callback = SimpleNamespace(**{name: lambda *_, name=name: hooks.append(name) for name in ROLLOUT_HOOKS})
-    trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, global_step=0)
+    trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, global_step=0, predicting=False)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
     pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
     idle: Any = Idle()
@@ -120,6 +120,18 @@ def test_a_response_that_never_came_is_an_error(collector: RolloutCollector) -> 
     collector.engine.num_unanswered = 3  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="without answering 3 of 10 requests"):
         collect(collector)
+
+
+def test_a_reward_that_scores_nothing_ends_the_run_unless_it_predicts(collector: RolloutCollector) -> None:
+    def broken(prompt: str, response: str, row: dict) -> float:
+        raise KeyError("ground_truth")
+
+    collector.rewards = RewardPool([RewardTerm(function=broken)])
+    with pytest.raises(RuntimeError, match="`broken` scored none of the last 10 responses.*'ground_truth'"):
+        collect(collector)
+    collector.trainer.predicting = True  # type: ignore[misc]
+    assert [rollout.reward for rollout in collect(collector)] == [0.0] * 10
+    collector.rewards.close()
 
 
 def test_weights_that_hold_no_numbers_are_an_error(collector: RolloutCollector) -> None:

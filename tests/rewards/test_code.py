@@ -84,9 +84,7 @@ def test_programs_find_their_own_module(code: str, use_namespaces: bool) -> None
 
 
 def test_an_annotation_without_its_import_fails_as_in_python() -> None:
-    assert (
-        score("def double(values: List[int]):\n    return values * 2", {"test": "assert double([1]) == [1, 1]"}) == 0.0
-    )
+    assert score("def double(x: List[int]):\n    return x + x") == 0.0
 
 
 def test_the_start_of_the_interpreter_does_not_count(monkeypatch, tmp_path: Path) -> None:

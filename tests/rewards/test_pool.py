@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards.pool import MAX_STUCK
 
 TIMEOUT = 0.3
 """Long enough for a loaded machine to start a call that does nothing, short enough to wait for."""
@@ -179,6 +180,92 @@ def test_a_bad_function_is_counted_logged_and_scored(function: Any, make_pool, c
     assert pool.stats[f"reward/{name}_errors"] == 0
 
 
+def broken_row(prompt: str, response: str, row: dict) -> float:
+    return row["ground_truth"]
+
+
+async def broken_row_async(prompt: str, response: str, row: dict) -> float:
+    await asyncio.sleep(0)
+    return broken_row(prompt, response, row)
+
+
+@pytest.mark.parametrize("function", [broken_row, broken_row_async])
+def test_the_warning_says_in_which_line_a_reward_failed(function: Any, make_pool, caplog) -> None:
+    pool = make_pool(function)
+    pool.submit(0, "", "", {})
+    pool.collect()
+    assert "KeyError: 'ground_truth', in " in caplog.text
+    assert f"in broken_row at {__file__}:{broken_row.__code__.co_firstlineno + 1}" in caplog.text
+    assert f"in {function.__name__} at {__file__}:" in caplog.text
+    assert "asyncio" not in caplog.text
+
+
+def test_what_none_means_elsewhere_is_said(make_pool, caplog) -> None:
+    pool = make_pool(RewardTerm(function=lambda p, r, row: None, name="none"))
+    pool.submit(0, "", "", {})
+    pool.collect()
+    assert "returned None; return 0.0 where a reward does not apply" in caplog.text
+
+
+@pytest.mark.parametrize(("value", "weight"), [(1e308, 1.0), (-1e39, 0.0), (1e10, 1e10)])
+def test_scores_that_float32_cannot_learn_from_are_errors(value: float, weight: float, make_pool, caplog) -> None:
+    pool = make_pool(RewardTerm(function=lambda p, r, row: value, name="huge", weight=weight), on_error=-1.0)
+    pool.submit(0, "", "", {})
+    assert pool.collect() == {0: {"huge": -1.0}}
+    assert pool.stats["reward/huge_errors"] == 1
+    assert "beyond 1e+16" in caplog.text
+
+
+def test_a_reward_that_scores_no_response_ends_the_run_with_its_error(make_pool) -> None:
+    pool = make_pool(broken_row, length)
+    for iteration in range(2):
+        pool.submit(0, "one row may be broken", "", {})
+        pool.submit(1, "one row may be broken", "", {})
+        pool.submit(2, "another prompt", "", {"ground_truth": 1} if iteration == 0 else {})
+        pool.collect()
+        if iteration == 0:
+            pool.check()
+    error = r"`broken_row` scored none of the last 3 responses.*'ground_truth', in broken_row at .*test_pool.py:\d+"
+    with pytest.raises(RuntimeError, match=error):
+        pool.check()
+
+
+def test_one_prompt_that_cannot_be_scored_ends_no_run_by_itself(make_pool) -> None:
+    pool = make_pool(broken_row)
+    for prompt in ("p", "p", "q"):
+        pool.submit(0, prompt, "", {})
+        pool.submit(1, prompt, "", {})
+        pool.collect()
+        if prompt == "p":
+            pool.check()
+    with pytest.raises(RuntimeError, match="none of the last 6 responses"):
+        pool.check()
+
+
+def test_hanging_calls_pile_up_to_a_limit_only() -> None:
+    threads, released = threading.active_count(), threading.Event()
+    pool = RewardPool([RewardTerm(function=lambda p, r, row: released.wait(), name="hangs")], timeout=0.001)
+
+    def score_many() -> None:
+        for key in range(2 * MAX_STUCK):
+            pool.submit(key, "", "", {})
+        pool.collect()
+
+    with pytest.raises(RuntimeError, match=f"{MAX_STUCK} threads.*`hangs`"):
+        score_many()
+    assert threading.active_count() - threads <= MAX_STUCK + 8
+    pool.close()
+    released.set()
+
+
+def test_calls_that_are_late_but_end_may_be_any_number(make_pool) -> None:
+    pool = make_pool(RewardTerm(function=lambda p, r, row: time.sleep(0.02) or 1.0, name="late"), timeout=0.002)
+    for key in range(2 * MAX_STUCK):
+        pool.submit(key, "", "", {})
+    pool.collect()
+    assert pool.stats["reward/late_timeouts"] == 2 * MAX_STUCK
+
+
 def test_numbers_of_all_kinds_are_scores(make_pool) -> None:
     import numpy as np
     import torch
@@ -332,7 +419,8 @@ def test_a_key_is_used_once(make_pool) -> None:
         ({"timeout": 0.0}, "`timeout` must be a positive"),
         ({"timeout": float("nan")}, "`timeout` must be a positive"),
         ({"timeout": float("inf")}, "`timeout` must be a positive"),
-        ({"on_error": float("nan")}, "`on_error` must be a finite"),
+        ({"on_error": float("nan")}, "`on_error` must be a number"),
+        ({"on_error": 1e300}, "`on_error` must be a number"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
@@ -345,6 +433,7 @@ def test_stuck_calls_do_not_keep_the_interpreter(collect: bool) -> None:
     code = f"""
 import asyncio, threading
 from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards.pool import MAX_STUCK
 def hang(prompt, response, row):
     threading.Event().wait()
 async def hang_async(prompt, response, row):

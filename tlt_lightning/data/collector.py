@@ -86,6 +86,8 @@ class RolloutCollector:
             rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
         for name, count in self.rewards.stats.items():
             self.metrics[name] = self.metrics.get(name, 0) + count
+        if not self.trainer.predicting:  # to which rewards matter little
+            self.rewards.check()
         self.clock.lap("reward")
         return [rollouts[number] for number in range(len(requests))]
 

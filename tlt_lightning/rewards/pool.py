@@ -19,6 +19,12 @@ from tlt_lightning.rewards.term import RewardTerm
 
 log = logging.getLogger(__name__)
 
+MAX_STUCK = 64
+"""Threads that may be stuck in calls past their time limit; more end the run, because nothing else can end them."""
+
+MAX_SCORE = 1e16
+"""Largest score, weighted or not: advantages are computed in float32, which holds sums of its squares."""
+
 SHORT = reprlib.Repr()
 SHORT.maxstring = 500
 
@@ -39,13 +45,14 @@ class Call:
 class RewardPool:
     """Run reward functions on threads and keep their failures from ending or delaying a run.
 
-    A function that raises, returns something other than a finite number, or exceeds the time limit gets `on_error`; it
-    is counted in `stats`, and each reward's first failure is logged with its sample. An awaitable is run by the thread
-    that made it, in an event loop of its own, so clients that keep connections must be opened inside the call.
+    A response whose function raises, returns no finite number of reasonable size (`MAX_SCORE`), or exceeds the time
+    limit gets `on_error`; it is counted in `stats`, and each reward's first failure is logged with its sample and line.
+    An awaitable is run by the thread that made it, in an event loop of its own, so clients that keep connections must
+    be opened inside the call.
 
-    Python cannot end a thread: a call past its time limit is left behind on its own, and a new thread takes its place.
-    A function that holds the interpreter's lock while it hangs (a huge power, a runaway regular expression) stops the
-    process all the same and belongs in a child process.
+    Python cannot end a thread: a call past its time limit is left behind on its own, and a new thread takes its place;
+    more than `MAX_STUCK` of them at once are an error. A function that holds the interpreter's lock while it hangs (a
+    huge power, a runaway regular expression) or ends the process belongs in a child process.
 
     Args:
         terms: The rewards, each under its own name. A function object with a method `load()` has it called here,
@@ -75,8 +82,8 @@ class RewardPool:
             raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
         if not 0 < timeout < threading.TIMEOUT_MAX:
             raise ValueError(f"`timeout` must be a positive number of seconds, got {timeout}.")
-        if not math.isfinite(on_error):
-            raise ValueError(f"`on_error` must be a finite number, got {on_error}.")
+        if not all(abs(on_error * weight) <= MAX_SCORE for weight in (1.0, *(term.weight for term in terms))):
+            raise ValueError(f"`on_error` must be a number of at most {MAX_SCORE:g} when weighted, got {on_error}.")
         self.terms = tuple(terms)
         self.timeout = timeout
         self.on_error = on_error
@@ -84,9 +91,11 @@ class RewardPool:
         """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that
         the last `collect` returned."""
         self._submitted: dict[int, list[Call]] = {}
-        self._changed = threading.Condition()  # guards the two below, and is told of whatever changes them
+        self._changed = threading.Condition()  # guards those below, and is told of whatever changes them
         self._waiting: deque[Call] = deque()
-        self._running: set[Call] = set()
+        self._running: dict[Call, threading.Thread] = {}
+        self._stuck: list[tuple[threading.Thread, str]] = []  # the latter is the reward's name
+        self._unscored: dict[str, list[Call]] = {term.name: [] for term in terms}  # since the reward's last score
         self._warned: set[str] = set()
         self._closed = False
         for term in self.terms:
@@ -126,11 +135,25 @@ class RewardPool:
                 self._changed.wait(max(0.0, first + self.timeout - time.monotonic()))
         submitted, self._submitted = self._submitted, {}
         self.stats = {f"reward/{term.name}_{kind}": 0 for term in self.terms for kind in ("errors", "timeouts")}
-        for calls in submitted.values():
-            for call in calls:
-                if call.error is not None:
-                    self.stats[failure_metric(call)] += 1
+        for calls in zip(*submitted.values(), strict=True):
+            failed = [call for call in calls if call.error is not None]
+            for call in failed:
+                self.stats[failure_metric(call)] += 1
+            name = calls[0].term.name
+            self._unscored[name] = self._unscored[name] + failed if len(failed) == len(calls) else []
         return {key: {call.term.name: call.score for call in submitted[key]} for key in sorted(submitted)}
+
+    def check(self) -> None:
+        """Raise RuntimeError if a reward has failed on every response to at least two prompts since its last score.
+
+        One prompt is not enough: its row may be the fault.
+        """
+        for name, calls in self._unscored.items():
+            if len({call.prompt for call in calls}) > 1:
+                raise RuntimeError(
+                    f"Reward `{name}` scored none of the last {len(calls)} responses, so all would earn `on_error` "
+                    f"{self.on_error:g}. The last error: {describe(calls[-1])}."
+                )
 
     def close(self) -> None:
         """Give up on everything that still runs; safe to call twice."""
@@ -152,7 +175,7 @@ class RewardPool:
                     return
                 call = self._waiting.popleft()
                 call.started = time.monotonic()
-                self._running.add(call)
+                self._running[call] = threading.current_thread()
             try:
                 score, error = run(call, self.timeout), None
             except BaseException as raised:  # the thread must survive whatever a reward does
@@ -165,21 +188,28 @@ class RewardPool:
     def _give_up_late(self) -> None:
         latest = time.monotonic() - self.timeout
         for call in [call for call in self._running if call.started <= latest]:
+            self._stuck.append((self._running[call], call.term.name))
             self._finish(call, self.on_error, late(self.timeout))
             self._start_thread()
+        self._stuck = [(thread, name) for thread, name in self._stuck if thread.is_alive()]
+        if len(self._stuck) > MAX_STUCK:
+            names = ", ".join(sorted({f"`{name}`" for _, name in self._stuck}))
+            raise RuntimeError(
+                f"More than {MAX_STUCK} threads are stuck in calls of {names}, past the limit of {self.timeout} s, and "
+                "nothing can end them: give these functions time limits of their own, or run them in child processes."
+            )
 
     def _finish(self, call: Call, score: float, error: BaseException | None) -> None:
         call.score, call.error = score, error
-        self._running.remove(call)
+        del self._running[call]
         self._changed.notify_all()
         if error is None or call.term.name in self._warned:
             return
         self._warned.add(call.term.name)
-        text = "".join(traceback.format_exception_only(error)).strip()  # survives an exception that cannot be printed
         log.warning(
             "Reward `%s` failed, and this response is scored %g: %s. Later failures are only counted, in `%s`. "
             "Prompt: %s. Response: %s.",
-            *(call.term.name, self.on_error, text[:500], failure_metric(call)),
+            *(call.term.name, self.on_error, describe(call), failure_metric(call)),
             *(SHORT.repr(call.prompt), SHORT.repr(call.response)),
         )
 
@@ -189,15 +219,30 @@ def failure_metric(call: Call) -> str:
     return f"reward/{call.term.name}_{'timeouts' if isinstance(call.error, TimeoutError) else 'errors'}"
 
 
+def describe(call: Call) -> str:
+    """Return the error of a failed call and the line of the reward it comes from, where there is one."""
+    assert call.error is not None
+    text = "".join(traceback.format_exception_only(call.error)).strip()[:500]  # survives an error without a text
+    frames = traceback.extract_tb(call.error.__traceback__)
+    while any(frame.filename == __file__ for frame in frames):  # and, between these, asyncio's
+        frames.pop(0)
+    ends = frames[:1] + frames[-1:]  # the reward's own line, and the library's that raised the error
+    return text + "".join(dict.fromkeys(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in ends))
+
+
 def run(call: Call, timeout: float) -> float:
     """Call the reward function, to the end of its coroutine if it makes one, and return a finite score."""
     value: Any = call.term.function(call.prompt, call.response, call.row)
     if inspect.isawaitable(value):
         value = asyncio.run(finish(value, timeout))
+    if value is None:
+        raise TypeError("returned None; return 0.0 where a reward does not apply")
     if not isinstance(value, SupportsFloat):  # a str is not one
         raise TypeError(f"returned {value!r}, which is no number")
     if not math.isfinite(score := float(value)):
         raise ValueError(f"returned {value!r}, which is not finite")
+    if max(abs(score), abs(score * call.term.weight)) > MAX_SCORE:
+        raise ValueError(f"returned {value!r} with weight {call.term.weight}, which is beyond {MAX_SCORE:g}")
     return score
 
 
