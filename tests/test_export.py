@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.test_module import make_data, make_module, make_trainer
+from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import LoRA, export_policy
 from tlt_lightning.engine import Request, Sampling, VLLMEngine
 from tlt_lightning.policy import load_tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_module import make_data, make_trainer
+from tests.support.rl_runs import make_data, make_trainer
 from tests.test_policy import make_batch
 from tlt_lightning import LoRA, RLModule, RolloutCallback
 from tlt_lightning.data.batch import RolloutBatch

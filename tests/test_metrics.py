@@ -1,11 +1,14 @@
+import time
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine import Response
-from tlt_lightning.metrics import PassAtK, combine_ranks, pass_at_k, rollout_metrics, tail_share
+from tlt_lightning.metrics import IterationLog, PassAtK, combine, log_rollouts, pass_at_k, tail_share
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
@@ -30,7 +33,9 @@ def test_metric_averages_over_prompts_and_batches() -> None:
 
 def test_rollout_metrics_count_what_they_say() -> None:
     rollouts = [rollout(0, 1.0, 10), rollout(0, 1.0, 20), rollout(1, 0.0, 30, "length"), rollout(1, 1.0, 40)]
-    metrics = rollout_metrics(rollouts)
+    log = IterationLog()
+    log_rollouts(log, rollouts)
+    metrics = combine([log.read()])
     assert metrics["rollout/length_max"] == 40
     assert metrics["rollout/length_p50"] == 25
     assert metrics["rollout/truncated"] == 0.25
@@ -45,19 +50,56 @@ def test_tail_share_is_the_time_with_few_unfinished() -> None:
     assert tail_share([], 20) == 0.0
 
 
-def test_ranks_are_combined_as_the_names_say_even_where_one_lacks_a_metric() -> None:
-    first = {
-        "reward/mean": 1.0,
-        "rollout/length_max": 9.0,
-        "reward/a_errors": 1.0,
-        "rollout/groups_drawn": 4.0,
-        "speculation/acceptance_rate_pos_3": 0.5,
-    }
-    second = {"reward/mean": 2.0, "rollout/length_max": 7.0, "reward/a_errors": 2.0, "rollout/groups_drawn": 2.0}
-    assert combine_ranks([first, second]) == {
+def test_ranks_are_combined_as_each_number_says_even_where_one_lacks_it() -> None:
+    logs = IterationLog(), IterationLog()
+    for log, mean, largest, total in zip(logs, (1.0, 2.0), (9.0, 7.0), (1, 2), strict=True):
+        log.mean("reward/mean", torch.tensor(mean))
+        log.max("rollout/length_max", largest)
+        log.max("rollout/length_max", 8.0)
+        log.sum("reward/errors", total)
+        log.sum("reward/errors", 10)
+    logs[0].update({"speculation/acceptance_rate_pos_3": 0.5})
+    assert combine([log.read() for log in logs]) == {
+        "reward/errors": 23.0,
         "reward/mean": 1.5,
         "rollout/length_max": 9.0,
-        "reward/a_errors": 3.0,
-        "rollout/groups_drawn": 6.0,
         "speculation/acceptance_rate_pos_3": 0.5,
     }
+
+
+def test_a_number_is_reduced_in_one_way_only() -> None:
+    log = IterationLog()
+    log.mean("mine", 1.0)
+    with pytest.raises(ValueError, match="`mine` was logged as `mean` and now as `sum`"):
+        log.sum("mine", 1.0)
+
+
+def test_a_closed_log_takes_no_number_until_the_next_iteration_and_all_of_its_time() -> None:
+    trainer: Any = SimpleNamespace(world_size=1)
+    started, log = time.perf_counter(), IterationLog()
+    log.mean("mine", 1.0)
+    log.lap("update")
+    first = log.close(trainer)
+    with pytest.raises(RuntimeError, match="`mine` comes after the iteration's log was closed"):
+        log.mean("mine", 1.0)
+    time.sleep(0.01)
+    log.open()
+    log.lap("other")
+    second = log.close(trainer)
+    assert first["mine"] == 1.0
+    assert "mine" not in second
+    assert second["time/other"] > 0.01
+    total = time.perf_counter() - started
+    assert first["time/iteration"] + second["time/iteration"] == pytest.approx(total, abs=0.005)
+
+
+def test_stages_add_up_to_the_iteration() -> None:
+    started, log = time.perf_counter(), IterationLog()
+    for stage, seconds in (("a", 0.02), ("b", 0.01), ("a", 0.01)):
+        time.sleep(seconds)
+        log.lap(stage)
+    total = time.perf_counter() - started
+    metrics = combine([log.read()])
+    assert metrics["time/a"] == log.seconds("a") > metrics["time/b"]
+    assert metrics["time/a"] + metrics["time/b"] == pytest.approx(metrics["time/iteration"])
+    assert metrics["time/iteration"] == pytest.approx(total, abs=0.005)

@@ -12,121 +12,38 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.support.rl_runs import (
+    Recorder,
+    evenness,
+    fit,
+    make_and_load,
+    make_data,
+    make_engine,
+    make_module,
+    make_trainer,
+    weights,
+)
 from tests.test_policy import make_batch
 from tlt_lightning import (
     CriticConfig,
     LoRA,
-    PromptSource,
     RewardTerm,
     RLModule,
     RolloutCallback,
-    RolloutDataModule,
     Sampling,
     TransformersEngine,
-    VLLMEngine,
 )
 from tlt_lightning.checks import check_trainer
-from tlt_lightning.data.batch import Rollout, RolloutBatch
+from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
-from tlt_lightning.engine import RolloutEngine
 from tlt_lightning.objectives import GRPO, K3, PPO, DrGRPO, KLPenalty, ObjectiveOutput, group_statistics
 from tlt_lightning.policy import causal_lm
-
-
-def evenness(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Even numbers among the first eight words: something that differs between responses and can be learned."""
-    return sum(word.isdigit() and int(word) % 2 == 0 for word in response.split()[:8]) / 8
-
-
-class Recorder(RolloutCallback):
-    """Remembers what the hooks were given."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.batches: list[RolloutBatch] = []
-        self.rollouts: list[list[Rollout]] = []
-        self.versions: list[tuple[int, set[int]]] = []
-
-    def on_rollout_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
-        self.calls.append("start")
-
-    def on_rollout_progress(self, trainer, pl_module, progress):  # type: ignore[no-untyped-def]
-        if self.calls[-1] != "progress":
-            self.calls.append("progress")
-
-    def on_rollout_idle(self, trainer, pl_module, window):  # type: ignore[no-untyped-def]
-        self.calls.append("idle")
-
-    def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
-        self.calls.append("end")
-        self.rollouts.append(list(rollouts))
-        if trainer.training:
-            written_by = {version for rollout in rollouts for version in rollout.response.policy_versions}
-            self.versions.append((trainer.global_step, written_by))
-
-    def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
-        self.calls.append("scored")
-        self.batches.append(batch)
-
-    def on_weights_synced(self, trainer, pl_module, version):  # type: ignore[no-untyped-def]
-        self.calls.append(f"synced {version}")
-
-
-def make_engine(name: str = "transformers") -> RolloutEngine:
-    if name == "vllm":
-        return VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=32, enforce_eager=True)
-    return TransformersEngine()
-
-
-def make_data(prompts_path: str, engine: RolloutEngine | None = None, **overrides: Any) -> RolloutDataModule:
-    arguments: dict[str, Any] = {
-        "train": PromptSource(path=prompts_path),
-        "val": PromptSource(path=prompts_path),
-        "rewards": [RewardTerm(function=evenness)],
-        "group_size": 4,
-        "prompts_per_iteration": 4,
-        "micro_batch_size": 4,
-        "max_prompt_tokens": 16,
-        "sampling": Sampling(max_tokens=8),
-    }
-    return RolloutDataModule(engine or make_engine(), **{**arguments, **overrides})
-
-
-def make_module(policy_path: str, **overrides: Any) -> RLModule:
-    arguments: dict[str, Any] = {"objective": GRPO(), "optimizer": lambda p: torch.optim.AdamW(p, lr=3e-3)}
-    return RLModule(policy_path, **{**arguments, **overrides})
-
-
-def make_trainer(root: Path, *callbacks: L.Callback, **overrides: Any) -> L.Trainer:
-    arguments: dict[str, Any] = {
-        "max_epochs": 2,
-        "accelerator": "cpu",
-        "accumulate_grad_batches": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        "default_root_dir": root,
-    }
-    return L.Trainer(callbacks=list(callbacks), **{**arguments, **overrides})
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     L.seed_everything(11)
-
-
-def fit(policy_path: str, prompts_path: str, root: Path, *, module: RLModule | None = None, **trainer: Any) -> RLModule:
-    module = module or make_module(policy_path)
-    make_trainer(root, **trainer).fit(module, make_data(prompts_path))
-    return module
-
-
-def weights(module: RLModule) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.policy_weights()}
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -306,12 +223,6 @@ def test_updates_stop_once_the_policy_has_moved_by_target_kl(
     assert 0 < moved[1] < 0.5 * moved[0]
 
 
-def make_and_load(policy_path: str) -> dict[str, torch.Tensor]:
-    module = make_module(policy_path)
-    module.configure_model()
-    return weights(module)
-
-
 def test_how_a_batch_is_split_does_not_change_the_update(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     results = []
     for micro_batch_size, accumulate in ((16, 1), (4, 4), (1, 16)):
@@ -339,7 +250,7 @@ def test_how_a_step_is_cut_changes_neither_the_update_nor_its_metrics(
     results = []
     ragged = Sampling(max_tokens=32, stop_token_ids=(4, 5, 6, 7, 8))
     for plan in (plan_minibatches, in_equal_counts):
-        monkeypatch.setattr("tlt_lightning.data.module.plan_minibatches", plan)
+        monkeypatch.setattr("tlt_lightning.data.iteration.plan_minibatches", plan)
         L.seed_everything(11)
         objective = PPO(loss_kl=KLPenalty(coef=0.1, estimator=K3()), entropy_coef=0.01)
         critic, optimizer = CriticConfig(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)
@@ -587,13 +498,11 @@ def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts
             self.ends: list[float] = []
             self.accounts: list[dict[str, float]] = []
 
-        def on_train_epoch_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
-            if trainer.current_epoch:
-                metrics = trainer.callback_metrics
-                self.accounts.append({n: float(v) for n, v in metrics.items() if n.startswith("time/")})
+        def on_validation_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+            self.ends.append(time.perf_counter())  # the account is closed right after
 
-        def on_train_epoch_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
-            self.ends.append(time.perf_counter())
+        def on_iteration_end(self, trainer, pl_module, iteration, metrics):  # type: ignore[no-untyped-def]
+            self.accounts.append({n: v for n, v in metrics.items() if n.startswith("time/")})
 
         def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
             time.sleep(0.05)
@@ -601,7 +510,7 @@ def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts
     clock = WallClock()
     trainer = make_trainer(tmp_path, clock, max_epochs=4, limit_val_batches=1.0, check_val_every_n_epoch=1)
     trainer.fit(make_module(policy_path), make_data(prompts_path))
-    for account, wall in zip(clock.accounts[1:], (b - a for a, b in pairwise(clock.ends)), strict=False):
+    for account, wall in zip(clock.accounts[1:], (b - a for a, b in pairwise(clock.ends)), strict=True):
         total = account.pop("time/iteration")
         assert total == pytest.approx(wall, rel=0.02, abs=0.002)
         assert sum(account.values()) == pytest.approx(total, rel=1e-3)

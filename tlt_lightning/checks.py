@@ -9,7 +9,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
-    from tlt_lightning.data.module import RolloutDataModule
     from tlt_lightning.objectives.base import PolicyObjective
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -54,39 +53,47 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
 
 
-def check_sizes(trainer: L.Trainer, data: RolloutDataModule, objective: PolicyObjective) -> None:
+def check_sizes(
+    *,
+    prompts_per_iteration: int,
+    group_size: int,
+    micro_batch_size: int,
+    accumulate_grad_batches: int,
+    num_ranks: int,
+    max_tokens: int,
+    objective: PolicyObjective,
+) -> None:
     """Raise MisconfigurationException unless an iteration splits evenly into ranks, steps and micro-batches."""
-    if data.prompts_per_iteration % trainer.world_size:
+    if prompts_per_iteration % num_ranks:
         raise MisconfigurationException(
-            f"`data.prompts_per_iteration` {data.prompts_per_iteration} is not divisible by {trainer.world_size} ranks."
+            f"`data.prompts_per_iteration` {prompts_per_iteration} is not divisible by {num_ranks} ranks."
         )
-    num_sequences = data.prompts_per_iteration // trainer.world_size * data.group_size
-    per_step = data.micro_batch_size * trainer.accumulate_grad_batches
+    num_sequences = prompts_per_iteration // num_ranks * group_size
+    per_step = micro_batch_size * accumulate_grad_batches
     if num_sequences % per_step:
+        steps, rest = divmod(num_sequences, micro_batch_size)
         raise MisconfigurationException(
-            f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` "
-            f"{data.prompts_per_iteration} / {trainer.world_size} ranks * `data.group_size` {data.group_size}) are not "
-            f"divisible by {per_step} per optimizer step (`data.micro_batch_size` {data.micro_batch_size} * "
-            f"`trainer.accumulate_grad_batches` {trainer.accumulate_grad_batches}). {_one_step(num_sequences, data)}"
+            f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {prompts_per_iteration} / "
+            f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by {per_step} per optimizer step "
+            f"(`data.micro_batch_size` {micro_batch_size} * `trainer.accumulate_grad_batches` "
+            f"{accumulate_grad_batches}). "
+            + (
+                "Choose a `data.micro_batch_size` that divides the responses."
+                if rest
+                else f"`trainer.accumulate_grad_batches` {steps} makes one optimizer step of all."
+            )
         )
     for name, limit in objective.length_limits.items():
-        if limit != data.sampling.max_tokens:
+        if limit != max_tokens:
             raise MisconfigurationException(
                 f"`objective.{name}` {limit} has to be the longest response, and `data.sampling.max_tokens` is "
-                f"{data.sampling.max_tokens}; make them equal."
+                f"{max_tokens}; make them equal."
             )
-    if data.group_size < objective.min_group_size:
+    if group_size < objective.min_group_size:
         raise MisconfigurationException(
-            f"`data.group_size` {data.group_size} is too small for {type(objective).__name__}, whose advantages "
-            f"compare the responses to one prompt: use at least {objective.min_group_size}."
+            f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare the "
+            f"responses to one prompt: use at least {objective.min_group_size}."
         )
-
-
-def _one_step(num_sequences: int, data: RolloutDataModule) -> str:
-    if num_sequences % data.micro_batch_size:
-        return "Choose a `data.micro_batch_size` that divides the responses."
-    steps = num_sequences // data.micro_batch_size
-    return f"`trainer.accumulate_grad_batches` {steps} makes one optimizer step of all."
 
 
 def check_context(policy: str, max_model_len: int) -> None:

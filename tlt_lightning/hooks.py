@@ -33,11 +33,15 @@ class IdleWindow:
 class RolloutCallback(L.Callback):
     """A Lightning callback that also sees the rollout; override what you need.
 
+    A number of your own goes into `pl_module.iteration_log` (see `IterationLog`), by `mean`, `max` or `sum`, which say
+    how the iteration's values and those of all ranks become one. It is then logged with the rest, once an iteration.
+
     Example:
         >>> class LongestResponse(RolloutCallback):
         ...     def on_rollout_end(self, trainer, pl_module, rollouts):
-        ...         longest = max(rollouts, key=lambda rollout: len(rollout.response.token_ids))
-        ...         trainer.logger.log_metrics({"longest": len(longest.response.token_ids)})
+        ...         if trainer.training:
+        ...             longest = max(len(rollout.response.token_ids) for rollout in rollouts)
+        ...             pl_module.iteration_log.max("rollout/longest", longest)
     """
 
     def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
@@ -72,6 +76,20 @@ class RolloutCallback(L.Callback):
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
         """Called when the engine has taken over the policy's weights; `version` counts optimizer steps."""
+
+    def on_iteration_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
+    ) -> None:
+        """Called when an iteration is over and logged, before a checkpoint of it is written.
+
+        Set `trainer.should_stop` here to end the run; with several ranks all of them must.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The `RLModule`.
+            iteration: Finished iterations, this one included; counts on over a resume.
+            metrics: All of `iteration_log`, over all ranks, and the accuracies of a validation in this iteration.
+        """
 
 
 ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))

@@ -1,10 +1,10 @@
-"""Numbers about rollouts and updates: per iteration for the logger, and accuracy over held-out prompts."""
+"""Numbers about rollouts and updates: the log of an iteration, and accuracy over held-out prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from math import comb
-from typing import Any
 
 import lightning as L
 import torch
@@ -15,7 +15,14 @@ from typing_extensions import override
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.dynamic_sampling import has_spread, split_groups
 
-_COUNTED = ("_errors", "_timeouts", "groups_drawn", "groups_without_signal_kept")
+Numbers = Mapping[str, tuple[str, float]]
+"""By name, how a number is reduced and its value."""
+
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+    "sum": sum,
+}
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -69,23 +76,20 @@ def _cat(state: list[Tensor] | Tensor) -> Tensor:
     return torch.cat(state) if isinstance(state, list) else state  # reduced states come concatenated
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Lengths, truncation, rewards and the share of groups without a learning signal, under the project's names."""
+def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
+    """Log lengths, truncation, rewards and the share of groups without a learning signal."""
     lengths = torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts])
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
-    metrics: dict[str, float] = {
-        "rollout/length_mean": lengths.mean().item(),
-        "rollout/length_p50": lengths.quantile(0.5).item(),
-        "rollout/length_p99": lengths.quantile(0.99).item(),
-        "rollout/length_max": lengths.max().item(),
-        "rollout/truncated": sum(rollout.is_truncated for rollout in rollouts) / len(rollouts),
-        "reward/mean": rewards.mean().item(),
-        "reward/std": rewards.std(correction=0).item(),
-        "reward/zero_std_groups": zero_std_share(rollouts),
-    }
+    log.mean("rollout/length_mean", lengths.mean())
+    log.mean("rollout/length_p50", lengths.quantile(0.5))
+    log.mean("rollout/length_p99", lengths.quantile(0.99))
+    log.max("rollout/length_max", lengths.max())
+    log.mean("rollout/truncated", sum(rollout.is_truncated for rollout in rollouts) / len(rollouts))
+    log.mean("reward/mean", rewards.mean())
+    log.mean("reward/std", rewards.std(correction=0))
+    log.mean("reward/zero_std_groups", zero_std_share(rollouts))
     for name in rollouts[0].rewards:
-        metrics[f"reward/{name}"] = sum(rollout.rewards[name] for rollout in rollouts) / len(rollouts)
-    return metrics
+        log.mean(f"reward/{name}", sum(rollout.rewards[name] for rollout in rollouts) / len(rollouts))
 
 
 def zero_std_share(rollouts: Sequence[Rollout]) -> float:
@@ -109,65 +113,101 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
     return 1.0 - start / trace[-1][0]
 
 
-class UpdateMetrics:
-    """This rank's metrics of an iteration's update: means over each optimizer step, then over the steps.
+class IterationLog:
+    """Everything that is logged of an iteration on one rank: numbers, and the stages that its time went to.
 
-    They are kept until the iteration's end, when all are logged. Logged as they come they would take over a hundredth
-    of a small policy's update, and with `sync_dist` a collective each, which a progress bar begins on rank zero alone.
+    Whoever knows a number writes it, from the start of training to the last batch's end; `RLModule` then closes the log
+    and hands the metrics to the loggers, to `trainer.callback_metrics` and to `on_iteration_end`. A number may come
+    several times in an iteration and on some ranks only. Tensors are read when the log is closed, so that writing one
+    waits for no device.
+
+    Example:
+        >>> log = IterationLog()
+        >>> log.mean("reward/mine", 1.0)
+        >>> log.mean("reward/mine", 2.0)
+        >>> log.sum("rollout/retries", 3)
+        >>> combine([log.read()])
+        {'reward/mine': 1.5, 'rollout/retries': 3.0}
     """
 
     def __init__(self) -> None:
-        self._micro_batches: list[dict[str, Tensor]] = []  # since the last optimizer step
-        self._steps: dict[str, list[Tensor]] = {}
+        self.clear()
 
     def clear(self) -> None:
-        """Begin an iteration; an earlier fit may have been interrupted within a step."""
-        self._micro_batches.clear()
-        self._steps.clear()
+        """Drop everything and begin with an iteration now."""
+        self._numbers: dict[str, tuple[str, list[float | Tensor]]] = {}
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+        self._is_open = True
 
-    def add_micro_batch(self, metrics: dict[str, Tensor]) -> None:
-        """Take in a micro-batch of the step under way."""
-        self._micro_batches.append(metrics)
+    def mean(self, name: str, value: float | Tensor) -> None:
+        """Log the mean of the values that the iteration has, then of the ranks that have any."""
+        self._note("mean", name, value)
 
-    def end_step(self) -> dict[str, Tensor]:
-        """Means over the step's micro-batches, which are noted."""
-        parts, self._micro_batches = self._micro_batches, []
-        metrics = {name: torch.stack([part[name] for part in parts]).mean() for name in parts[0]}
-        self.note(metrics)
-        return metrics
+    def max(self, name: str, value: float | Tensor) -> None:
+        """Log the largest value of the iteration and of all ranks."""
+        self._note("max", name, value)
 
-    def note(self, metrics: dict[str, Tensor]) -> None:
-        """Take in what a whole step has."""
+    def sum(self, name: str, value: float | Tensor) -> None:
+        """Log the sum over the iteration and over all ranks."""
+        self._note("sum", name, value)
+
+    def update(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Log the mean of each of `metrics`."""
         for name, value in metrics.items():
-            self._steps.setdefault(name, []).append(value)
+            self.mean(name, value)
 
-    def means(self) -> dict[str, float]:
-        """Means over the iteration's steps."""
-        return {name: float(torch.stack(values).mean()) for name, values in self._steps.items()}
+    def lap(self, stage: str) -> None:
+        """Charge the time since the last lap to `stage`: stages leave no gap, and add up to the iteration."""
+        now = time.perf_counter()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self, stage: str) -> float:
+        """Return the seconds charged to `stage` in this iteration."""
+        return self._seconds.get(stage, 0.0)
+
+    def read(self) -> Numbers:
+        """Return this rank's numbers by name, each with its reduction over ranks; times are means in seconds."""
+        numbers = {name: (kind, REDUCTIONS[kind]([float(v) for v in vs])) for name, (kind, vs) in self._numbers.items()}
+        seconds = {"iteration": sum(self._seconds.values()), **self._seconds} if self._seconds else {}
+        return numbers | {f"time/{stage}": ("mean", value) for stage, value in seconds.items()}
+
+    def close(self, trainer: L.Trainer) -> dict[str, float]:
+        """Return the iteration's metrics over all ranks, in one collective; `open` begins the next."""
+        ranks = [self.read()] * trainer.world_size
+        self._numbers, self._seconds, self._is_open = {}, {}, False
+        if trainer.world_size > 1:
+            # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have
+            # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.
+            _ = trainer.callback_metrics
+            torch.distributed.all_gather_object(ranks, ranks[0])
+        return combine(ranks)
+
+    def open(self) -> None:
+        """Begin the next iteration, which takes the time since the last lap."""
+        self._is_open = True
+
+    def _note(self, kind: str, name: str, value: float | Tensor) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                f"`{name}` comes after the iteration's log was closed: write it before `on_train_epoch_end`."
+            )
+        known, values = self._numbers.setdefault(name, (kind, []))
+        if known != kind:
+            raise ValueError(f"`{name}` was logged as `{known}` and now as `{kind}`; choose one of them.")
+        values.append(value)
 
 
-def combine_over_ranks(trainer: L.Trainer, metrics: dict[str, float]) -> dict[str, float]:
-    """Combine every rank's metrics in one collective, in `on_train_epoch_end` of all ranks; see `combine_ranks`."""
-    if trainer.world_size == 1:
-        return metrics
-    # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have done so
-    # on rank zero, which now waits for the other ranks: they must read it before they meet in a collective of ours.
-    _ = trainer.callback_metrics
-    gathered: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(gathered, metrics)
-    return combine_ranks(gathered)
-
-
-def combine_ranks(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the ranks that have a metric; the largest of `_max`, the sum of counts (failed rewards, groups).
+def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
+    """Combine the numbers of ranks, each by its reduction over those that have it.
 
     Ranks may have different ones: which draft lengths an engine used, for example, is its own affair.
     """
-    combined = {}
-    for name in sorted(set().union(*ranks)):
-        values = [metrics[name] for metrics in ranks if name in metrics]
-        if name.endswith("_max"):
-            combined[name] = max(values)
-        else:
-            combined[name] = sum(values) if name.endswith(_COUNTED) else sum(values) / len(values)
-    return combined
+    parts: dict[str, list[float]] = {}
+    kinds: dict[str, str] = {}
+    for numbers in ranks:
+        for name, (kind, value) in numbers.items():
+            parts.setdefault(name, []).append(value)
+            kinds[name] = kind
+    return {name: REDUCTIONS[kinds[name]](parts[name]) for name in sorted(parts)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from math import isfinite
@@ -22,7 +22,7 @@ from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import PassAtK, UpdateMetrics
+from tlt_lightning.metrics import IterationLog, PassAtK
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 
@@ -43,7 +43,6 @@ class RLModule(L.LightningModule):
         critic: How values are predicted, for objectives that need them (PPO).
         gradient_checkpointing: Recompute activations in the backward pass; slower by about a quarter, saves most
             activation memory.
-        logprob_chunk_size: Response tokens that meet the vocabulary at a time.
         attn_implementation: Attention of Hugging Face: `sdpa`, `eager` or `flash_attention_2`.
 
     Example:
@@ -62,7 +61,6 @@ class RLModule(L.LightningModule):
         reference: str | None = None,
         critic: CriticConfig | None = None,
         gradient_checkpointing: bool = False,
-        logprob_chunk_size: int = 1024,
         attn_implementation: str = "sdpa",
     ) -> None:
         super().__init__()
@@ -71,8 +69,6 @@ class RLModule(L.LightningModule):
                 f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "
                 "value head on the policy's trunk."
             )
-        if logprob_chunk_size < 1:
-            raise ValueError(f"`logprob_chunk_size` must be at least 1, got {logprob_chunk_size}.")
         self.policy_path = policy
         self.objective = objective
         self.optimizer = optimizer
@@ -81,7 +77,6 @@ class RLModule(L.LightningModule):
         self.reference_path = reference
         self.critic_config = critic
         self.gradient_checkpointing = gradient_checkpointing
-        self.logprob_chunk_size = logprob_chunk_size
         self.attn_implementation = attn_implementation
         self.policy: nn.Module | None = None
         self.critic: Critic | None = None
@@ -89,7 +84,11 @@ class RLModule(L.LightningModule):
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
         self._skip_updates = False
-        self._update_metrics = UpdateMetrics()
+        self._micro_batches: list[dict[str, Tensor]] = []  # metrics since the last optimizer step
+        self._metrics: dict[str, float] = {}  # of the iteration that has ended
+        self._validated: dict[str, float] = {}  # in this iteration
+        self.iteration_log = IterationLog()
+        """Takes what anybody, a callback above all, wants logged of the iteration."""
         self.val_accuracy = PassAtK()
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
@@ -97,6 +96,8 @@ class RLModule(L.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         check_trainer(self.trainer)
+        if not any(isinstance(callback, _CloseIteration) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            self.trainer.callbacks.insert(0, _CloseIteration())  # type: ignore[attr-defined]
         if stage == "fit" and self.trainer.datamodule is None:  # type: ignore[attr-defined]
             raise MisconfigurationException(
                 "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
@@ -180,14 +181,14 @@ class RLModule(L.LightningModule):
         assert self.policy is not None
         model = self._reference[0].to(self.device) if self._reference else self.policy
         with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
-            return response_logps(model, part, chunk_size=self.logprob_chunk_size)[0]
+            return response_logps(model, part)[0]
 
     def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute log-probs, entropies and values of the response tokens, (B, T) each."""
         assert self.policy is not None
         # Not around the reference's pass, which may be one of the same network.
         with nullcontext() if self._tap is None else self._tap.over(batch.rows):
-            logps, entropy, states, index = response_logps(self.policy, batch, chunk_size=self.logprob_chunk_size)
+            logps, entropy, states, index = response_logps(self.policy, batch)
         if not self.objective.needs_entropy_grad:
             entropy = entropy.detach()
         values = None
@@ -203,7 +204,7 @@ class RLModule(L.LightningModule):
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
-        self._update_metrics.add_micro_batch({"train/loss": output.loss.detach(), **output.metrics})
+        self._micro_batches.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 
     @override
@@ -231,7 +232,13 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
-        self._check_kl(self._update_metrics.end_step())
+        parts, self._micro_batches = self._micro_batches, []
+        zero = torch.zeros(())
+        metrics = {
+            name: sum((part.get(name, zero) for part in parts), zero) / len(parts) for name in set().union(*parts)
+        }
+        self.iteration_log.update(metrics)
+        self._check_kl(metrics)
         if self._skip_updates:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
@@ -241,24 +248,39 @@ class RLModule(L.LightningModule):
                 parameter.grad = None
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         if gradients:
-            self._update_metrics.note({"train/grad_norm": torch.nn.utils.get_total_norm(gradients)})
+            self.iteration_log.mean("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
 
     @override
     def on_train_start(self) -> None:
-        self._lap("setup")
-        self.trainer.datamodule.clock.read()  # type: ignore[attr-defined]  # loading belongs to no iteration
+        self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
 
     @override
     def on_train_epoch_start(self) -> None:
         self._skip_updates = False
-        self._update_metrics.clear()
+        self._micro_batches.clear()
+        self._validated = {}
+
+    def close_iteration(self) -> None:
+        """Close the iteration's log and give its metrics to the loggers and to `trainer.callback_metrics`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.iteration_log.lap("update")
+        self._metrics = self.iteration_log.close(self.trainer)
+        self._check_finite(self._metrics)
+        self._log(self._metrics)
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = self.trainer.datamodule.finish_iteration(self._update_metrics.means())  # type: ignore[attr-defined]
-        self._check_finite(metrics)
-        self.log_dict(metrics)
-        self.log("step", float(self.current_epoch))  # Lightning's x-axis: iterations, not micro-batches
+        metrics = {**self._metrics, **self._validated}
+        call_rollout_hook(self.trainer, "on_iteration_end", self.current_epoch + 1, metrics)
+        self.iteration_log.open()
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        """Log over the iterations, not over micro-batches as Lightning would, and before a checkpoint is written."""
+        self.log_dict(dict(metrics), logger=False)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(dict(metrics), step=self.current_epoch)
+            logger.save()
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Raise RuntimeError if the update has broken the policy, before a checkpoint holds it."""
@@ -286,7 +308,7 @@ class RLModule(L.LightningModule):
 
     def _lap(self, stage: str) -> None:
         if self._is_fitting:
-            self.trainer.datamodule.clock.lap(stage)  # type: ignore[attr-defined]
+            self.iteration_log.lap(stage)
 
     @property
     def _is_fitting(self) -> bool:
@@ -295,11 +317,13 @@ class RLModule(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        accuracy = {f"val/{name}": value for name, value in self.val_accuracy.compute().items()}
-        self.log_dict(accuracy)
+        accuracy = {f"val/{name}": float(value) for name, value in self.val_accuracy.compute().items()}
         self.val_accuracy.reset()
         if self._is_fitting:
-            self.log("step", float(self.current_epoch))
+            self._validated = accuracy
+            self._log(accuracy)
+        else:
+            self.log_dict(accuracy)
 
     @override
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:
@@ -327,3 +351,12 @@ class RLModule(L.LightningModule):
             trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
             if missing := trained - checkpoint["state_dict"].keys():
                 raise ValueError(f"The checkpoint lacks trained weights, among them {sorted(missing)[:3]}.")
+
+
+class _CloseIteration(L.Callback):
+    """Closes the log before the `on_train_epoch_end` of all other callbacks, which find the metrics there."""
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(pl_module, RLModule):
+            pl_module.close_iteration()

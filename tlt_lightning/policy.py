@@ -174,7 +174,7 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
 
 
 def response_logps(
-    model: nn.Module, batch: RolloutBatch, *, chunk_size: int
+    model: nn.Module, batch: RolloutBatch, *, chunk_size: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Log-probs and entropies of the response tokens under `model`, (B, T) each, at the batch's temperature.
 

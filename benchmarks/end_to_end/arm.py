@@ -28,17 +28,18 @@ from benchmarks.end_to_end.work import (
     score,
 )
 from tlt_lightning import RLModule, RolloutDataModule
-from tlt_lightning.callbacks.progress_bar import IterationCallback, RolloutProgressBar
+from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine import Request, Response, Sampling
 from tlt_lightning.engine.base import OnProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.speculation import CostModelSelector
-from tlt_lightning.timing import LapClock
 
 KEPT = ("time/", "rollout/", "reward/mean", "reward/zero", "speculation/", "drafter/", "mismatch/", "train/")
 """Metrics that go into the results."""
@@ -64,20 +65,20 @@ class ReplayEngine(EndlessEngine):
         yield from super().generate(requests, sampling, seed=seed, on_progress=on_progress)
 
 
-class WatchedClock(LapClock):
-    """A clock that also tells whose memory the peak since the last lap was."""
+class WatchedLog(IterationLog):
+    """A log that also tells whose memory the peak since the last lap was."""
 
     def __init__(self, memory: MemoryWatch) -> None:
         super().__init__()
         self._memory = memory
 
     @override
-    def lap(self, stage: str) -> float:
+    def lap(self, stage: str) -> None:
         self._memory.end_stage(stage)
-        return super().lap(stage)
+        super().lap(stage)
 
 
-class Recorder(IterationCallback):
+class Recorder(RolloutCallback):
     """Emits every finished iteration; ends the run when the time is up.
 
     Args:
@@ -95,7 +96,7 @@ class Recorder(IterationCallback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._memory = MemoryWatch()  # not before the engine has captured its graphs
-        trainer.datamodule.clock = WatchedClock(self._memory)  # type: ignore[attr-defined]
+        pl_module.iteration_log = WatchedLog(self._memory)  # type: ignore[assignment]
 
     @override
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
@@ -106,7 +107,9 @@ class Recorder(IterationCallback):
         self._lengths = [length for each in by_rank for length in each]
 
     @override
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+    def on_iteration_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
+    ) -> None:
         assert self._memory is not None
         kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
         told: dict[str, Any] = {"iteration": iteration, "metrics": kept, "memory": self._memory.read()}

@@ -6,6 +6,8 @@ drifts, and both heads draft what it wrote last.
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor
@@ -27,7 +29,6 @@ class FirstHead(L.Callback):
     def __init__(self, drafting: LongTailIdleCallback) -> None:
         self._drafting = drafting
         self._first: dict[str, Tensor] = {}
-        self._found: dict[str, float] = {}
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -37,7 +38,7 @@ class FirstHead(L.Callback):
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._drafting.drafter.trainable_tensors()}
 
-    def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_rollout_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Measure; the drafter knows the policy of now, and its decision is taken."""
         drafter, held_out = self._drafting.drafter, self._drafting.buffer.held_out
         if not held_out:
@@ -47,9 +48,5 @@ class FirstHead(L.Callback):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             quality = drafter.evaluate(pack(held_out, self._drafting.pack_tokens, device))
         drafter.load_trainable(now)
-        self._found = quality.metrics(FIRST_HEAD)
-        trainer.datamodule.clock.lap("drafter")  # type: ignore[attr-defined]
-
-    @override
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pl_module.log_dict(self._found)
+        pl_module.iteration_log.update(quality.metrics(FIRST_HEAD))
+        pl_module.iteration_log.lap("drafter")

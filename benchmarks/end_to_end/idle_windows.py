@@ -30,12 +30,11 @@ from benchmarks.common.sizes import take_files
 from benchmarks.end_to_end.arm import modules_of, trainer_of
 from benchmarks.end_to_end.report import spread
 from benchmarks.end_to_end.work import RUNGS, Work
-from tlt_lightning.callbacks.progress_bar import IterationCallback
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.hooks import IdleWindow
+from tlt_lightning.hooks import IdleWindow, RolloutCallback
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.speculation import FixedSelector
 
@@ -53,7 +52,7 @@ Steps = Sequence[tuple[float, int]]
 """(seconds on the host's clock, requests still running) after each engine step of a rollout."""
 
 
-class Witness(IterationCallback):
+class Witness(RolloutCallback):
     """Ends the learning, and tells all iterations so far after each; stands before the drafter's callback."""
 
     def __init__(self, learning: int, tell: Callable[[Rows], None]) -> None:
@@ -99,7 +98,9 @@ class Witness(IterationCallback):
         self._paces = paces_of([opened for opened, _ in ranks[:-1]], ranks[-1][1])
 
     @override
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+    def on_iteration_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
+    ) -> None:
         after_training = bool(self._rows and self._rows[-1]["micro_steps"])
         row = row_of(iteration, metrics, trainer.world_size, self._learning, after_training=after_training)
         self._rows.append(row | self._paces)

@@ -14,6 +14,7 @@ from benchmarks.end_to_end.work import FIRST_HEAD
 from tests.long_tail.test_trainer import OneWeight, make_buffer
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.long_tail.buffer import DrafterBuffer
+from tlt_lightning.metrics import IterationLog, combine
 
 
 class JudgedWeight(OneWeight):
@@ -27,25 +28,23 @@ class JudgedWeight(OneWeight):
 def test_the_first_head_is_measured_beside_the_policy_of_now_and_put_away_again() -> None:
     drafter = JudgedWeight(0.25)
     drafting: Any = SimpleNamespace(drafter=drafter, buffer=make_buffer(), pack_tokens=128)
-    laps: list[str] = []
-    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(clock=SimpleNamespace(lap=laps.append)))
-    module: Any = SimpleNamespace(device=torch.device("cpu"), logged={})
-    module.log_dict = module.logged.update
+    trainer: Any = SimpleNamespace()
+    module: Any = SimpleNamespace(device=torch.device("cpu"), iteration_log=IterationLog())
     callback = FirstHead(drafting)
     callback.on_fit_start(trainer, module)
     with torch.no_grad():
         drafter.fc.fill_(0.75)
         drafter.policy_rows.fill_(5.0)
     callback.on_rollout_start(trainer, module)
-    callback.on_train_epoch_end(trainer, module)
-    assert module.logged[f"{FIRST_HEAD}acceptance_length"] == pytest.approx(1.25)
+    logged = combine([module.iteration_log.read()])
+    assert logged[f"{FIRST_HEAD}acceptance_length"] == pytest.approx(1.25)
+    assert logged["time/drafter"] > 0
     assert drafter.rows == [5.0, 5.0]
     assert drafter.fc.tolist() == [0.75, 0.75]
-    assert laps == ["drafter"]
 
-    drafting.buffer, module.logged = DrafterBuffer(1 << 20), {}
+    drafting.buffer, module.iteration_log = DrafterBuffer(1 << 20), IterationLog()
     FirstHead(drafting).on_rollout_start(trainer, module)
-    assert laps == ["drafter"]  # nothing was held out yet
+    assert module.iteration_log.read() == {}  # nothing was held out yet
 
 
 def test_a_paired_run_is_told_in_quarters(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
 from tlt_lightning.callbacks.progress_bar import (
-    IterationCallback,
     RolloutProgressBar,
     best_and_worst,
     completions_table,
@@ -30,77 +28,6 @@ def make_rollouts(iteration: int) -> list[Any]:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-class Recorder(IterationCallback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, dict[str, float]]] = []
-
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
-        self.seen.append((iteration, metrics))
-
-
-def test_iteration_callback_gets_each_iteration_once_with_its_own_metrics(tmp_path: Path) -> None:
-    recorder = Recorder()
-    make_trainer(tmp_path, [recorder]).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
-    assert [iteration for iteration, _ in recorder.seen] == [1, 2, 3]
-    assert [metrics["rollout/length_max"] for _, metrics in recorder.seen] == [10.0, 20.0, 30.0]
-    assert all(metrics["train/loss"] == 1.0 for _, metrics in recorder.seen)
-
-
-def test_iteration_callback_hands_on_validation_only_where_it_ran(tmp_path: Path) -> None:
-    recorder = Recorder()
-    make_trainer(tmp_path, [recorder]).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
-    accuracies = [metrics.get("val/accuracy") for _, metrics in recorder.seen]
-    assert accuracies == [None, pytest.approx(0.2), None]
-
-
-def test_an_iteration_has_no_metrics_that_only_an_earlier_one_logged(tmp_path: Path) -> None:
-    class Sometimes(Recorder):
-        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            super().on_train_epoch_end(trainer, pl_module)
-            if trainer.current_epoch in (0, 2, 3):
-                pl_module.log("time/sometimes", 4.0)  # the same value each time
-
-    recorder = Sometimes()
-    make_trainer(tmp_path, [recorder], max_epochs=5).fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
-    assert [metrics.get("time/sometimes") for _, metrics in recorder.seen] == [4.0, None, 4.0, 4.0, None]
-
-
-def test_a_run_that_is_told_to_stop_ends_with_the_iteration_it_was_told_in(tmp_path: Path) -> None:
-    class Stopper(IterationCallback):
-        def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
-            trainer.should_stop = iteration == 2
-
-    first, last = Recorder(), Recorder()
-    trainer = make_trainer(tmp_path, [first, Stopper(), last], max_epochs=5)
-    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
-    for recorder in (first, last):
-        assert [iteration for iteration, _ in recorder.seen] == [1, 2]
-        assert [metrics["rollout/length_max"] for _, metrics in recorder.seen] == [10.0, 20.0]
-    assert trainer.current_epoch == 2
-
-
-def test_a_state_is_up_to_date_in_the_checkpoint_of_an_iteration(tmp_path: Path) -> None:
-    class Stateful(Recorder):
-        def state_dict(self) -> dict[str, Any]:
-            return {"seen": [iteration for iteration, _ in self.seen]}
-
-    recorder, stateful = Recorder(), Stateful()
-    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    trainer = make_trainer(tmp_path, [recorder, stateful, checkpoints], enable_checkpointing=True)
-    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
-    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
-    assert saved[stateful.state_key]["seen"][-1] == 2
-    assert [iteration for iteration, _ in recorder.seen] == [1, 2, 3]  # what is printed is printed once
-
-
-def test_iteration_callback_leaves_out_an_unfinished_iteration(tmp_path: Path) -> None:
-    recorder = Recorder()
-    with pytest.raises(RuntimeError, match="made to fail"):
-        make_trainer(tmp_path, [recorder]).fit(LoggingModule(2), datamodule=RolloutLoop(make_rollouts))
-    assert [iteration for iteration, _ in recorder.seen] == [1]
 
 
 def test_fit_prints_one_line_per_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

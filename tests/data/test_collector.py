@@ -12,8 +12,8 @@ from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.engine import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
+from tlt_lightning.metrics import IterationLog
 from tlt_lightning.rewards import RewardPool
-from tlt_lightning.timing import LapClock
 
 PROMPTS = [Prompt(f"q{number}", [2], question=f"q{number}") for number in range(5)]
 
@@ -74,7 +74,7 @@ def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
     pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
     idle: Any = Idle()
-    yield RolloutCollector(trainer, Scripted(), tokenizer, pool, LapClock(), idle)
+    yield RolloutCollector(trainer, Scripted(), tokenizer, pool, IterationLog(), idle)
     pool.close()
 
 

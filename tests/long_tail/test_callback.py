@@ -29,9 +29,9 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.long_tail.snapshots import load_snapshot
+from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
 from tlt_lightning.speculation import FixedSelector
-from tlt_lightning.timing import LapClock
 
 
 @dataclass
@@ -246,9 +246,9 @@ def test_another_run_of_the_same_callback_begins_its_first_iteration_anew(
     callback._trainer = SimpleNamespace(version=0, data_version=-1, num_stale=0, begin=int)  # type: ignore[assignment]
     monkeypatch.setattr(callback, "_decide", lambda trainer, pl_module: None)
     for _ in range(2):  # the first is interrupted in the iteration that the second begins with
-        module = SimpleNamespace(hidden_state_request=None)
+        module = SimpleNamespace(hidden_state_request=None, iteration_log=IterationLog())
         trainer: Any = SimpleNamespace(training=True, current_epoch=0, world_size=1, global_step=0, global_rank=0)
-        trainer.is_global_zero, trainer.datamodule = False, SimpleNamespace(clock=LapClock())
+        trainer.is_global_zero = False
         callback.on_fit_start(trainer, module)  # type: ignore[arg-type]
         for _ in range(2):  # rollouts of one iteration
             callback.on_rollout_start(trainer, module)

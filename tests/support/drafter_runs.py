@@ -110,7 +110,7 @@ class TailWatch(RolloutCallback):
         self._before = 0.0
 
     def on_rollout_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
-        self._before = trainer.datamodule.clock.seconds("drafter")
+        self._before = pl_module.iteration_log.seconds("drafter")
 
     def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
-        self.seconds.append(trainer.datamodule.clock.seconds("drafter") - self._before)
+        self.seconds.append(pl_module.iteration_log.seconds("drafter") - self._before)

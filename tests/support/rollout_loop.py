@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine.base import Response, RolloutProgress
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import rollout_metrics
+from tlt_lightning.metrics import IterationLog, log_rollouts
 
 MakeRollouts = Callable[[int], Sequence[Rollout]]
 
@@ -91,17 +91,26 @@ class LoggingModule(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.current_epoch + 1 == self.fail_in_iteration and batch_idx == 1:
             raise RuntimeError("made to fail")
-        self.log("train/loss", 1.0, on_step=False, on_epoch=True, batch_size=1)
         return self.layer(batch).sum()
+
+    def on_train_epoch_start(self) -> None:
+        self.validated: dict[str, float] = {}
 
     def on_train_epoch_end(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        seconds = {"time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.5, "time/iteration": 3.5}
-        self.log_dict({**rollout_metrics(data.rollouts), **seconds, "rollout/tokens_per_s": 1234.0})
+        log = IterationLog()
+        log_rollouts(log, data.rollouts)
+        log.update({"time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.5, "time/iteration": 3.5})
+        log.update({"train/loss": 1.0, "rollout/tokens_per_s": 1234.0})
+        metrics = log.close(self.trainer)
+        self.log_dict(metrics)
+        metrics |= self.validated
+        call_rollout_hook(self.trainer, "on_iteration_end", self.current_epoch + 1, metrics)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         accuracy = 0.2 if self.trainer.sanity_checking else 0.1 * (self.current_epoch + 1)
         self.log("val/accuracy", accuracy, batch_size=1)
+        self.validated = {"val/accuracy": accuracy}
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return batch

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.iteration import sum_over_ranks
 from tlt_lightning.engine import TransformersEngine, VLLMEngine
 from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
 
@@ -48,7 +49,7 @@ class Observer(RolloutCallback):
 
     def on_rollout_scored(self, trainer, pl_module, batch):
         own = torch.ones(())
-        self.sums.append((float(trainer.datamodule._sum_over_ranks(own)), float(own)))
+        self.sums.append((float(sum_over_ranks(trainer, own)), float(own)))
 
     def on_rollout_progress(self, trainer, pl_module, progress):
         if trainer.global_rank == 1 and trainer.training:

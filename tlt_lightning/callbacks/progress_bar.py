@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import override
 
@@ -32,70 +31,7 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stdout)
 
 
-class IterationCallback(RolloutCallback):
-    """A callback that is told when an iteration is over and all its metrics are known.
-
-    The module logs an iteration's last metrics in its own `on_train_epoch_end`, which runs after the callbacks', so
-    `on_iteration_end` comes with the next hook after that: the next iteration's start, or the end of training.
-    """
-
-    def __init__(self) -> None:
-        self._finished: int | None = None
-        self._earlier: dict[str, Tensor] = {}  # what had been logged when the iteration began
-
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
-        """Called once per finished iteration; if the callback has a state, before a checkpoint of the iteration too.
-
-        Set `trainer.should_stop` here to end the run; with several ranks all of them must.
-
-        Args:
-            trainer: The Trainer.
-            iteration: Number of finished iterations, this one included; counts on over a resume.
-            metrics: Everything logged for it, and nothing that was logged for an earlier one alone.
-        """
-
-    def flush(self, trainer: L.Trainer) -> None:
-        """Call `on_iteration_end` now if an iteration has finished and was not reported."""
-        if self._finished is None:
-            return
-        iteration, self._finished = self._finished, None
-        # Lightning keeps what is not logged anew: the very tensor of an earlier iteration.
-        values = {
-            name: value for name, value in trainer.callback_metrics.items() if value is not self._earlier.get(name)
-        }
-        self.on_iteration_end(trainer, iteration, {name: float(value) for name, value in values.items()})
-
-    @override
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.flush(trainer)
-        if trainer.fit_loop.done:  # `trainer.should_stop` was set just now; Lightning would run an empty epoch first
-            raise StopIteration
-        self._earlier = dict(trainer.callback_metrics)
-
-    @override
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finished = trainer.current_epoch + 1
-
-    @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.flush(trainer)
-
-    @override
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.flush(trainer)
-
-    @override
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # A checkpoint at an iteration's end is saved before the hook that reports that iteration. The iteration stays
-        # unreported, so that values logged later are read again.
-        if self.state_key in checkpoint["callbacks"]:
-            finished = self._finished
-            self.flush(trainer)
-            self._finished = finished
-            checkpoint["callbacks"][self.state_key] = self.state_dict()
-
-
-class RolloutProgressBar(IterationCallback):
+class RolloutProgressBar(RolloutCallback):
     """Shows the rollout while it runs, then one line per iteration and, if asked, some of its completions.
 
     It stands beside Lightning's own training bar. Where standard output is not a terminal, a rollout writes at most
@@ -111,7 +47,6 @@ class RolloutProgressBar(IterationCallback):
     """
 
     def __init__(self, show_completions: int = 0, refresh_seconds: float = 0.2) -> None:
-        super().__init__()
         if show_completions < 0:
             raise ValueError(f"`show_completions` must be 0 (none) or positive, got {show_completions}.")
         if refresh_seconds <= 0:
@@ -143,7 +78,9 @@ class RolloutProgressBar(IterationCallback):
             say(completions_table(best_and_worst(rollouts, self.show_completions), rollout_label(trainer)))
 
     @override
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+    def on_iteration_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
+    ) -> None:
         if trainer.is_global_zero:
             say(summary_line(iteration, trainer.max_epochs, metrics))
 
@@ -156,7 +93,6 @@ class RolloutProgressBar(IterationCallback):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close()
-        super().on_exception(trainer, pl_module, exception)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -13,7 +13,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.callbacks.progress_bar import IterationCallback, say
+from tlt_lightning.callbacks.progress_bar import say
+from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.seeds import given_seed
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ History = Mapping[int, Mapping[str, float | None]]
 """The recorded values by iteration; None where the metric was not logged."""
 
 
-class RunReport(IterationCallback):
+class RunReport(RolloutCallback):
     """Leaves `report.png` and `summary.json` in a directory when `Trainer.fit` ends, and says where everything lies.
 
     An interrupted run gets both too. The history is in the checkpoint, so a resumed run reports from its beginning.
@@ -60,7 +61,6 @@ class RunReport(IterationCallback):
     """
 
     def __init__(self, dirpath: str) -> None:
-        super().__init__()
         self.dirpath = Path(dirpath)
         self.history: dict[int, dict[str, float | None]] = {}
         self.accuracy_before: float | None = None
@@ -75,7 +75,9 @@ class RunReport(IterationCallback):
             self.accuracy_before = float(accuracy)
 
     @override
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
+    def on_iteration_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
+    ) -> None:
         self.history[iteration] = {name: metrics.get(metric) for name, metric in RECORDED.items()}
 
     @override
@@ -85,7 +87,6 @@ class RunReport(IterationCallback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
         if not (trainer.is_global_zero and self.history and trainer.state.fn == "fit"):
             return
         try:

@@ -11,9 +11,8 @@ import lightning as L
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import tail_share
+from tlt_lightning.metrics import IterationLog, tail_share
 from tlt_lightning.rewards.pool import RewardPool
-from tlt_lightning.timing import LapClock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +28,7 @@ class RolloutCollector:
         engine: Writes the responses.
         tokenizer: Decodes them.
         rewards: Scores them while others are still being written.
-        clock: Charged with the stages sync, rollout, idle and reward.
+        log: Takes the time of the stages sync, rollout, idle and reward, failed rewards, and what the engine says.
         idle: Finds out whether other workers still write; None with a single worker.
     """
 
@@ -39,18 +38,15 @@ class RolloutCollector:
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         rewards: RewardPool,
-        clock: LapClock,
+        log: IterationLog,
         idle: IdleWindows | None = None,
     ) -> None:
         self.trainer = trainer
         self.engine = engine
         self.tokenizer = tokenizer
         self.rewards = rewards
-        self.clock = clock
+        self.log = log
         self.idle = idle
-        self.metrics: dict[str, float] = {}
-        """Under the project's names: speed, tail and failed rewards since this collector was made, and what the engine
-        says of its last rollout."""
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
 
     def collect(
@@ -77,18 +73,18 @@ class RolloutCollector:
             self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
         if missing := len(requests) - len(rollouts):
             raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
-        self.clock.lap("rollout")
+        self.log.lap("rollout")
         self._spend_idle_time()
         self.engine.sleep()
-        self.clock.lap("sync")
+        self.log.lap("sync")
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
             rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
         for name, count in self.rewards.stats.items():
-            self.metrics[name] = self.metrics.get(name, 0) + count
+            self.log.sum(name, count)
         if not self.trainer.predicting:  # to which rewards matter little
             self.rewards.check()
-        self.clock.lap("reward")
+        self.log.lap("reward")
         return [rollouts[number] for number in range(len(requests))]
 
     def _sync_weights(self) -> None:
@@ -99,7 +95,7 @@ class RolloutCollector:
             self.engine.update_weights(self.trainer.lightning_module.policy_weights(), version)  # type: ignore[operator]
             self.engine.warm_up()
             call_rollout_hook(self.trainer, "on_weights_synced", version)
-        self.clock.lap("sync")
+        self.log.lap("sync")
 
     def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:
         trace: list[tuple[float, int]] = []
@@ -116,11 +112,15 @@ class RolloutCollector:
         seconds = trace[-1][0] if trace else 0.0
         self._seconds += seconds
         self._tail_seconds += seconds * tail_share(trace, len(requests))
-        self.metrics |= {
+        self.log.update(self.engine.stats())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Speed and long tail of all rollouts since this collector was made."""
+        return {
             "rollout/seconds": self._seconds,
             "rollout/tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
             "rollout/tail_share": self._tail_seconds / self._seconds if self._seconds else 0.0,
-            **self.engine.stats(),
         }
 
     def _spend_idle_time(self) -> None:
@@ -129,7 +129,7 @@ class RolloutCollector:
         with self.idle.window() as window:
             if window.num_waiting_for:
                 call_rollout_hook(self.trainer, "on_rollout_idle", window)
-        self.clock.lap("idle")
+        self.log.lap("idle")
 
 
 def _check_finite(response: Response) -> None:

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from tlt_lightning.callbacks.progress_bar import IterationCallback
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText
-from tlt_lightning.hooks import IdleWindow
+from tlt_lightning.hooks import IdleWindow, RolloutCallback
 from tlt_lightning.long_tail.attach import check_engine, serve
 from tlt_lightning.long_tail.books import DrafterBooks
 from tlt_lightning.long_tail.buffer import DrafterBuffer
@@ -30,15 +29,13 @@ from tlt_lightning.long_tail.checkpoint import gather_others, make_group, state_
 from tlt_lightning.long_tail.policy_drift import PolicyDrift
 from tlt_lightning.long_tail.record import DrafterArchive
 from tlt_lightning.long_tail.trainer import DrafterTrainer
-from tlt_lightning.metrics import combine_over_ranks
 from tlt_lightning.policy import causal_lm, response_logps
 from tlt_lightning.seeds import run_seed, seed_of
-from tlt_lightning.timing import LapClock
 
 log = logging.getLogger(__name__)
 
 
-class LongTailIdleCallback(IterationCallback):
+class LongTailIdleCallback(RolloutCallback):
     """Trains a drafter beside the policy, and hands it to the engine whenever it drafts better than the one in use.
 
     With several workers it trains while a worker waits for the others' rollouts, and stops within one pack of the end
@@ -92,7 +89,6 @@ class LongTailIdleCallback(IterationCallback):
         patience: int | None = None,
         dirpath: str | None = None,
     ) -> None:
-        super().__init__()
         for name, value, least in (
             ("share", share, 0),
             ("tail_requests", tail_requests, 0),
@@ -160,7 +156,7 @@ class LongTailIdleCallback(IterationCallback):
     def on_rollout_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.training and self._iteration != trainer.current_epoch:
             self._begin_iteration(trainer, pl_module)
-            _clock(trainer).lap("drafter")
+            pl_module.iteration_log.lap("drafter")
         elif self._loop.version > self._served:
             self._push()  # the run was resumed, and validates first
 
@@ -206,14 +202,14 @@ class LongTailIdleCallback(IterationCallback):
             log.info("The drafter has not improved in %d decisions: it is trained no more.", self._loop.num_stale)
 
     @override
-    def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
+    def on_rollout_progress(self, trainer: L.Trainer, pl_module: Any, progress: RolloutProgress) -> None:
         if progress.waiting or not 0 < progress.running <= self.tail_requests:
             return
         is_ours = trainer.training and trainer.world_size == 1 and self._can_train(trainer)
         if is_ours and self._serial_steps(progress.tokens) > self._books.micro_steps:
-            _clock(trainer).lap("rollout")
+            pl_module.iteration_log.lap("rollout")
             self._train_serially(1)
-            _clock(trainer).lap("drafter")
+            pl_module.iteration_log.lap("drafter")
 
     @override
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: L.LightningModule, window: IdleWindow) -> None:
@@ -221,20 +217,23 @@ class LongTailIdleCallback(IterationCallback):
             self._books.idle.append(self._loop.train(window.is_open))
 
     @override
-    def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        _clock(trainer).lap("other")
+    def on_rollout_scored(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
+        pl_module.iteration_log.lap("other")
         self._loop.average()
         self._books.noted["drafter/policy_drift"] = self._drift.measure(batch, partial(_logps, trainer, pl_module))
         self._num_tokens = int(batch.lengths.sum())
-        _clock(trainer).lap("drafter")
+        if pl_module.hidden_state_request is None:
+            self._log_books(pl_module)
+        pl_module.iteration_log.lap("drafter")
 
     @override
-    def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
+    def on_hidden_states(self, trainer: L.Trainer, pl_module: Any, texts: Sequence[PolicyText]) -> None:
         self.buffer.add(texts)
         self._loop.begin(_seed("scored", trainer))
         if trainer.world_size == 1 and self._can_train(trainer):
             self._train_serially(self._serial_steps(self._num_tokens) - self._books.micro_steps)
-        _clock(trainer).lap("drafter")
+        self._log_books(pl_module)
+        pl_module.iteration_log.lap("drafter")
 
     def _serial_steps(self, num_tokens: int) -> int:
         return max(1, round(self.share * num_tokens / self.pack_tokens)) if self.share else 0
@@ -257,33 +256,30 @@ class LongTailIdleCallback(IterationCallback):
 
     # Its ends
 
+    def _log_books(self, pl_module: Any) -> None:
+        log = pl_module.iteration_log
+        log.update({**self._books.metrics(log.seconds("idle")), "drafter/version": float(self._served)})
+
     @override
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        own = {**self._books.metrics(_clock(trainer).seconds("idle")), "drafter/version": float(self._served)}
-        metrics = combine_over_ranks(trainer, own)
-        pl_module.log_dict(metrics)
+    def on_iteration_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
+    ) -> None:
+        self.archive.record(iteration, metrics)
         is_unused = trainer.world_size > 1 and self._can_train(trainer) and not metrics["drafter/micro_steps"]
-        if is_unused and trainer.is_global_zero and trainer.current_epoch:
+        if is_unused and trainer.is_global_zero and iteration > 1:
             log.info(
                 "The drafter was not trained in iteration %d: the workers finished together and none had idle time.",
-                trainer.current_epoch + 1,
+                iteration,
             )
 
     @override
-    def on_iteration_end(self, trainer: L.Trainer, iteration: int, metrics: dict[str, float]) -> None:
-        self.archive.record(iteration, metrics)
-
-    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        super().on_train_end(trainer, pl_module)
         self._decide(trainer, pl_module)
         pl_module.hidden_state_request = None
         self.archive.finish(is_trained=self.drafter.head_path is not None or self._loop.version > 0)
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
         self.archive.abandon()
 
     # Checkpoints
@@ -303,7 +299,6 @@ class LongTailIdleCallback(IterationCallback):
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._group is not None and not trainer.interrupted:  # the others may not come after an error
             state = checkpoint["callbacks"][self.state_key]
             state["others"] = gather_others(state, self._group)
@@ -319,14 +314,10 @@ class LongTailIdleCallback(IterationCallback):
         return self._trainer
 
 
-def _clock(trainer: L.Trainer) -> LapClock:
-    return trainer.datamodule.clock  # type: ignore[attr-defined]
-
-
 def _logps(trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> Tensor:
     part = move_data_to_device(batch, pl_module.device)
     with trainer.precision_plugin.forward_context():
-        return response_logps(pl_module.policy, part, chunk_size=pl_module.logprob_chunk_size)[0]
+        return response_logps(pl_module.policy, part)[0]
 
 
 def _seed(stage: str, trainer: L.Trainer) -> int:

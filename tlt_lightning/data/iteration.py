@@ -1,0 +1,155 @@
+"""One policy iteration on one rank: collect rollouts, score them, compute advantages, cut minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
+from tlt_lightning.data.collate import collate, plan_minibatches
+from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
+from tlt_lightning.engine.base import Sampling
+from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.metrics import log_rollouts
+from tlt_lightning.objectives.ppo import explained_variance
+from tlt_lightning.seeds import run_seed, seed_of
+
+if TYPE_CHECKING:
+    from tlt_lightning.data.collector import RolloutCollector
+    from tlt_lightning.data.prompts import PromptCursor
+    from tlt_lightning.module import RLModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationSettings:
+    """Settings of all iterations of a run; see `RolloutDataModule`."""
+
+    group_size: int
+    prompts_per_iteration: int
+    micro_batch_size: int
+    inner_epochs: int
+    dynamic_sampling: DynamicSampling | None
+    sampling: Sampling
+    pad_id: int
+
+
+class PolicyIteration:
+    """Makes the minibatches of one policy iteration with the policy's current weights.
+
+    Args:
+        trainer: Runs the iteration; its `current_epoch` is the iteration's number.
+        module: The policy, its objective and the log of the iteration.
+        collector: Writes and rewards the responses.
+        settings: Sizes and sampling.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, module: RLModule, collector: RolloutCollector, settings: IterationSettings
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.log = module.iteration_log
+        self.collector = collector
+        self.settings = settings
+
+    def minibatches(self, prompts: Sequence[Prompt], cursor: PromptCursor) -> Iterator[RolloutBatch]:
+        """Roll out, score, and yield one micro-batch after the other, `inner_epochs` times over all responses."""
+        self.log.lap("other")
+        rollouts = self._collect(prompts, cursor)
+        batch = collate(rollouts, pad_id=self.settings.pad_id, temperature=self.settings.sampling.temperature)
+        self.log.lap("other")
+        batch = self._score(batch)
+        self.log.lap("logprobs")
+        call_rollout_hook(self.trainer, "on_rollout_scored", batch)
+        self.log.lap("other")
+        yield from self._cut(batch)
+
+    def _collect(self, prompts: Sequence[Prompt], cursor: PromptCursor) -> list[Rollout]:
+        """Roll out this rank's share of groups; with dynamic sampling, of groups with a learning signal."""
+        trainer, settings, dynamic = self.trainer, self.settings, self.settings.dynamic_sampling
+        wanted = settings.prompts_per_iteration // trainer.world_size
+        informative: list[list[Rollout]] = []
+        others: list[list[Rollout]] = []
+        for number in range(1 if dynamic is None else dynamic.max_rounds):
+            missing = wanted - len(informative)
+            # All ranks draw as many as the neediest lacks, so that their cursors stay the same.
+            num_drawn = max_over_ranks(trainer, missing) * trainer.world_size
+            if not num_drawn:
+                break
+            drawn = cursor.take(num_drawn, rank=trainer.global_rank, world_size=trainer.world_size)[:missing]
+            rollouts = self.collector.collect(
+                [prompts[i] for i in drawn],
+                settings.sampling,
+                group_size=settings.group_size,
+                seed=self._seed(f"train {number}"),
+                first_group=len(informative) + len(others),
+            )
+            for group in split_groups(rollouts):
+                (informative if dynamic is None or has_spread(group) else others).append(group)
+        everything = [rollout for group in (*informative, *others) for rollout in group]
+        call_rollout_hook(trainer, "on_rollout_end", everything)
+        log_rollouts(self.log, everything)
+        self.log.update(self.collector.metrics)
+        if dynamic is not None:
+            self.log.sum("rollout/groups_drawn", len(informative) + len(others))
+            self.log.sum("rollout/groups_without_signal_kept", wanted - len(informative))
+        return [rollout for group in (*informative, *others)[:wanted] for rollout in group]
+
+    def _score(self, batch: RolloutBatch) -> RolloutBatch:
+        """Fill in log-probs and values from before the update, advantages and returns."""
+        single_update = self.settings.inner_epochs * self._steps_per_pass(batch) == 1
+        batch = self.module.score(batch, self.settings.micro_batch_size, single_update=single_update)
+        batch.advantages, batch.returns = self.module.objective.advantages(batch, self._sum)
+        if batch.values is not None and batch.returns is not None:
+            explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
+            self.log.mean("train/explained_variance", explained)
+        return batch
+
+    def _cut(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
+        generator = torch.Generator().manual_seed(self._seed("shuffle"))
+        lengths, num_steps = batch.lengths, self._steps_per_pass(batch)
+        for _ in range(self.settings.inner_epochs):
+            plan = plan_minibatches(
+                lengths, micro_batch_size=self.settings.micro_batch_size, num_steps=num_steps, generator=generator
+            )
+            own = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
+            counts = self._sum(torch.tensor(own))
+            for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
+                for rows in step:
+                    yield replace(
+                        batch.select(rows),
+                        num_loss_tokens=num_tokens,
+                        num_loss_sequences=num_sequences,
+                        num_shares=self.trainer.accumulate_grad_batches * self.trainer.world_size,
+                    )
+
+    def _steps_per_pass(self, batch: RolloutBatch) -> int:
+        """Return the optimizer steps of one pass over the batch."""
+        return len(batch) // (self.settings.micro_batch_size * self.trainer.accumulate_grad_batches)
+
+    def _seed(self, use: str) -> int:
+        """Return a seed that a resumed run finds again."""
+        return seed_of(run_seed(), use, self.trainer.current_epoch, self.trainer.global_rank)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        return sum_over_ranks(self.trainer, value)
+
+
+def sum_over_ranks(trainer: L.Trainer, value: Tensor) -> Tensor:
+    """Return the sum of every rank's `value`, which stays as it is."""
+    if trainer.world_size == 1:
+        return value
+    summed = value.to(trainer.strategy.root_device, copy=True)  # it is reduced in place
+    return trainer.strategy.reduce(summed, reduce_op="sum").to(value)
+
+
+def max_over_ranks(trainer: L.Trainer, value: int) -> int:
+    """Return the largest of every rank's `value`."""
+    if trainer.world_size == 1:
+        return value
+    return int(trainer.strategy.reduce(torch.tensor(value, device=trainer.strategy.root_device), reduce_op="max"))
