@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from benchmarks.end_to_end.work import FIRST_HEAD
 from tlt_lightning.drafter.module import POLICY_ROWS
-from tlt_lightning.drafter.packing import pack
+from tlt_lightning.drafter.packing import packs_of
+from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
 
@@ -46,7 +47,8 @@ class FirstHead(L.Callback):
         now, device = self._weights(), pl_module.device
         drafter.load_trainable(now | self._first)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            quality = drafter.evaluate(pack(held_out, self._drafting.pack_tokens, device))
+            packs = packs_of(held_out, self._drafting.pack_tokens, device)
+            quality = quality_of(torch.cat([drafter.measure(batch) for batch in packs]).sum(0))
         drafter.load_trainable(now)
         pl_module.iteration_log.update(quality.metrics(FIRST_HEAD))
         pl_module.iteration_log.lap("drafter")

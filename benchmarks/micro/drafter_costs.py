@@ -35,7 +35,7 @@ from benchmarks.common.results_file import about, save
 from benchmarks.micro.drafter_costs_report import ratios, render
 from benchmarks.micro.step_time_scales import LARGE, TINY
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, num_entries, pack
+from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, num_entries, packs_of
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.snapshots import SnapshotWriter
 
@@ -157,7 +157,7 @@ def measure_packing(drafter: DrafterModule, scale: Scale, device: torch.device) 
     ways: dict[str, dict[int, Callable[[], Iterable[PackedBatch]]]] = {
         "padded": {size: lambda size=size: pad(sequences, size) for size in scale.batch_sizes},
         "padded, sorted by length": {size: lambda size=size: pad(by_length, size) for size in scale.batch_sizes[1:]},
-        "packed": {length: lambda length=length: pack(sequences, length) for length in scale.pack_lengths},
+        "packed": {length: lambda length=length: packs_of(sequences, length) for length in scale.pack_lengths},
     }
     lengths = sorted(map(len, sequences))
     result: dict[str, Any] = {
@@ -205,7 +205,7 @@ def time_passes(
 def measure_snapshots(drafter: DrafterModule, scale: Scale, device: torch.device, folder: Path) -> dict[str, Any]:
     """What a snapshot costs training, by what is in it and how it is written."""
     optimizer = drafter.configure_optimizers()
-    batch = pack(make_sequences(scale, device), scale.pack_lengths[0])[0]
+    batch = next(packs_of(make_sequences(scale, device), scale.pack_lengths[0]))
 
     def step() -> None:
         with precision(device):

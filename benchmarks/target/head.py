@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.target.policy import Clock, Scale, optimise
 from benchmarks.target.text import Streams, write_row
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, pack
+from tlt_lightning.drafter.packing import PackedBatch, packs_of
+from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.hidden_states import PolicyText
 
 NUM_DRAFT_TOKENS = 7  # that quality is measured at: as many as any engine drafts
@@ -58,7 +59,7 @@ def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[in
 
 def make_packs(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int], num_tokens: int) -> list[PackedBatch]:
     """The rows of `ids` as packs of `num_tokens` entries for training or measuring a head."""
-    return pack(draft_sequences(policy, ids, layer_ids), num_tokens)
+    return list(packs_of(draft_sequences(policy, ids, layer_ids), num_tokens))
 
 
 def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: str, seed: int) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: s
 
     def keep(name: str) -> None:
         with torch.autocast(device, torch.bfloat16, enabled=is_cuda):
-            quality = module.evaluate(measured)
+            quality = quality_of(torch.cat([module.measure(batch) for batch in measured]).sum(0))
         module.export(out / name, quality)
         qualities[name] = quality.metrics("")
         print(f"{name}: {quality.acceptance_length:.2f} tokens per step of {NUM_DRAFT_TOKENS} drafts", flush=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.target.head import NUM_DRAFT_TOKENS, load_policy, make_packs, write_rows
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch
+from tlt_lightning.drafter.quality import quality_of
 
 ROWS, LENGTH = 4, 1026  # packs of 1024 entries
 
@@ -84,5 +85,5 @@ def head_quality(path: Path, head: Path, policy: PreTrainedModel, ids: Tensor, d
     module.to(device)
     packs: list[PackedBatch] = make_packs(policy, ids, module.layer_ids, LENGTH - 2)
     with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
-        metrics = module.evaluate(packs).metrics("")
+        metrics = quality_of(torch.cat([module.measure(batch) for batch in packs]).sum(0)).metrics("")
     return {name: value for name, value in metrics.items() if "accept" in name or name == "loss_pos_1"}

@@ -16,7 +16,7 @@ def test_padded_and_packed_batches_are_the_same_work(tmp_path):
     benchmark.save_target(benchmark.TINY_SCALE.shape, tmp_path, cpu)
     drafter = benchmark.build_drafter(tmp_path, cpu, draft_vocab_size=256)
     sequences = benchmark.make_sequences(replace(benchmark.TINY_SCALE, num_sequences=5, max_length=82), cpu)
-    (pack,) = benchmark.pack(sequences, 512)
+    (pack,) = benchmark.packs_of(sequences, 512)
     (padded,) = benchmark.pad(sequences, 5)
     losses, gradients = [], []
     for batch in (pack, padded):

@@ -12,7 +12,6 @@ from benchmarks.end_to_end.first_head import FirstHead
 from benchmarks.end_to_end.report import paired_table
 from benchmarks.end_to_end.work import FIRST_HEAD
 from tests.long_tail.test_trainer import OneWeight, make_buffer
-from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.metrics import IterationLog, combine
 
@@ -20,9 +19,9 @@ from tlt_lightning.metrics import IterationLog, combine
 class JudgedWeight(OneWeight):
     """Says what it was measured with."""
 
-    def evaluate(self, batches: Any) -> Any:
+    def measure(self, batch: Any) -> Any:
         self.rows = self.policy_rows.tolist()
-        return DrafterModule.evaluate(self, batches)  # type: ignore[arg-type]
+        return super().measure(batch)
 
 
 def test_the_first_head_is_measured_beside_the_policy_of_now_and_put_away_again() -> None:

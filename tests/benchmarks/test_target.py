@@ -21,6 +21,7 @@ from benchmarks.target import policy as target_policy
 from benchmarks.target import run as target
 from benchmarks.target import text as target_text
 from recipes.assets.make_countdown import EOS, HIT, START, WORDS, make_tokenizer
+from tests.support.draft_texts import quality_on
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.rewards.countdown import countdown
 
@@ -229,7 +230,7 @@ def test_the_wide_head_drafts_what_the_small_one_drafts(small, wide):
         module.configure_model()
         packs = target_head.make_packs(load(folder), ids, module.layer_ids, 128)
         losses.append(torch.stack([module.loss(pack)[0] for pack in packs]))
-        qualities.append(module.evaluate(packs).metrics())
+        qualities.append(quality_on(module, packs).metrics())
     # States are packed in the policy's precision, float32 here.
     torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-4)
     assert qualities[1] == pytest.approx(qualities[0], rel=1e-3, abs=1e-3)

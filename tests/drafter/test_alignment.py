@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.draft_texts import draft_logits, read_by_target, train
+from tests.support.draft_texts import draft_logits, pack, quality_on, read_by_target, train
 from tests.support.speculation_engines import (
     GREEDY,
     PROMPTS,
@@ -20,8 +20,8 @@ from tests.support.speculation_engines import (
 )
 from tlt_lightning.drafter.head import drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import pack, plan_packs
-from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.packing import plan_packs
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.engine import Request, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -61,7 +61,8 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     drafter.configure_model()
     batches = pack(read_by_target(policy, texts, len(PROMPTS[0]), drafter.layer_ids), 384)
     train(drafter, batches, num_steps=80)
-    quality = drafter.evaluate(batches)
+    drafter.acceptance = AcceptanceRule(temperature=0)  # as the engine writes below
+    quality = quality_on(drafter, batches)
     head = drafter.export(path / "head", quality)
     selector = ScriptedSelector(longest=NUM_DRAFTS)
     selector.script = lambda state: Strategy(NUM_DRAFTS, "learned")

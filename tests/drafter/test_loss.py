@@ -10,16 +10,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import save_policy
-from tests.support.draft_texts import alone, draft_logits, make_drafter, random_sequence, read_by_target, train
+from tests.support.draft_texts import (
+    alone,
+    draft_logits,
+    make_drafter,
+    pack,
+    quality_on,
+    random_sequence,
+    read_by_target,
+    train,
+)
 from tests.support.tensor_sizes import LargestOfWidth
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import pack
-from tlt_lightning.drafter.teaching import EAGLE, EAGLE3, HASS, DraftStrategy
+from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.policy import load_policy
 
-STRATEGIES = [EAGLE(), HASS(num_steps=2), EAGLE3(), EAGLE3(decay=0.5)]
+EAGLE = Teaching(num_steps=1, regression_weight=1)
+TEACHINGS = [EAGLE, Teaching(num_steps=2, regression_weight=1), Teaching(), Teaching(decay=0.5)]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +36,8 @@ def drafter(policy_path: str) -> DrafterModule:
     return make_drafter(policy_path)
 
 
-def with_strategy(policy: str, strategy: DraftStrategy, **arguments: Any) -> DrafterModule:
-    return make_drafter(policy, strategy=strategy, **arguments)
+def taught(policy: str, teaching: Teaching, **arguments: Any) -> DrafterModule:
+    return make_drafter(policy, teaching=teaching, **arguments)
 
 
 def gradients(drafter: DrafterModule, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,11 +56,11 @@ def attend_as_speculators_does(head: Any) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("loss", ["kl_div", "tv", "lk_hybrid", {"ce": 0.3, "nla": 0.7}])
-@pytest.mark.parametrize("strategy", [EAGLE3(), EAGLE3(num_steps=4, decay=0.7)])
-def test_loss_and_gradients_are_those_of_speculators(policy_path: str, strategy: EAGLE3, loss: Any) -> None:
+@pytest.mark.parametrize("teaching", [Teaching(), Teaching(num_steps=4, decay=0.7)])
+def test_loss_and_gradients_are_those_of_speculators(policy_path: str, teaching: Teaching, loss: Any) -> None:
     from speculators.losses import resolve_loss_config
 
-    drafter = with_strategy(policy_path, strategy, loss=loss)
+    drafter = taught(policy_path, teaching, loss=loss)
     batch = alone(random_sequence(130, 20), 128)  # no padding: `speculators` has no mask across documents for targets
     ours, metrics = drafter.loss(batch)
     our_gradients = gradients(drafter, ours)
@@ -63,8 +72,8 @@ def test_loss_and_gradients_are_those_of_speculators(policy_path: str, strategy:
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
         verifier_last_hidden_states=batch.last_states,
-        ttt_steps=strategy.num_steps,
-        ttt_step_loss_decay=strategy.decay,
+        ttt_steps=drafter.num_steps,
+        ttt_step_loss_decay=teaching.decay,
         loss_config=resolve_loss_config(loss if isinstance(loss, str) else json.dumps(loss), "eager"),
     )
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -74,9 +83,9 @@ def test_loss_and_gradients_are_those_of_speculators(policy_path: str, strategy:
     assert metrics["drafter/top1_pos_1"].item() == pytest.approx(rate.item())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_packed_documents_cost_what_they_cost_alone(policy_path: str, strategy: DraftStrategy) -> None:
-    drafter = with_strategy(policy_path, strategy)
+@pytest.mark.parametrize("teaching", TEACHINGS, ids=repr)
+def test_packed_documents_cost_what_they_cost_alone(policy_path: str, teaching: Teaching) -> None:
+    drafter = taught(policy_path, teaching)
     sequences = [random_sequence(50, 1, seed=seed) for seed in range(3)]  # of one length: the mean is over all entries
     packed, _ = drafter.loss(pack(sequences, 256)[0])
     together = gradients(drafter, packed)
@@ -115,12 +124,18 @@ def test_predictions_are_compared_with_those_of_the_target(drafter: DrafterModul
     features, last_states = torch.randn(2, 50, 64, generator=generator), torch.randn(50, 64, generator=generator)
     terms = {"kl_div": (vocabulary_kl, 1.0)}
     with torch.no_grad():
-        found, total = chunked_loss.predict(drafter.head, features, last_states, terms, torch.full((2, 50), 0.5))
+        weights, watched = torch.full((2, 50), 0.5), {}
+
+        def watch(step: int, rows: slice, logits: torch.Tensor, targets: torch.Tensor) -> None:
+            assert rows == slice(0, 50 - step)
+            watched[step] = logits.argmax(-1)
+
+        found, total = chunked_loss.predict(drafter.head, features, last_states, terms, weights, watch)
         targets = drafter.head.verifier_lm_head(drafter.head.verifier_norm(last_states))
         for step in range(2):
             logits = draft_logits(drafter.head, features[step, : 50 - step])
             goals = targets[step:].argmax(-1, keepdim=True)
-            assert torch.equal(found.drafts[step, : 50 - step], logits.argmax(-1))
+            assert torch.equal(watched[step], logits.argmax(-1))
             assert torch.equal(found.top1[step, : 50 - step], (logits.topk(1).indices == goals).any(-1))
             assert torch.equal(found.top3[step, : 50 - step], (logits.topk(3).indices == goals).any(-1))
             torch.testing.assert_close(found.losses[step, : 50 - step], vocabulary_kl(logits, targets[step:]))
@@ -153,25 +168,25 @@ def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(tmp_path: Path, mo
 def test_regression_pulls_features_towards_what_they_stand_in_for(policy_path: str) -> None:
     batch = alone(random_sequence(120, 1), 128)
     distances = {}
-    for strategy in (EAGLE(), EAGLE(regression_weight=0)):
-        drafter = with_strategy(policy_path, strategy)
+    for teaching in (EAGLE, Teaching(num_steps=1)):
+        drafter = taught(policy_path, teaching)
         train(drafter, [batch], num_steps=60)
         features, fused = unroll(drafter.head, batch, 1)
-        distances[strategy.regression_weight] = ((features[0, :116] - fused[1:117]).abs().mean() / fused.std()).item()
+        distances[teaching.regression_weight] = ((features[0, :116] - fused[1:117]).abs().mean() / fused.std()).item()
     assert distances[1.0] < 0.5 * distances[0]
 
 
-@pytest.mark.parametrize("strategy", [EAGLE(), HASS(), EAGLE3()], ids=repr)
-def test_every_strategy_learns_to_draft(policy_path: str, strategy: DraftStrategy) -> None:
-    drafter = with_strategy(policy_path, strategy)
+@pytest.mark.parametrize("teaching", [EAGLE, Teaching(regression_weight=1), Teaching()], ids=repr)
+def test_every_teaching_learns_to_draft(policy_path: str, teaching: Teaching) -> None:
+    drafter = taught(policy_path, teaching)
     policy = load_policy(policy_path)
     ids = torch.arange(2, 12).repeat(12)  # ten tokens that follow each other, ever again
     (sequence,) = read_by_target(policy, [ids.tolist()], 1, drafter.layer_ids)
     sequence.last_states = policy.get_input_embeddings().weight.detach()[ids.roll(-1)] * 9  # the policy says so, too
     batch = alone(sequence, 128)
-    before = drafter.evaluate([batch])
-    train(drafter, [batch], num_steps=130 if strategy.num_steps == 1 else 50, lr=1e-2)
-    after = drafter.evaluate([batch])
+    before = quality_on(drafter, [batch])
+    train(drafter, [batch], num_steps=130 if teaching.num_steps == 1 else 50, lr=1e-2)
+    after = quality_on(drafter, [batch])
     assert before.acceptance_length < 1.5
     assert after.acceptance_length > 2.5
     assert after.top3[0] > 0.9

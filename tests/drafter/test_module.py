@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
-from tests.support.draft_texts import alone, draft_logits, make_drafter, random_sequence, read_by_target
+from tests.support.draft_texts import alone, draft_logits, make_drafter, quality_on, random_sequence, read_by_target
 from tests.support.eagle_head import make_head, save_head
-from tlt_lightning.drafter.chunked_loss import predict
-from tlt_lightning.drafter.head import drafted_tokens
+from tlt_lightning.drafter.head import draft_ids, drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.target import choose_layer_ids
-from tlt_lightning.drafter.teaching import EAGLE, EAGLE3, HASS
+from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import step_masks, unroll
 from tlt_lightning.engine.vllm.drafter_weights import check_tensors
 from tlt_lightning.policy import LoRA, load_policy, stream_weights
@@ -103,12 +102,7 @@ def test_tied_embedding_is_refreshed_for_the_output_too(policy_path: str) -> Non
 
 def test_only_chosen_tokens_are_drafted(reduced: DrafterModule) -> None:
     assert drafted_tokens(reduced.head.d2t).tolist() == list(range(8, 24))
-    with torch.no_grad():
-        features, _ = unroll(reduced.head, alone(random_sequence(60)), 1)
-        drafts = predict(
-            reduced.head, features, torch.randn(256, 64), {"kl_div": (lambda x, y: x.sum(-1), 1.0)}, torch.ones(1, 256)
-        )[0].drafts
-    assert 8 <= drafts.min() <= drafts.max() < 24
+    assert draft_ids(reduced.head, torch.tensor([7, 8, 23, 24])).tolist() == [-1, 0, 15, -1]
 
 
 def test_tokens_outside_the_vocabulary_do_not_count(reduced: DrafterModule) -> None:
@@ -174,7 +168,7 @@ def test_an_exported_head_is_loaded_again(name: str, request: pytest.FixtureRequ
     source: DrafterModule = request.getfixturevalue(name)
     batch = alone(random_sequence(60))
     source.refresh_target(load_policy(source.target))  # an earlier test moved it
-    path = source.export(tmp_path / "head", source.evaluate([batch]))
+    path = source.export(tmp_path / "head", quality_on(source, [batch]))
     loaded = make_drafter(source.target, head=str(path))
     assert loaded.follows_target
     assert loaded.layer_ids == source.layer_ids
@@ -276,13 +270,27 @@ def test_a_target_of_one_layer_has_too_few_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (HASS, {"num_steps": 0}, "`num_steps` of HASS"),
-        (EAGLE3, {"decay": 0.0}, "`decay` of EAGLE3"),
-        (EAGLE, {"regression_weight": -1.0}, "`regression_weight` of EAGLE"),
+        ({"num_steps": 0}, "`teaching.num_steps` must be at least 1, got 0"),
+        ({"decay": 0.0}, r"`teaching.decay` must be in \(0, 1\], got 0.0"),
+        ({"regression_weight": -1.0}, "`teaching.regression_weight` must be at least 0, got -1.0"),
     ],
 )
-def test_strategies_check_their_numbers(strategy: type, arguments: dict, message: str) -> None:
+def test_teaching_checks_its_numbers(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        strategy(**arguments)
+        Teaching(**arguments)
+
+
+def test_depth_of_training_follows_the_longest_draft_a_selector_may_ask_for(policy_path: str) -> None:
+    drafter = DrafterModule(policy_path)
+    assert (drafter.num_draft_tokens, drafter.num_steps) == (3, 3)
+    drafter.follow_selector(7)
+    assert (drafter.num_draft_tokens, drafter.num_steps) == (7, 7)
+    drafter.configure_model()
+    loss, metrics = drafter.loss(alone(random_sequence(60)))
+    assert loss.isfinite()
+    assert "drafter/top1_pos_7" in metrics
+    asked = DrafterModule(policy_path, num_draft_tokens=4, teaching=Teaching(num_steps=2))
+    asked.follow_selector(7)
+    assert (asked.num_draft_tokens, asked.num_steps) == (4, 2)

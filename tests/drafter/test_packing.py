@@ -3,8 +3,8 @@ import random
 import pytest
 import torch
 
-from tests.support.draft_texts import random_sequence
-from tlt_lightning.drafter.packing import PADDING, PackedBatch, pack, plan_packs
+from tests.support.draft_texts import pack, random_sequence
+from tlt_lightning.drafter.packing import PADDING, PackedBatch, check_num_tokens, plan_packs
 from tlt_lightning.hidden_states import PolicyText
 
 
@@ -80,7 +80,7 @@ def test_pieces_of_a_long_sequence_keep_their_positions() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 100, 200])
 def test_pack_lengths_that_are_no_multiple_of_128_are_refused(num_tokens: int) -> None:
     with pytest.raises(ValueError, match=r"`num_tokens`.*128"):
-        pack([], num_tokens)
+        check_num_tokens(num_tokens)
 
 
 def test_sequences_that_do_not_fit_together_are_refused() -> None:

@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from tlt_lightning.drafter.quality import DraftQuality, count_accepted, quality_of
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
 
 
 def retraced(matches: list[list[bool]], lengths: list[int], first: int = 0) -> list[tuple[int, int]]:
@@ -21,25 +21,56 @@ def retraced(matches: list[list[bool]], lengths: list[int], first: int = 0) -> l
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_steps_of_the_engine_are_retraced(seed: int) -> None:
+def test_steps_of_an_engine_with_greedy_drafts_are_retraced(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 20) for _ in range(6)]
     first = 2
     matches = [[draw.random() < 0.7 for _ in range(sum(lengths))] for _ in range(3)]
     is_response = torch.cat([torch.arange(length) >= first for length in lengths])
-    documents = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
-    accepted, starts = count_accepted(torch.tensor(matches), documents, is_response).tolist()
+    certain = torch.tensor(matches).float()  # what was written is all that might have been
+    accepted, starts = expect_acceptance(certain, certain, lengths, is_response).sum(0).tolist()
     steps = retraced(matches, lengths, first)
     assert accepted == [sum(number >= k for _, number in steps) for k in (1, 2, 3)]
     assert starts == [len(steps)] * 3
 
 
 def test_padding_and_prompts_are_not_drafted() -> None:
-    matches = torch.ones(2, 9, dtype=torch.bool)
-    documents = torch.tensor([0, 0, 0, 0, 0, 0, -1, -1, -1])
+    matches = torch.ones(2, 9)
     is_response = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0, 0]).bool()
     # One step from entry 2 accepts both drafts; the next would start from entry 5, whose drafts reach beyond the text.
-    assert count_accepted(matches, documents, is_response).tolist() == [[1, 1], [1, 1]]
+    assert expect_acceptance(matches, matches, [6], is_response).tolist() == [[[1, 1], [1, 1]]]
+
+
+@pytest.mark.parametrize("samples_drafts", [False, True])
+def test_expected_acceptance_is_what_an_engine_that_writes_the_text_has(samples_drafts: bool) -> None:
+    """Against the engine's rule itself, over texts of three tokens that do not depend on each other."""
+    temperature, num_drafts, length = 0.7, 2, 30_000
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(2, 3, generator=generator)
+    p, q = (targets / temperature).softmax(-1), (logits / temperature).softmax(-1)
+    rule = AcceptanceRule(samples_drafts, temperature)
+    written = torch.multinomial(p, length, replacement=True, generator=generator)
+    rates, matches = rule.judge(logits.expand(length, -1), targets.expand(length, -1), written)
+    rate = torch.minimum(p, q).sum() if samples_drafts else p[q.argmax()]
+    torch.testing.assert_close(rates, rate.expand(length))
+    assert matches.mean() == pytest.approx(rate.item(), abs=0.01)  # a text's own matches are so on average
+    each = [row.expand(num_drafts, -1) for row in (rates, matches)]
+    ((accepted, steps),) = expect_acceptance(*each, [length], torch.ones(length).bool()).tolist()
+    # Each engine step accepts the first draft with `rate` and, independently here, the second.
+    assert accepted[0] / steps[0] == pytest.approx(rate.item(), abs=1e-6)
+    assert accepted[1] / steps[0] == pytest.approx(rate.item() ** 2, abs=0.01)
+
+
+def test_a_token_that_the_head_cannot_draft_is_a_rejection() -> None:
+    rates, matches = AcceptanceRule().judge(torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([-1, 0]))
+    assert rates.tolist() == [0, pytest.approx(1 / 3)]
+    assert matches.tolist() == [0, 1]
+
+
+def test_at_temperature_zero_a_draft_is_accepted_or_not() -> None:
+    targets = torch.tensor([[0.0, 0.1], [0.1, 0.0]])
+    rates, _ = AcceptanceRule(temperature=0).judge(torch.tensor([[0.0, 1.0]] * 2), targets, torch.tensor([1, 0]))
+    assert rates.tolist() == pytest.approx([1, 0])
 
 
 def test_quality_is_the_mean_over_steps_and_positions() -> None:

@@ -38,8 +38,8 @@ class OneWeight(nn.Module):
         return self.direction * self.fc.sum() * batch.input_ids.float().mean(), {}
 
     def measure(self, batch: PackedBatch) -> Tensor:
-        sums = torch.ones(6, 1, dtype=torch.float64)
-        sums[0] = self.fc.detach().mean()
+        sums = torch.ones(1, 6, 1, dtype=torch.float64)
+        sums[0, 0] = self.fc.detach().mean()
         return sums
 
     def trainable_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, pack
+from tlt_lightning.drafter.packing import PackedBatch, packs_of
+from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.hidden_states import PolicyText
 
 
@@ -57,6 +58,14 @@ def train(drafter: DrafterModule, batches: Sequence[PackedBatch], num_steps: int
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def pack(sequences: Sequence[PolicyText], num_tokens: int, device: torch.device | None = None) -> list[PackedBatch]:
+    return list(packs_of(sequences, num_tokens, device))
+
+
+def quality_on(drafter: DrafterModule, batches: Sequence[PackedBatch]) -> DraftQuality:
+    return quality_of(torch.cat([drafter.measure(batch) for batch in batches]).sum(0))
 
 
 def alone(sequence: PolicyText, num_tokens: int = 256) -> PackedBatch:

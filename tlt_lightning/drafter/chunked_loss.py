@@ -1,4 +1,4 @@
-"""Where features meet the vocabulary: losses and drafts in chunks of entries, no tensor over all of them.
+"""Losses and agreement over the vocabulary in chunks of entries: no tensor is over all of both.
 
 The output head is frozen, so the gradient with respect to the features is all there is to the backward pass. It is
 taken while a chunk's logits exist: they are computed once and never kept.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1024  # entries; a chunk's logits over 150k tokens are 0.3 GB in bfloat16
 
+Watcher = Callable[[int, slice, Tensor, Tensor], None]
 LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
 
 
@@ -28,21 +29,24 @@ class Predictions:
 
     Args:
         losses: Weighted sum of the loss terms, float32; zero where no target exists.
-        drafts: The likeliest token, in the target's vocabulary.
         top1: The target's likeliest token is the head's.
         top3: The target's likeliest token is among the head's three likeliest.
     """
 
     losses: Tensor
-    drafts: Tensor
     top1: Tensor
     top3: Tensor
 
 
 def predict(
-    head: Eagle3DraftModel, features: Tensor, last_states: Tensor, terms: LossTerms, weights: Tensor
+    head: Eagle3DraftModel,
+    features: Tensor,
+    last_states: Tensor,
+    terms: LossTerms,
+    weights: Tensor,
+    watch: Watcher | None = None,
 ) -> tuple[Predictions, Tensor]:
-    """Predictions of `features`, and the sum of their losses times `weights`, which gradients flow through.
+    """Compare `features` with the target; return that, and the weighted sum of losses, which gradients flow through.
 
     Args:
         head: With its target's weights.
@@ -50,6 +54,7 @@ def predict(
         last_states: Input of the target's final norm; entry `i` of step `k` is compared with entry `i + k`. (T, H)
         terms: Losses of `speculators` with their weights.
         weights: What each loss counts for. (num_steps, T)
+        watch: Called with each chunk's step, its rows, and the logits of head and target over the head's tokens.
     """
     normed = head.norm(features)
     num_steps, num_entries = weights.shape
@@ -57,7 +62,6 @@ def predict(
     gradient = torch.zeros_like(normed)
     result = Predictions(
         losses=weights.new_zeros(weights.shape),
-        drafts=torch.zeros_like(weights, dtype=torch.long),
         top1=torch.zeros_like(weights, dtype=torch.bool),
         top3=torch.zeros_like(weights, dtype=torch.bool),
     )
@@ -78,7 +82,9 @@ def predict(
                 if needs_grad:
                     (gradient[step, rows],) = torch.autograd.grad((losses * weights[step, rows]).sum(), states)
             result.losses[step, rows] = losses.detach()
-            _compare(head.d2t, logits.detach(), theirs, result, (step, rows))
+            _compare(logits.detach(), theirs, result, (step, rows))
+            if watch is not None:
+                watch(step, rows, logits.detach(), theirs)
     total = (result.losses * weights).sum()
     return result, _WithGradient.apply(total, gradient, normed) if needs_grad else total
 
@@ -87,11 +93,9 @@ def _logits(weight: Tensor, states: Tensor) -> Tensor:
     return F.linear(states.to(weight.dtype), weight)
 
 
-def _compare(d2t: Tensor | None, logits: Tensor, targets: Tensor, result: Predictions, index: Any) -> None:
-    drafts = logits.argmax(-1)
+def _compare(logits: Tensor, targets: Tensor, result: Predictions, index: Any) -> None:
     goals = logits.gather(-1, targets.argmax(-1, keepdim=True))
     ranks = (logits > goals).sum(-1)  # cheaper than sorting the vocabulary
-    result.drafts[index] = drafts if d2t is None else drafts + d2t[drafts]
     result.top1[index] = ranks < 1
     result.top3[index] = ranks < 3
 

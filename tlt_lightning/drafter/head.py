@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.training_time_test import attend_in_documents
-from tlt_lightning.engine.vllm.drafter_weights import canonical_name
-from tlt_lightning.speculation.eagle3_files import check_head, default_layer_ids, read_head
+from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -242,6 +241,16 @@ def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
 def drafted_tokens(d2t: Tensor) -> Tensor:
     """The target's tokens that a head of a reduced vocabulary drafts; `d2t` holds their distances to its own."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def draft_ids(head: Eagle3DraftModel, tokens: Tensor) -> Tensor:
+    """Number the target's `tokens` as the head does; -1 is a token that it cannot draft."""
+    if head.d2t is None:
+        return tokens
+    numbers = torch.full((head.verifier_vocab_size,), -1, device=tokens.device)
+    drafted = drafted_tokens(head.d2t)
+    numbers[drafted] = torch.arange(len(drafted), device=tokens.device)
+    return numbers[tokens]
 
 
 def trainable(head: Eagle3DraftModel) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,9 +1,10 @@
-"""The drafter as a LightningModule: trained by a Trainer offline, or by a callback while a policy learns."""
+"""Train a draft head as a LightningModule: by a Trainer offline, or by a callback while a policy learns."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,15 @@ from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.export import write_head
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.drafter.quality import DraftQuality, count_accepted, quality_of
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
 from tlt_lightning.drafter.target import live_weights, read_target, read_weights
-from tlt_lightning.drafter.teaching import EAGLE3, DraftStrategy
+from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
+_NUM_DRAFT_TOKENS = 3
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 POLICY_ROWS = "lm_head.weight"
 """Travels to the engine with the trained weights where a head has rows of the policy's output head; never trained."""
@@ -39,7 +41,7 @@ class DrafterModule(L.LightningModule):
     Args:
         target: Path or hub name of the policy it drafts for, of the Llama, Qwen2 or Qwen3 family.
         head: Path or hub name of an EAGLE-3 head to go on from; None starts from random weights.
-        strategy: How drafting several tokens is taught: `EAGLE`, `HASS` or `EAGLE3`.
+        teaching: How drafting several tokens is taught.
         loss: What is minimised between the target's and the head's distribution: `kl_div` (soft cross-entropy), `rkl`,
             `jsd`, `ce` (the target's likeliest token), `tv` (total variation: the rate of rejection), `nla` (negative
             log-acceptance) or `lk_hybrid` (KL that turns into TV); or several of them with their weights.
@@ -48,7 +50,8 @@ class DrafterModule(L.LightningModule):
             with, or vLLM's choice for a new one.
         draft_vocab_size: Let a new head draft only so many of the target's tokens, the commonest in the training data;
             None drafts all. Less work per draft, but other tokens are never drafted.
-        num_draft_tokens: Drafted tokens per engine step that quality is measured at and an exported head asks for.
+        num_draft_tokens: Drafted tokens per engine step that are trained and measured, and that an exported head asks
+            for. None is 3, or the longest draft that the engine's selector may ask for beside a policy's run.
         seed: Of the random weights.
         export_dir: Where `Trainer.fit` leaves the finished head for vLLM; None leaves only checkpoints.
 
@@ -63,12 +66,12 @@ class DrafterModule(L.LightningModule):
         self,
         target: str,
         head: str | None = None,
-        strategy: DraftStrategy = EAGLE3(),  # noqa: B008 - frozen
+        teaching: Teaching = Teaching(),  # noqa: B008 - frozen
         loss: str | dict[str, float] = "kl_div",
         optimizer: OptimizerCallable = torch.optim.AdamW,
         layer_ids: tuple[int, int, int] | None = None,
         draft_vocab_size: int | None = None,
-        num_draft_tokens: int = 3,
+        num_draft_tokens: int | None = None,
         seed: int = 0,
         export_dir: str | None = None,
     ) -> None:
@@ -77,7 +80,9 @@ class DrafterModule(L.LightningModule):
         if not names or set(names) - set(_LOSSES):
             raise ValueError(f"`loss` names {', '.join(names) or 'nothing'}; choose from {', '.join(_LOSSES)}.")
         self.target = target
-        self.strategy = strategy
+        self.teaching = teaching
+        self.acceptance = AcceptanceRule()
+        """Rule of the engine that quality is measured for; `LongTailIdleCallback` sets that of its engine."""
         self.loss_spec = loss if isinstance(loss, str) else json.dumps(loss)
         self.optimizer = optimizer
         self.seed = seed
@@ -85,8 +90,14 @@ class DrafterModule(L.LightningModule):
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
         self._settings = heads.choose_settings(
-            target, self.target_config, self.head_path, layer_ids, draft_vocab_size, num_draft_tokens
+            target,
+            self.target_config,
+            self.head_path,
+            layer_ids,
+            draft_vocab_size,
+            _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
         )
+        self._follows_selector = num_draft_tokens is None
         self.head: Eagle3DraftModel | None = None
         self.follows_target = True
         self.quality: DraftQuality | None = None
@@ -103,6 +114,16 @@ class DrafterModule(L.LightningModule):
     def num_draft_tokens(self) -> int:
         """Drafted tokens per engine step that quality is measured at."""
         return self._settings.num_draft_tokens
+
+    @property
+    def num_steps(self) -> int:
+        """Drafted tokens that are trained."""
+        return self.teaching.num_steps or self.num_draft_tokens
+
+    def follow_selector(self, longest: int) -> None:
+        """Train and measure drafts of `longest` tokens unless `num_draft_tokens` was given; before it is built."""
+        if self._follows_selector:
+            self._settings = replace(self._settings, num_draft_tokens=longest)
 
     # Building
 
@@ -154,22 +175,22 @@ class DrafterModule(L.LightningModule):
     # Learning
 
     def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a pack, and `drafter/` metrics as tensors on the device; nothing here waits for the device.
+        """Compute the loss of a pack, and `drafter/` metrics as tensors on the device, without waiting for it.
 
         Works without a Trainer.
         """
-        head, strategy = self._built, self.strategy
-        features, fused = unroll(head, batch, strategy.num_steps)
-        masks = step_masks(batch, strategy.num_steps, head.t2d)
+        head, num_steps, regression_weight = self._built, self.num_steps, self.teaching.regression_weight
+        features, fused = unroll(head, batch, num_steps)
+        masks = step_masks(batch, num_steps, head.t2d)
         positions = masks.sum(-1).clamp(min=1)
-        decay = strategy.decay ** torch.arange(strategy.num_steps, device=masks.device)
+        decay = self.teaching.decay ** torch.arange(num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
         predictions, loss = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights)
         metrics = {}
-        if strategy.regression_weight:
+        if regression_weight:
             regression = regress(features, fused, batch.document_ids[0], masks, decay)
             metrics["drafter/regression"] = regression.detach()
-            loss = loss + strategy.regression_weight * regression
+            loss = loss + regression_weight * regression
         metrics["drafter/loss"] = loss.detach()
         agreement = (predictions.top1 & masks).sum(-1) / positions
         metrics |= {f"drafter/top1_pos_{k}": value for k, value in enumerate(agreement, start=1)}
@@ -191,32 +212,34 @@ class DrafterModule(L.LightningModule):
 
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Tensor:
-        """What `quality_of` turns into a quality, (6, K): sums over a pack, which add up over packs and ranks."""
+        """Sum up, for each document of a pack, what `quality_of` turns into a quality: (documents, 6, K) on the CPU.
+
+        The sums add up over documents, packs and ranks. Acceptance is that of `acceptance`, expected over the text as
+        the target wrote it; text of an older policy measures acceptance by that one.
+        """
         head, num_steps = self._built, self.num_draft_tokens
         features, _ = unroll(head, batch, num_steps)
         masks = step_masks(batch, num_steps, head.t2d)
         weights = masks.float()
-        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights)
-        text = torch.stack([shifted(batch.next_ids[0], step) for step in range(num_steps)])
-        walk = count_accepted(predictions.drafts == text, batch.document_ids[0], batch.loss_mask[0])
-        sums = [predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks]
-        return torch.cat([walk, torch.stack([values.sum(-1).double().cpu() for values in sums])])
+        rates, matches = torch.zeros_like(weights), torch.zeros_like(weights)
+        written = heads.draft_ids(head, batch.next_ids[0])
 
-    def evaluate(self, batches: Sequence[PackedBatch]) -> DraftQuality:
-        """How well the head drafts `num_draft_tokens` tokens on text that the target wrote.
+        def judge(step: int, rows: slice, logits: Tensor, targets: Tensor) -> None:
+            tokens = shifted(written, step)[rows]
+            rates[step, rows], matches[step, rows] = self.acceptance.judge(logits, targets, tokens)
 
-        Acceptance is counted, not estimated from distributions: an engine that drafts greedily accepts a draft with
-        the probability that the target writes that token, so on the target's own samples it accepts exactly the drafts
-        that the text contains, at any temperature. The engine's steps are retraced over the text. Text of an older
-        policy measures acceptance by that one.
-        """
-        if not batches:
-            raise ValueError("`batches` is empty: there is nothing to measure the drafter on.")
-        return quality_of(torch.stack([self.measure(batch) for batch in batches]).sum(0))
+        terms = self._terms(batch)
+        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], terms, weights, judge)
+        steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
+        sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
+        by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)
+        documents = batch.document_ids[0].clamp(min=0).cpu()  # nothing counts in padding
+        by_document.index_add_(0, documents, sums.double().cpu().movedim(-1, 0))
+        return torch.cat([steps, by_document], 1)
 
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
-        self._sums.append(self.measure(batch))
+        self._sums.append(self.measure(batch).sum(0))
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -239,7 +262,7 @@ class DrafterModule(L.LightningModule):
         return bool(self._built.use_draft_vocab) and self.follows_target
 
     def trainable_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that an engine takes and a snapshot holds, live and detached.
+        """Yield the tensors that an engine takes and a checkpoint holds, live and detached.
 
         These are the trained ones and, if it `has_policy_rows`, those, which must follow the policy. The embedding and
         a whole output head are shared with the policy in the engine and never travel.
@@ -269,7 +292,7 @@ class DrafterModule(L.LightningModule):
 
         Args:
             path: The directory; files of an earlier export are overwritten.
-            quality: For the README, from `evaluate`.
+            quality: For the README.
         """
         tensors = dict(self.trainable_tensors())
         if not self.follows_target:

@@ -8,7 +8,7 @@ sequence of `n` tokens has `n - 2` entries: the last token is only ever drafted.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def num_entries(num_tokens: int) -> int:
-    """Entries of a sequence of `num_tokens` tokens."""
+    """Count the entries of a sequence of `num_tokens` tokens."""
     return max(0, num_tokens - 2)
 
 
@@ -87,43 +87,28 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
     return packs
 
 
-def pack(sequences: Sequence[PolicyText], num_tokens: int, device: torch.device | None = None) -> list[PackedBatch]:
-    """Pack `sequences` into batches of `num_tokens` entries each.
-
-    All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
-    pieces, which keep their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.
-
-    Args:
-        sequences: On one device.
-        num_tokens: A multiple of 128, which suits every kernel.
-        device: Where the packs lie, in the type of the states; None is where these are.
-    """
-    check_num_tokens(num_tokens)
-    plans = plan_packs([len(sequence) for sequence in sequences], num_tokens)
-    return list(fill_packs(sequences, plans, num_tokens, device))
-
-
 def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
     """Raise ValueError, which names the `argument` that it was given as, unless `num_tokens` can be a pack's length."""
     if num_tokens < 128 or num_tokens % 128:
         raise ValueError(f"`{argument}` must be a positive multiple of 128, got {num_tokens}.")
 
 
-def fill_packs(
-    sequences: Sequence[PolicyText],
-    plans: Iterable[Sequence[Piece]],
-    num_tokens: int,
-    device: torch.device | None = None,
+def packs_of(
+    sequences: Sequence[PolicyText], num_tokens: int, device: torch.device | None = None
 ) -> Iterator[PackedBatch]:
-    """The packs that `plan_packs` planned for `sequences`, each made when it is asked for; see `fill_pack`."""
-    for plan in plans:
+    """Yield packs of `num_tokens` entries with all of `sequences`, each made when it is asked for; see `fill_pack`.
+
+    All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
+    pieces, which keep their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.
+    """
+    for plan in plan_packs([len(sequence) for sequence in sequences], num_tokens):
         yield fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens, device)
 
 
 def fill_pack(
     pieces: Sequence[tuple[PolicyText, Piece]], num_tokens: int, device: torch.device | None = None
 ) -> PackedBatch:
-    """The pack of `num_tokens` entries that holds `pieces`, each with the sequence it is a part of.
+    """Make the pack of `num_tokens` entries that holds `pieces`, each with the sequence it is a part of.
 
     States go straight to `device`, where the sequences lie if not given: packed on the host first they would be copied
     twice, once into new memory, which takes longer than either.

@@ -1,11 +1,52 @@
-"""How well a head drafts, measured on text that its target wrote."""
+"""Quality of a head's drafts, measured on text that its target wrote.
+
+The measure is the engine's own: tokens per request and engine step, expected under the rule by which it accepts drafts.
+It follows from the target's and the head's distributions, and varies less than counts of accepted drafts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_COLDEST = 1e-3  # temperature of a distribution that is all but certain
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceRule:
+    """Rule by which the engine drafts and accepts (Leviathan et al., 2023, arXiv 2211.17192).
+
+    Args:
+        samples_drafts: Drafts are sampled from the head's distribution q and accepted with `min(1, p / q)`, in all with
+            `sum of min(p, q)`; else they are its likeliest token, accepted with the target's p of it.
+        temperature: Sampling temperature, of both p and q. Truncation (`top_p`, `top_k`) is not accounted for.
+    """
+
+    samples_drafts: bool = False
+    temperature: float = 1.0
+
+    def judge(self, logits: Tensor, targets: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chance that a draft is accepted, and the same given the token that was written, (n,) each.
+
+        Args:
+            logits: Of the head over its `V` tokens. (n, V)
+            targets: Of the target over the same tokens. (n, V)
+            written: Which of them the text has; -1 is a token that the head cannot draft. (n,)
+        """
+        temperature = max(self.temperature, _COLDEST)
+        p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
+        is_known, token = written >= 0, written.clamp(min=0)[:, None]
+        if self.samples_drafts:
+            matches = (q.gather(-1, token) / p.gather(-1, token)).clamp(max=1)[:, 0]
+            rates = torch.minimum(p, q, out=q).sum(-1)
+        else:
+            drafts = logits.argmax(-1, keepdim=True)
+            rates, matches = p.gather(-1, drafts)[:, 0], (drafts == token)[:, 0].float()
+        # The target's distribution is known over the head's tokens alone; a text that leaves them stands for the rest.
+        return rates * is_known, matches * is_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +54,11 @@ class DraftQuality:
     """What a head is worth at `K` drafted tokens; tuples hold one value per drafted token.
 
     Args:
-        accepted: Share of engine steps in which this draft and all before it are accepted.
+        accepted: Share of engine steps expected to accept this draft and all before it.
         top1: Share of positions where the head's likeliest token is the target's.
         top3: Share of positions where the target's likeliest token is among the head's three likeliest.
         loss: Mean training loss, undecayed.
-        num_steps: Engine steps that `accepted` is the mean over.
+        num_steps: Engine steps that `accepted` is the mean over, as far as one can tell from the text.
     """
 
     accepted: tuple[float, ...]
@@ -28,11 +69,11 @@ class DraftQuality:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens an engine step emits, the one that needs no draft included; `K + 1` at best."""
+        """Tokens per request and engine step, the one that needs no draft included; `K + 1` at best."""
         return 1 + sum(self.accepted)
 
     def metrics(self, prefix: str = "drafter/") -> dict[str, float]:
-        """The numbers under the project's metric names."""
+        """Name the numbers as the loggers see them."""
         values = {"acceptance_length": self.acceptance_length}
         for name in ("top1", "top3", "loss"):
             values |= {f"{name}_pos_{k}": value for k, value in enumerate(getattr(self, name), start=1)}
@@ -41,7 +82,7 @@ class DraftQuality:
 
 
 def quality_of(sums: Tensor) -> DraftQuality:
-    """The quality from sums over batches and ranks.
+    """Turn sums over packs and ranks into a quality.
 
     Args:
         sums: Accepted drafts, engine steps, then top1, top3 and loss, and the positions these three are over. (6, K)
@@ -49,43 +90,53 @@ def quality_of(sums: Tensor) -> DraftQuality:
     accepted, steps, top1, top3, loss, positions = sums.tolist()
 
     def means(values: list[float], counts: list[float]) -> tuple[float, ...]:
-        return tuple(value / max(1, count) for value, count in zip(values, counts, strict=True))
+        return tuple(value / count if count else 0.0 for value, count in zip(values, counts, strict=True))
 
     return DraftQuality(
         accepted=means(accepted, steps),
         top1=means(top1, positions),
         top3=means(top3, positions),
         loss=means(loss, positions),
-        num_steps=int(steps[0]),
+        num_steps=round(steps[0]),
     )
 
 
-def count_accepted(matches: Tensor, documents: Tensor, is_response: Tensor) -> Tensor:
-    """Retrace how an engine that drafts `K` tokens a step would have written the texts.
+def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is_response: Tensor) -> Tensor:
+    """Retrace over each text how an engine that drafts `K` tokens a step would have written it.
 
-    A step drafts from an entry, keeps the drafts that match the text up to the first that does not, and adds the
-    token that the text has there: the next step starts one entry after the last match. Steps whose drafts would reach
-    beyond the text are left out.
+    Given the text, a step that starts from entry `i` accepts its first `k` drafts with the chance that each of them
+    matches; the next step starts one entry after the last match. So `visits`, the chance that a step starts from an
+    entry, follows from those before it. Of the last draft that counts, not the match with the one token that was
+    written is taken but its mean over all that the target might have written, which is the same on average and varies
+    less. Steps whose drafts would reach beyond the text are left out.
 
     Args:
-        matches: The draft of each step and entry is the text's token. (K, T), bool
-        documents: Number of the text of each entry. (T,)
+        rates: Chance that a draft is accepted, over the target's distribution. (K, T)
+        matches: The same given the token that was written; 0 or 1 for greedy drafts. (K, T)
+        lengths: Entries of each document, in their order; padding may follow.
         is_response: Entries that drafting may start from. (T,), bool
 
     Returns:
-        How often the k-th draft and all before it were accepted, and how many steps there were. (2, K)
+        Engine steps expected to accept the k-th draft and all before it, and engine steps, for each document.
+        (documents, 2, K)
     """
-    num_drafts = len(matches)
-    runs = matches.long().cumprod(0).sum(0).tolist()
-    responses = is_response.tolist()
-    counts = [0] * (num_drafts + 1)
-    stop = 0
-    for length in documents.unique_consecutive(return_counts=True)[1].tolist():
-        entry, stop = stop, stop + length
-        while entry + num_drafts <= stop:
-            if responses[entry]:
-                counts[runs[entry]] += 1
-                entry += runs[entry]
-            entry += 1
-    accepted = [sum(counts[k:]) for k in range(1, num_drafts + 1)]
-    return torch.tensor([accepted, [sum(counts)] * num_drafts], dtype=torch.float64)
+    num_drafts, responses = len(rates), is_response.tolist()
+    each_rate, each_match = rates.double().T.tolist(), matches.double().T.tolist()
+    results, start = [], 0
+    for length in lengths:
+        accepted, steps = [0.0] * num_drafts, 0.0
+        first = next((entry for entry in range(start, start + length) if responses[entry]), start + length)
+        visits = {first: 1.0}
+        for entry in range(first, start + length - num_drafts + 1):
+            if not (run := visits.pop(entry, 0.0)):
+                continue
+            steps += run
+            for k in range(num_drafts):
+                accepted[k] += run * each_rate[entry][k]
+                longer = run * each_match[entry][k]
+                visits[entry + k + 1] = visits.get(entry + k + 1, 0.0) + run - longer
+                run = longer
+            visits[entry + num_drafts + 1] = visits.get(entry + num_drafts + 1, 0.0) + run
+        results.append([accepted, [steps] * num_drafts])
+        start += length
+    return torch.tensor(results, dtype=torch.float64).reshape(-1, 2, num_drafts)

@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, fill_packs, plan_packs
+from tlt_lightning.drafter.packing import PackedBatch, fill_pack, packs_of, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.long_tail.buffer import DrafterBuffer
@@ -170,7 +170,9 @@ class DrafterTrainer:
             sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, generator)
             plans = plan_packs([len(sequence) for sequence in sequences], self.pack_tokens)
             order = torch.randperm(len(plans), generator=generator).tolist()
-            yield from fill_packs(sequences, [plans[index] for index in order], self.pack_tokens, self.device)
+            for plan in (plans[index] for index in order):
+                pieces = [(sequences[piece.sequence], piece) for piece in plan]
+                yield fill_pack(pieces, self.pack_tokens, self.device)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
@@ -218,11 +220,9 @@ class DrafterTrainer:
     def _measure(self) -> DraftQuality:
         """What the weights of now are worth on held-out text."""
         sums = torch.zeros(6, self.drafter.num_draft_tokens, dtype=torch.float64)
-        held_out = self.buffer.held_out
-        plans = plan_packs([len(sequence) for sequence in held_out], self.pack_tokens)
         with self._autocast():
-            for batch in fill_packs(held_out, plans, self.pack_tokens, self.device):
-                sums += self.drafter.measure(batch)
+            for batch in packs_of(self.buffer.held_out, self.pack_tokens, self.device):
+                sums += self.drafter.measure(batch).sum(0)
         if self._sum_over_ranks is not None:
             sums = self._sum_over_ranks(sums.float().to(self.device)).cpu()
         return quality_of(sums)

@@ -79,6 +79,11 @@ def check_head(head: HeadShape, policy: str) -> None:
         )
 
 
+def canonical_name(name: str) -> str:
+    """Name a tensor as `speculators` does where other formats call it `midlayer.*` or prefix it with `model.`."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
     """The layers that vLLM takes for an EAGLE-3 head that names none."""
     return (2, num_layers // 2, num_layers - 3)

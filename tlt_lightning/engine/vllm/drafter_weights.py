@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.speculation.eagle3_files import canonical_name
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -49,11 +50,6 @@ def update_head(
         held = held_weight(drafter.get_submodule(name))[: expected.shape[0]]
         if not torch.equal(held, expected.to(held.device, held.dtype)):
             raise RuntimeError(f"The drafter's {name!r} does not hold the weights that `update_drafter` was given.")
-
-
-def canonical_name(name: str) -> str:
-    """The name `speculators` gives a tensor that other formats call `midlayer.*` or prefix with `model.`."""
-    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, shares_head: bool) -> None:
