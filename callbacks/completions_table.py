@@ -10,8 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from tlt_lightning.data.batch import Rollout
-from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning import Rollout, RolloutCallback
 
 COLUMNS = ["reward", "tokens", "finish_reason", "prompt", "response", "answer"]
 

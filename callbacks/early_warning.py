@@ -10,9 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tlt_lightning.data.batch import Rollout
-from tlt_lightning.hooks import RolloutCallback
-from tlt_lightning.metrics import zero_std_share
+from tlt_lightning import Rollout, RolloutCallback, zero_std_share
 
 MIN_EARLIER_ITERATIONS = 3
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import lightning as L
 import numpy as np
 
-from tlt_lightning.data.batch import Rollout
-from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning import Rollout, RolloutCallback
 
 
 class LengthHistogram(RolloutCallback):

@@ -3,44 +3,61 @@
 Names are imported on first use: `import tlt_lightning` loads neither vllm nor transformers nor speculators.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # read below, too, so that each public name is written once
+    from tlt_lightning.callbacks.completions_writer import CompletionsWriter as CompletionsWriter
+    from tlt_lightning.callbacks.progress_bar import RolloutProgressBar as RolloutProgressBar
+    from tlt_lightning.callbacks.run_report import RunReport as RunReport
     from tlt_lightning.critic import CriticConfig as CriticConfig
+    from tlt_lightning.data.batch import Prompt as Prompt
+    from tlt_lightning.data.batch import Rollout as Rollout
+    from tlt_lightning.data.batch import RolloutBatch as RolloutBatch
+    from tlt_lightning.data.dynamic_sampling import DynamicSampling as DynamicSampling
     from tlt_lightning.data.module import RolloutDataModule as RolloutDataModule
     from tlt_lightning.data.prompts import PromptSource as PromptSource
     from tlt_lightning.drafter.data import DrafterDataModule as DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule as DrafterModule
-    from tlt_lightning.engine import Sampling as Sampling
-    from tlt_lightning.engine import Speculation as Speculation
-    from tlt_lightning.engine import TransformersEngine as TransformersEngine
-    from tlt_lightning.engine import VLLMEngine as VLLMEngine
+    from tlt_lightning.engine.base import Request as Request
+    from tlt_lightning.engine.base import Response as Response
+    from tlt_lightning.engine.base import RolloutEngine as RolloutEngine
+    from tlt_lightning.engine.base import RolloutProgress as RolloutProgress
+    from tlt_lightning.engine.base import Sampling as Sampling
+    from tlt_lightning.engine.transformers import TransformersEngine as TransformersEngine
+    from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
+    from tlt_lightning.engine.vllm.speculation import Speculation as Speculation
     from tlt_lightning.export import export_policy as export_policy
+    from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
+    from tlt_lightning.hidden_states import PolicyText as PolicyText
+    from tlt_lightning.hooks import IdleWindow as IdleWindow
     from tlt_lightning.hooks import RolloutCallback as RolloutCallback
     from tlt_lightning.long_tail.callback import LongTailIdleCallback as LongTailIdleCallback
+    from tlt_lightning.metrics import IterationLog as IterationLog
+    from tlt_lightning.metrics import zero_std_share as zero_std_share
     from tlt_lightning.module import RLModule as RLModule
+    from tlt_lightning.objectives.base import ObjectiveOutput as ObjectiveOutput
+    from tlt_lightning.objectives.base import PolicyObjective as PolicyObjective
     from tlt_lightning.policy import LoRA as LoRA
     from tlt_lightning.rewards import RewardTerm as RewardTerm
+    from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector
+    from tlt_lightning.speculation.selectors.cost_model import CostModelSelector as CostModelSelector
+    from tlt_lightning.speculation.selectors.fixed import FixedSelector as FixedSelector
+    from tlt_lightning.speculation.selectors.threshold import ThresholdSelector as ThresholdSelector
+    from tlt_lightning.speculation.strategy import MeasuredStep as MeasuredStep
+    from tlt_lightning.speculation.strategy import SelectorState as SelectorState
+    from tlt_lightning.speculation.strategy import Strategy as Strategy
+    from tlt_lightning.speculation.strategy import StrategySelector as StrategySelector
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CriticConfig": "critic",
-    "DrafterDataModule": "drafter.data",
-    "DrafterModule": "drafter.module",
-    "LoRA": "policy",
-    "LongTailIdleCallback": "long_tail.callback",
-    "PromptSource": "data.prompts",
-    "RLModule": "module",
-    "RewardTerm": "rewards",
-    "RolloutCallback": "hooks",
-    "RolloutDataModule": "data.module",
-    "Sampling": "engine",
-    "Speculation": "engine",
-    "TransformersEngine": "engine",
-    "VLLMEngine": "engine",
-    "export_policy": "export",
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{__name__}.")
+    for alias in node.names
 }
 
 __all__ = [*_HOMES, "__version__"]
@@ -49,7 +66,7 @@ __all__ = [*_HOMES, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -127,7 +127,7 @@ def test_a_reward_that_scores_nothing_ends_the_run_unless_it_predicts(collector:
         raise KeyError("ground_truth")
 
     collector.rewards = RewardPool([RewardTerm(function=broken)])
-    with pytest.raises(RuntimeError, match="`broken` scored none of the last 10 responses.*'ground_truth'"):
+    with pytest.raises(RuntimeError, match=r"`broken` scored none of the last 10 responses.*'ground_truth'"):
         collect(collector)
     collector.trainer.predicting = True  # type: ignore[misc]
     assert [rollout.reward for rollout in collect(collector)] == [0.0] * 10
