@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tlt_lightning.arguments import check_at_least, check_distinct, check_positive, check_share, check_within
+from tlt_lightning.arguments import (
+    check_at_least,
+    check_distinct,
+    check_positive,
+    check_share,
+    check_type,
+    check_within,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +43,11 @@ def test_the_remedy_ends_the_message(check: Callable[[str], None]) -> None:
         check("Drop it.")
     with pytest.raises(ValueError, match=r"got 0\.$"):
         check("")
+
+
+def test_a_type_is_asked_of_objects_and_not_of_classes() -> None:
+    check_type("a", 1, int, "Give 1.")
+    with pytest.raises(TypeError, match=r"`a` must be a int, got a str\. Give 1\."):
+        check_type("a", "1", int, "Give 1.")
+    with pytest.raises(TypeError, match=r"`a` must be a int, got the class int itself\."):
+        check_type("a", int, int, "Give 1.")

@@ -391,6 +391,19 @@ def test_an_objective_that_assumes_another_length_limit_is_refused(
         make_trainer(tmp_path).fit(make_module(policy_path, objective=DrGRPO()), make_data(prompts_path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a str, got a Linear\. Save a model"),
+        ({"objective": GRPO}, "`objective` must be a PolicyObjective, got the class GRPO itself"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        RLModule(**{"policy": "some/model", "objective": GRPO(), **arguments})
+
+
 def test_ppo_without_a_critic_is_refused(policy_path: str) -> None:
     with pytest.raises(ValueError, match="critic"):
         make_module(policy_path, objective=PPO())

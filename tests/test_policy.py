@@ -161,6 +161,14 @@ def test_a_generic_tokenizer_beside_a_qwen2_config_keeps_its_decoder(policy_path
     assert load_tokenizer(policy_path).decode([13, 14, 5, 15]) == "1 2 + 3"
 
 
+def test_a_folder_without_tokenizer_files_is_refused(policy_path: str, tmp_path: Path) -> None:
+    import shutil
+
+    path = shutil.copytree(policy_path, tmp_path / "policy", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ValueError, match=r"tokenizer of `policy` '.*policy' knows no words"):
+        load_tokenizer(str(path))
+
+
 def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path: Path) -> None:
     import shutil
 

@@ -32,6 +32,13 @@ def check_share(name: str, value: float) -> None:
         raise ValueError(f"`{name}` is a share in [0, 1), got {value}.")
 
 
+def check_type(name: str, value: object, kind: type, remedy: str) -> None:
+    """Raise TypeError unless `value` of argument `name` is an object of `kind`; `remedy` ends the message."""
+    if not isinstance(value, kind):
+        got = f"the class {value.__name__} itself" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TypeError(f"`{name}` must be a {kind.__name__}, got {got}. {remedy}")
+
+
 def check_distinct(name: str, values: Sequence[object]) -> None:
     """Raise ValueError if `values` of argument `name` are none at all, or repeat themselves."""
     if not values:

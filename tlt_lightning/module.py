@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_type
 from tlt_lightning.checks import check_trainer
 from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
@@ -64,6 +65,13 @@ class RLModule(L.LightningModule):
         attn_implementation: str = "sdpa",
     ) -> None:
         super().__init__()
+        check_type("policy", policy, str, "Save a model with `save_pretrained` and give its folder.")
+        check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
+        if not callable(optimizer):
+            raise TypeError(
+                f"`optimizer` must build one from parameters, as `torch.optim.AdamW` and `lambda parameters: AdamW("
+                f"parameters, lr=1e-6)` do, got a {type(optimizer).__name__} that is built already."
+            )
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "

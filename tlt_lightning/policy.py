@@ -61,6 +61,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it."
         )
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes of a folder without its files
+        raise ValueError(
+            f"The tokenizer of `policy` {path!r} knows no words: save it there with `tokenizer.save_pretrained`."
+        )
     return tokenizer
 
 

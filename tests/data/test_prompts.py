@@ -1,9 +1,12 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 
+from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.policy import load_tokenizer
 
@@ -76,24 +79,104 @@ def test_long_prompts_are_dropped_and_reported(
     assert [prompt.index for prompt in prompts] == [1]
     assert "1 of 2 prompts" in caplog.text
     assert "longest has 6" in caplog.text
-    with pytest.raises(ValueError, match="1 of 2 prompts"):
-        load_prompts(PromptSource(path=path), tokenizer, max_prompt_tokens=4, too_long="error")
-
-
-def test_missing_file_is_an_error_at_once() -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        PromptSource(path="nowhere.jsonl")
 
 
 @pytest.mark.parametrize(("column", "name"), [("prompt_column", "question"), ("answer_column", "solution")])
 def test_missing_column_names_those_there_are(column: str, name: str, prompts_path: str) -> None:
     with pytest.raises(ValueError, match=f"no column '{name}'; it has prompt, answer"):
-        PromptSource(path=prompts_path, **{column: name}).rows()
+        PromptSource(path=prompts_path, **{column: name}).read()
 
 
 def test_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rows"):
-        PromptSource(path=write(tmp_path / "empty.jsonl", [])).rows()
+        PromptSource(path=write(tmp_path / "empty.jsonl", [])).read()
+
+
+CONVERSATION = [{"role": "system", "content": "1"}, {"role": "user", "content": "0 1 ="}]
+
+
+def chat_tokenizer(policy_path: str) -> Any:
+    tokenizer = load_tokenizer(policy_path)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def load_rows(rows: list[dict], tokenizer: Any, **settings: Any) -> list[Prompt]:
+    return load_prompts(PromptSource(rows=rows, answer_column=None, **settings), tokenizer, max_prompt_tokens=64)
+
+
+def test_a_conversation_is_written_by_the_chat_template(policy_path: str, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(policy_path)
+    path = write(tmp_path / "a.jsonl", [{"prompt": CONVERSATION, "answer": 1}])
+    (prompt,) = load_prompts(PromptSource(path=path), tokenizer, max_prompt_tokens=64)
+    assert prompt.text == "system = 1 user = 0 1 = :"
+    assert prompt.question == "0 1 ="
+    assert prompt.row["prompt"] == CONVERSATION
+    (prompt,) = load_rows([{"prompt": CONVERSATION[1:]}], tokenizer, system_prompt="2")
+    assert prompt.text == "system = 2 user = 0 1 = :"
+
+
+def test_variables_reach_the_chat_template(policy_path: str) -> None:
+    tokenizer = load_tokenizer(policy_path)
+    tokenizer.chat_template = "{{ messages[0].content }} {% if enable_thinking %}1{% else %}2{% endif %}"
+    (prompt,) = load_rows([{"prompt": "0"}], tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert prompt.text == "0 2"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"),
+    [
+        (None, "must hold text or a list of messages, .* got None"),
+        ("", "must hold text"),
+        (5, "must hold text"),
+        (["1"], "must hold text"),
+        ([], "must hold text"),
+        ([{"role": "user"}], "must hold text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "must hold text"),
+        ([*CONVERSATION, {"role": "assistant", "content": "1"}], "ends with what the assistant says, '1'"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_its_row(prompt: Any, match: str, policy_path: str) -> None:
+    rows = [{"prompt": "1"}, {"prompt": prompt}]
+    with pytest.raises(ValueError, match=f"Row 1 of the rows: `prompt_column` 'prompt' {match}"):
+        load_rows(rows, chat_tokenizer(policy_path))
+
+
+def test_a_conversation_that_cannot_be_written_is_refused(policy_path: str) -> None:
+    with pytest.raises(ValueError, match=r"Row 0 .* needs a tokenizer with a chat template"):
+        load_rows([{"prompt": CONVERSATION}], load_tokenizer(policy_path))
+    with pytest.raises(ValueError, match=r"Row 0 .* system message of its own"):
+        load_rows([{"prompt": CONVERSATION}], chat_tokenizer(policy_path), system_prompt="2")
+
+
+def test_sources_are_made_of_what_python_users_have(prompts_path: str) -> None:
+    from datasets import Dataset
+
+    rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()]
+    for data in (prompts_path, Path(prompts_path), rows, Dataset.from_list(rows), PromptSource(path=prompts_path)):
+        assert PromptSource.of(data).read() == rows
+    assert PromptSource(rows=rows, split="train[2:4]").read() == rows[2:4]
+
+
+def test_rows_in_yaml_keep_their_types() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--train", type=PromptSource)
+    row = {"prompt": "1", "answer": "2024-01-01", "numbers": [{"a": "2", "b": 2}]}
+    config = parser.parse_object({"train": {"rows": [row]}})
+    config = parser.parse_string(parser.dump(config))
+    assert parser.instantiate_classes(config).train.read() == [row]
+
+
+def test_what_is_no_source_is_refused(prompts_path: str) -> None:
+    from datasets import Dataset, DatasetDict
+
+    with pytest.raises(TypeError, match=r"got DatasetDict of \['test', 'train'\]; choose one"):
+        PromptSource.of(DatasetDict(train=Dataset.from_list([{"a": 1}]), test=Dataset.from_list([{"a": 1}])))
+    with pytest.raises(TypeError, match=r"a path, a `datasets.Dataset` or a list of rows, got int"):
+        PromptSource.of(5)
+    for settings in ({}, {"path": prompts_path, "rows": []}):
+        with pytest.raises(ValueError, match="needs a `path` or `rows`, and not both"):
+            PromptSource(**settings)
 
 
 def test_cursor_uses_every_prompt_once_a_pass_in_changing_order() -> None:

@@ -105,7 +105,7 @@ def test_data_path_of_the_recipe_tells_good_responses_from_bad_ones(
 
 def test_arc_template_lists_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = instantiate("grpo_arc_1gpu", tmp_path, monkeypatch).datamodule.train_source
-    question = source.question(ARC[0])
+    question = source.messages(ARC[0])[-1]["content"]
     assert question.startswith("Which of these conducts electricity best?\nA. wood\nB. copper\nC. glass\n")
 
 

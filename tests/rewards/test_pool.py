@@ -164,12 +164,12 @@ def bad_functions() -> list[Any]:
 
 @pytest.mark.parametrize("function", bad_functions(), ids=lambda f: getattr(f, "name", None) or f.__name__)
 def test_a_bad_function_is_counted_logged_and_scored(function: Any, make_pool, caplog) -> None:
-    pool = make_pool(function, length, num_workers=1, on_error=-1.0)
+    pool = make_pool(function, length, num_workers=1)
     name = pool.terms[0].name
     with caplog.at_level(logging.WARNING):
         for key in range(3):
             pool.submit(key, "the prompt", "long " * 1000, {})
-        assert pool.collect() == {key: {name: -1.0, "length": 5000.0} for key in range(3)}
+        assert pool.collect() == {key: {name: 0.0, "length": 5000.0} for key in range(3)}
     assert pool.stats[f"reward/{name}_errors"] == 3
     assert pool.stats[f"reward/{name}_timeouts"] == 0
     (record,) = caplog.records
@@ -209,9 +209,9 @@ def test_what_none_means_elsewhere_is_said(make_pool, caplog) -> None:
 
 @pytest.mark.parametrize(("value", "weight"), [(1e308, 1.0), (-1e39, 0.0), (1e10, 1e10)])
 def test_scores_that_float32_cannot_learn_from_are_errors(value: float, weight: float, make_pool, caplog) -> None:
-    pool = make_pool(RewardTerm(function=lambda p, r, row: value, name="huge", weight=weight), on_error=-1.0)
+    pool = make_pool(RewardTerm(function=lambda p, r, row: value, name="huge", weight=weight))
     pool.submit(0, "", "", {})
-    assert pool.collect() == {0: {"huge": -1.0}}
+    assert pool.collect() == {0: {"huge": 0.0}}
     assert pool.stats["reward/huge_errors"] == 1
     assert "beyond 1e+16" in caplog.text
 
@@ -419,8 +419,6 @@ def test_a_key_is_used_once(make_pool) -> None:
         ({"timeout": 0.0}, "`timeout` must be a positive"),
         ({"timeout": float("nan")}, "`timeout` must be a positive"),
         ({"timeout": float("inf")}, "`timeout` must be a positive"),
-        ({"on_error": float("nan")}, "`on_error` must be a number"),
-        ({"on_error": 1e300}, "`on_error` must be a number"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:

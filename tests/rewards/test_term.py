@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 
 from tlt_lightning import rewards
 from tlt_lightning.rewards import Format, PythonTests, RewardModel, RewardTerm, countdown, exact_match
+from tlt_lightning.rewards.term import as_terms
 
 ALL_TERMS = """
 terms:
@@ -116,6 +117,20 @@ def test_names_follow_the_function() -> None:
 def test_bad_terms_are_refused(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         RewardTerm(**arguments)
+
+
+def test_functions_of_a_list_become_terms() -> None:
+    term = RewardTerm(function=exact_match, weight=0.5)
+    assert as_terms([slow_judge, term]) == [RewardTerm(function=slow_judge), term]
+
+
+def test_what_is_no_list_of_rewards_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`rewards` must be a list of functions .* put it into a list"):
+        as_terms(exact_match)
+    with pytest.raises(TypeError, match="`function` must be callable"):
+        as_terms(["exact_match"])
+    with pytest.raises(ValueError, match="`rewards` is empty"):
+        as_terms([])
 
 
 def test_every_public_name_exists() -> None:

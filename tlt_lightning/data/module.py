@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_type
 from tlt_lightning.checks import check_context, check_sizes, check_trainer
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
@@ -27,6 +27,7 @@ from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.seeds import run_seed, seed_of
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
-        rewards: Reward functions and their weights. The first one also decides what counts as correct in `val/accuracy`
-            and pass@k: a score above one half.
-        train: Prompts to learn from.
+        rewards: Reward functions and their weights; in Python also plain functions. The first one also decides what
+            counts as correct in `val/accuracy` and pass@k: a score above one half.
+        train: Prompts to learn from; in Python also a path, a `datasets.Dataset` or a list of rows.
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
@@ -64,7 +65,7 @@ class RolloutDataModule(L.LightningDataModule):
     def __init__(
         self,
         engine: RolloutEngine,
-        rewards: list[RewardTerm],
+        rewards: list[RewardTerm],  # and what `as_terms` and `PromptSource.of` take; the types are the command line's
         train: PromptSource | None = None,
         val: PromptSource | None = None,
         group_size: int = 8,
@@ -88,13 +89,14 @@ class RolloutDataModule(L.LightningDataModule):
             ("max_prompt_tokens", max_prompt_tokens),
         ):
             check_at_least(name, size, 1)
-        if not rewards:
-            raise ValueError("`rewards` is empty; give at least one reward function.")
+        check_type("engine", engine, RolloutEngine, "Give for example `VLLMEngine()`.")
+        check_type("sampling", sampling, Sampling, "Give for example `Sampling(max_tokens=512)`.")
         if sampling.temperature == 0:
             raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
         self.engine = engine
-        self.rewards = rewards
-        self.train_source, self.val_source = train, val
+        self.rewards = as_terms(rewards)
+        self.train_source = None if train is None else PromptSource.of(train)
+        self.val_source = None if val is None else PromptSource.of(val)
         self.group_size = group_size
         self.prompts_per_iteration = prompts_per_iteration
         self.micro_batch_size = micro_batch_size
@@ -148,6 +150,12 @@ class RolloutDataModule(L.LightningDataModule):
         if name == "val" and len(prompts) < self._trainer.world_size:
             raise MisconfigurationException(
                 f"`data.val` has {len(prompts)} prompts, fewer than {self._trainer.world_size} ranks; give each one."
+            )
+        if name == "train" and needed and len(prompts) < self.prompts_per_iteration:
+            log.warning(
+                "`data.prompts_per_iteration` is %d, but `data.train` has %d prompts: an iteration answers some "
+                "more than once, in groups of their own.",
+                *(self.prompts_per_iteration, len(prompts)),
             )
         return prompts
 

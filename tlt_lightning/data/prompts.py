@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tlt_lightning.data.batch import Prompt
+from tlt_lightning.data.rows import Row, check_path, complete, cut, read_rows
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -18,16 +20,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+Message = dict[str, Any]
+"""A turn of a conversation: `role` and `content`, and whatever else the chat template reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
     """Name a data set and the way from its rows to prompts.
 
+    A prompt is text, or a conversation: a list of messages with `role` and `content`, which the tokenizer's chat
+    template writes as it is. Rewards receive a conversation's last message as the prompt, and all of it in the row.
+
     Args:
-        path: A JSONL or Parquet file, or the name of a dataset on the hub.
-        split: Split of a hub dataset.
+        path: A file (.jsonl, .json, .csv, each perhaps .gz; .parquet), a folder that `datasets` has saved or can load,
+            or the name of a dataset on the hub.
+        rows: Rows in the place of a path: a list of dictionaries or a `datasets.Dataset`.
+        split: Split to read, or slices such as `train[:100]`; files and rows are all `train`.
         config: Configuration of a hub dataset, for example `main` of GSM8K.
         prompt_column: Column with the question.
         answer_column: Column with the answer that rewards compare to; None if they need none.
@@ -35,9 +43,11 @@ class PromptSource:
             columns; replaces `prompt_column`.
         system_prompt: Put before the question when the tokenizer has a chat template.
         chat: Apply the tokenizer's chat template; None applies it if there is one.
+        chat_template_kwargs: Variables of the chat template, for example `enable_thinking: false` for Qwen3.
     """
 
-    path: str
+    path: str = ""
+    rows: Sequence[dict] | None = field(default=None, repr=False)  # `Any` in it would make YAML's '5' a number
     split: str = "train"
     config: str | None = None
     prompt_column: str = "prompt"
@@ -45,39 +55,81 @@ class PromptSource:
     template: str | None = None
     system_prompt: str | None = None
     chat: bool | None = None
+    chat_template_kwargs: dict | None = None
 
     def __post_init__(self) -> None:
-        if Path(self.path).suffix in _READERS and not Path(self.path).is_file():
-            raise FileNotFoundError(f"`path` {self.path!r} does not exist (from {Path.cwd()}).")
+        if bool(self.path) == (self.rows is not None):
+            raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
+        if self.rows is None:
+            object.__setattr__(self, "path", str(self.path))
+            check_path(self.path)
 
-    def rows(self) -> list[dict[str, Any]]:
+    @classmethod
+    def of(cls, data: Any) -> PromptSource:
+        """Make a source with the usual columns of a path, a `datasets.Dataset` or a list of rows."""
+        if isinstance(data, PromptSource):
+            return data
+        if isinstance(data, str | Path):
+            return cls(path=str(data))
+        if isinstance(data, Mapping) or not all(hasattr(data, name) for name in ("__len__", "__getitem__")):
+            raise TypeError(
+                "Prompts must be a `PromptSource`, a path, a `datasets.Dataset` or a list of rows, got "
+                f"{type(data).__name__}{f' of {sorted(data)}; choose one' if isinstance(data, Mapping) else ''}."
+            )
+        return cls(rows=data)
+
+    @property
+    def name(self) -> str:
+        """Name the data in messages."""
+        return repr(self.path) if self.path else "the rows"
+
+    def read(self) -> list[Row]:
         """Read all rows; raises ValueError if there are none or a column is missing."""
-        from datasets import load_dataset
-
-        suffix = Path(self.path).suffix
-        if suffix in _READERS:
-            if Path(self.path).stat().st_size == 0:
-                raise ValueError(f"`path` {self.path!r} holds no rows.")
-            dataset = load_dataset(_READERS[suffix], data_files=self.path, split="train")
+        if self.rows is None:
+            rows = read_rows(self.path, self.config, self.split)
         else:
-            dataset = load_dataset(self.path, self.config, split=self.split)
-        if not len(dataset):
-            raise ValueError(f"`path` {self.path!r} holds no rows.")
+            rows = complete(cut("rows", {"train": self.rows}, self.split))
+        if not rows:
+            raise ValueError(f"`path` {self.name} holds no rows.")
         wanted = [] if self.template else [self.prompt_column]
         wanted += [] if self.answer_column is None else [self.answer_column]
         for column in wanted:
-            if column not in dataset.column_names:
+            if column not in rows[0]:
                 raise ValueError(
-                    f"`path` {self.path!r} has no column {column!r}; it has {', '.join(dataset.column_names)}. Set "
-                    "`prompt_column` or `answer_column` (null if there is no answer)."
+                    f"`path` {self.name} has no column {column!r}; it has {', '.join(rows[0])}. Set `prompt_column` or "
+                    "`answer_column` (null if there is no answer)."
                 )
-        return [dict(row) for row in dataset]
+        return rows
 
-    def question(self, row: dict[str, Any]) -> str:
-        """Return the question of a row, before any chat template."""
-        if self.template is None:
-            return str(row[self.prompt_column])
-        return _compiled(self.template).render(**row)
+    def messages(self, row: Row) -> list[Message]:
+        """Return the conversation of a row that ends with its question, before any chat template.
+
+        Raises:
+            ValueError: The row holds no text and no conversation that waits for an answer.
+        """
+        prompt: Any = _compiled(self.template).render(**row) if self.template else row[self.prompt_column]
+        if isinstance(prompt, str) and prompt.strip():
+            prompt = [{"role": "user", "content": prompt}]
+        if not _is_conversation(prompt):
+            raise ValueError(
+                f"must hold text or a list of messages, each with the texts `role` and `content`, got {prompt!r:.200}"
+            )
+        if prompt[-1]["role"] == "assistant":
+            raise ValueError(f"ends with what the assistant says, {prompt[-1]['content']!r:.200}; leave the answer out")
+        if self.system_prompt is None:
+            return prompt
+        if prompt[0]["role"] == "system":
+            raise ValueError("has a system message of its own; leave `system_prompt` out")
+        return [{"role": "system", "content": self.system_prompt}, *prompt]
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(isinstance(turn, dict) for turn in prompt)
+        and all(isinstance(turn.get(key), str) for turn in prompt for key in ("role", "content"))
+    )
 
 
 @cache
@@ -93,49 +145,60 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
-    too_long: Literal["drop", "error"] = "drop",
 ) -> list[Prompt]:
-    """Read, template and tokenise the prompts of `source`.
+    """Read, template and tokenise the prompts of `source`; those that are too long are left out with a warning.
 
     Args:
         source: Where they are.
         tokenizer: The policy's.
         max_prompt_tokens: Longest prompt in tokens.
-        too_long: What to do with longer ones: `drop` counts and reports them, `error` raises ValueError.
     """
+    from jinja2 import TemplateError
+
     use_chat = tokenizer.chat_template is not None if source.chat is None else source.chat
     if use_chat and tokenizer.chat_template is None:
         raise ValueError("`chat: true`, but the policy's tokenizer has no chat template; set `chat: false`.")
-    if source.system_prompt is not None and not use_chat:
-        raise ValueError("`system_prompt` needs a chat template; set `chat: true`, or write it into `template`.")
+    if not use_chat and (source.system_prompt is not None or source.chat_template_kwargs):
+        raise ValueError(
+            "`system_prompt` and `chat_template_kwargs` need a chat template; set `chat: true`, or write them into "
+            "`template`."
+        )
     prompts, num_dropped, longest = [], 0, 0
-    for index, row in enumerate(source.rows()):
-        text = question = source.question(row)
-        if use_chat:
-            messages = [{"role": "user", "content": question}]
-            if source.system_prompt is not None:
-                messages.insert(0, {"role": "system", "content": source.system_prompt})
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    for index, row in enumerate(source.read()):
+        try:
+            messages = source.messages(row)
+            text = _written(messages, tokenizer, source.chat_template_kwargs or {}) if use_chat else _alone(messages)
+        except (ValueError, TemplateError) as error:
+            column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
+            raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
         ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
         if not ids:
-            raise ValueError(f"Row {index} of {source.path!r} gives an empty prompt.")
+            raise ValueError(f"Row {index} of {source.name} gives an empty prompt.")
         if len(ids) > max_prompt_tokens:
             num_dropped, longest = num_dropped + 1, max(longest, len(ids))
             continue
         answer = None if source.answer_column is None else row[source.answer_column]
+        question = messages[-1]["content"]
         row = {**row, "answer": answer}
         prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
     if num_dropped:
-        report = (
-            f"{num_dropped} of {num_dropped + len(prompts)} prompts of {source.path!r} are longer than "
-            f"`max_prompt_tokens` {max_prompt_tokens}; the longest has {longest} tokens."
+        log.warning(
+            "%d of %d prompts of %s are longer than `max_prompt_tokens` %d and left out; the longest has %d tokens.",
+            *(num_dropped, num_dropped + len(prompts), source.name, max_prompt_tokens, longest),
         )
-        if too_long == "error":
-            raise ValueError(f"{report} Raise `max_prompt_tokens`, or set `too_long: drop` to leave them out.")
-        log.warning("%s They are left out.", report)
     if not prompts:
-        raise ValueError(f"No prompt of {source.path!r} is left within `max_prompt_tokens` {max_prompt_tokens}.")
+        raise ValueError(f"No prompt of {source.name} is left within `max_prompt_tokens` {max_prompt_tokens}.")
     return prompts
+
+
+def _written(messages: list[Message], tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+
+
+def _alone(messages: list[Message]) -> str:
+    if len(messages) > 1 or messages[0]["role"] != "user":
+        raise ValueError("holds a conversation, which needs a tokenizer with a chat template and `chat: true`")
+    return messages[0]["content"]
 
 
 class PromptCursor:

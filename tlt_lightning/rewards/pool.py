@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.rewards.term import RewardTerm
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class RewardPool:
     """Run reward functions on threads and keep their failures from ending or delaying a run.
 
     A response whose function raises, returns no finite number of reasonable size (`MAX_SCORE`), or exceeds the time
-    limit gets `on_error`; it is counted in `stats`, and each reward's first failure is logged with its sample and line.
+    limit gets 0; it is counted in `stats`, and each reward's first failure is logged with its sample and line.
     An awaitable is run by the thread that made it, in an event loop of its own, so clients that keep connections must
     be opened inside the call.
 
@@ -59,7 +60,6 @@ class RewardPool:
             without a time limit.
         num_workers: Calls that run at once, plain and async together.
         timeout: Seconds that one call may take, from its own start.
-        on_error: Score of a response that could not be scored.
 
     Example:
         >>> from tlt_lightning.rewards import exact_match
@@ -70,23 +70,17 @@ class RewardPool:
         >>> pool.close()
     """
 
-    def __init__(
-        self, terms: Sequence[RewardTerm], num_workers: int = 4, timeout: float = 10.0, on_error: float = 0.0
-    ) -> None:
+    def __init__(self, terms: Sequence[RewardTerm], num_workers: int = 4, timeout: float = 10.0) -> None:
         names = Counter(term.name for term in terms)
         if not names:
             raise ValueError("`terms` must hold at least one reward, got none.")
         if max(names.values()) > 1:
             raise ValueError(f"`terms` must have different names, got {list(names.elements())}; set `name`.")
-        if num_workers < 1:
-            raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
+        check_at_least("num_workers", num_workers, 1)
         if not 0 < timeout < threading.TIMEOUT_MAX:
             raise ValueError(f"`timeout` must be a positive number of seconds, got {timeout}.")
-        if not all(abs(on_error * weight) <= MAX_SCORE for weight in (1.0, *(term.weight for term in terms))):
-            raise ValueError(f"`on_error` must be a number of at most {MAX_SCORE:g} when weighted, got {on_error}.")
         self.terms = tuple(terms)
         self.timeout = timeout
-        self.on_error = on_error
         self.stats: dict[str, int] = {}
         """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that
         the last `collect` returned."""
@@ -151,8 +145,8 @@ class RewardPool:
         for name, calls in self._unscored.items():
             if len({call.prompt for call in calls}) > 1:
                 raise RuntimeError(
-                    f"Reward `{name}` scored none of the last {len(calls)} responses, so all would earn `on_error` "
-                    f"{self.on_error:g}. The last error: {describe(calls[-1])}."
+                    f"Reward `{name}` scored none of the last {len(calls)} responses. The last error: "
+                    f"{describe(calls[-1])}."
                 )
 
     def close(self) -> None:
@@ -179,7 +173,7 @@ class RewardPool:
             try:
                 score, error = run(call, self.timeout), None
             except BaseException as raised:  # the thread must survive whatever a reward does
-                score, error = self.on_error, raised
+                score, error = 0.0, raised
             with self._changed:
                 if call not in self._running:  # given up, and another thread has taken over
                     return
@@ -189,7 +183,7 @@ class RewardPool:
         latest = time.monotonic() - self.timeout
         for call in [call for call in self._running if call.started <= latest]:
             self._stuck.append((self._running[call], call.term.name))
-            self._finish(call, self.on_error, late(self.timeout))
+            self._finish(call, 0.0, late(self.timeout))
             self._start_thread()
         self._stuck = [(thread, name) for thread, name in self._stuck if thread.is_alive()]
         if len(self._stuck) > MAX_STUCK:
@@ -207,9 +201,9 @@ class RewardPool:
             return
         self._warned.add(call.term.name)
         log.warning(
-            "Reward `%s` failed, and this response is scored %g: %s. Later failures are only counted, in `%s`. "
+            "Reward `%s` failed, and this response is scored 0: %s. Later failures are only counted, in `%s`. "
             "Prompt: %s. Response: %s.",
-            *(call.term.name, self.on_error, describe(call), failure_metric(call)),
+            *(call.term.name, describe(call), failure_metric(call)),
             *(SHORT.repr(call.prompt), SHORT.repr(call.response)),
         )
 

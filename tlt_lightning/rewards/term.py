@@ -53,6 +53,20 @@ class RewardTerm:
         check_signature(self.function, self.name)
 
 
+def as_terms(rewards: Any) -> list[RewardTerm]:
+    """Return a list of rewards as terms, plain functions wrapped.
+
+    Raises:
+        TypeError: They are no list.
+        ValueError: There are none.
+    """
+    if not isinstance(rewards, list | tuple):
+        raise TypeError(f"`rewards` must be a list of functions or `RewardTerm`s, got {rewards!r}; put it into a list.")
+    if not rewards:
+        raise ValueError("`rewards` is empty; give at least one reward function.")
+    return [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]
+
+
 def default_name(function: RewardFunction) -> str:
     """Return the name of a function, or of the class of a callable object."""
     while isinstance(function, functools.partial):

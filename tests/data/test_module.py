@@ -1,0 +1,52 @@
+"""RolloutDataModule takes what Python users have, and refuses the rest in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
+from tlt_lightning import TransformersEngine
+
+
+def test_functions_and_rows_are_enough_to_train(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    L.seed_everything(11)
+    rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()][:3]
+    recorder = Recorder()
+    data = make_data(prompts_path, train=rows, val=prompts_path, rewards=[evenness])
+    make_trainer(tmp_path, recorder, max_epochs=1).fit(make_module(policy_path), data)
+    assert {rollout.prompt.index for rollout in recorder.rollouts[0]} == {0, 1, 2}
+    assert all(rollout.reward == rollout.rewards["evenness"] for rollout in recorder.rollouts[0])
+    assert "`data.prompts_per_iteration` is 4, but `data.train` has 3 prompts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": TransformersEngine}, "`engine` must be a RolloutEngine, got the class TransformersEngine itself"),
+        ({"sampling": {"max_tokens": 8}}, "`sampling` must be a Sampling, got a dict"),
+        ({"rewards": evenness}, "`rewards` must be a list"),
+        ({"train": 5}, r"a path, a `datasets\.Dataset` or a list of rows, got int"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_in_words(
+    arguments: dict[str, Any], message: str, prompts_path: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_data(prompts_path, **arguments)
+
+
+def test_a_reward_that_scores_nothing_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    def broken(prompt: str, response: str, row: dict[str, Any]) -> float:
+        return row["ground_truth"]
+
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match=r"`broken` scored none of the last 16 responses\. .*test_module\.py:\d+"):
+        trainer.fit(make_module(policy_path), make_data(prompts_path, rewards=[broken]))
+    assert trainer.global_step == 0

@@ -1,0 +1,121 @@
+"""Read the rows of a data file, folder or hub dataset as they are written there."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+Row = dict[str, Any]
+
+KINDS = (".jsonl", ".json", ".csv", ".parquet")
+READABLE = "a .jsonl, .json, .csv (each perhaps .gz) or .parquet file, a folder, or a hub dataset as `owner/name`"
+OTHER_KINDS = (".gz", ".txt", ".tsv", ".arrow", ".zip", ".xz", ".bz2", ".zst", ".ndjson", ".yaml", ".xlsx", ".pkl")
+
+
+def check_path(path: str) -> None:
+    """Raise unless `path` is a file of a known kind, a folder, or may be the name of a hub dataset.
+
+    Raises:
+        FileNotFoundError: It reads like a file or folder, and there is none.
+        ValueError: It is a file that cannot be read.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        if kind(place) not in KINDS:
+            raise ValueError(f"`path` {path!r} has no known suffix; it must be {READABLE}.")
+    elif not place.is_dir():
+        is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and place.suffix not in (*KINDS, *OTHER_KINDS)
+        if not is_hub_name or ("/" in path and place.parent.is_dir()) or path.startswith("."):
+            raise FileNotFoundError(f"`path` {path!r} does not exist (from {Path.cwd()}); it must be {READABLE}.")
+
+
+def kind(path: Path) -> str:
+    """Return the suffix of a file, that of compression aside."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
+def read_rows(path: str, config: str | None, split: str) -> list[Row]:
+    """Read the rows of `split`; rows that lack a column which others have hold None there.
+
+    JSON keeps its types and CSV holds text only; what `datasets` has written or downloads keeps the types found there.
+
+    Raises:
+        ValueError: A line cannot be read, or there is no such split.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return cut(path, {"train": complete(list(_read_file(place)))}, split)
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
+        saved = load_from_disk(str(place))
+        return cut(path, saved if isinstance(saved, DatasetDict) else {"train": saved}, split)
+    return [dict(row) for row in load_dataset(str(place) if place.is_dir() else path, config, split=split)]
+
+
+def complete(rows: Sequence[Row]) -> list[Row]:
+    """Give every row every column, None where it lacks one."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{**columns, **row} for row in rows]
+
+
+def cut(path: str, splits: dict[str, Any], split: str) -> list[Row]:
+    """Return the rows of a split or of slices of it, such as `train[:100]` or `train[:10%]+test`."""
+    from datasets import ReadInstruction
+
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    except ValueError as error:
+        raise ValueError(
+            f"`split` {split!r} of {path!r} must be {' or '.join(map(repr, splits))}, or a slice such as "
+            f"'{next(iter(splits))}[:100]': {error}"
+        ) from error
+    return [dict(splits[part.splitname][i]) for part in parts for i in range(part.from_, part.to)]
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if kind(path) == ".parquet":
+        from pyarrow import parquet
+
+        yield from parquet.read_table(path).to_pylist()
+        return
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", newline="" if kind(path) == ".csv" else None) as file:
+        yield from _read_csv(path, file) if kind(path) == ".csv" else _read_json(path, file)
+
+
+def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Row]:
+    reader = csv.DictReader(file, strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise csv.Error(f"it has not the {len(reader.fieldnames or ())} columns of the first line")
+            yield row
+    except csv.Error as error:
+        raise ValueError(f"Line {reader.line_num} of {str(path)!r} cannot be read: {error}.") from error
+
+
+def _read_json(path: Path, file: IO[str]) -> Iterator[Row]:
+    """Read a list of objects, or an object from each line that is not blank."""
+    is_list = kind(path) == ".json" and file.read(1000).lstrip().startswith("[")
+    file.seek(0)
+    for number, text in [(1, file.read())] if is_list else enumerate(file, start=1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text.rstrip())
+        except json.JSONDecodeError as error:
+            line = number + error.lineno - 1
+            raise ValueError(
+                f"Line {line} of {str(path)!r} is no JSON: {error.msg} at column {error.colno}."
+            ) from error
+        for row in value if is_list else [value]:
+            if not isinstance(row, dict):
+                where = "An entry" if is_list else f"Line {number}"
+                raise ValueError(f"{where} of {str(path)!r} must be a JSON object, got {json.dumps(row):.80}.")
+            yield row
