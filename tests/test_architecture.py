@@ -1,0 +1,112 @@
+"""The house: who imports whom, how large a folder gets, and that docs/architecture.md says so."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tlt_lightning"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+# From the ground up; a room is a folder or a file of the package's root. Arrows go down or stay on their floor.
+FLOORS = [
+    {"arguments", "seeds", "host_copy"},
+    {"speculation"},
+    {"policy", "critic", "hidden_states", "objectives", "rewards"},
+    {"engine"},
+    {"hooks", "metrics", "checks"},
+    {"data"},
+    {"module", "export"},
+    {"drafter", "callbacks"},
+    {"long_tail"},
+    {"cli", "__main__"},
+]
+# Arrows that run up, by what they point at; docs/architecture.md has a sentence for each.
+UP = {"tlt_lightning.data.batch"}
+MAX_FILES = 13
+
+
+def imports_of(path: Path, *, lazy: bool) -> set[str]:
+    """Modules that a file imports at its top level, or with `lazy` anywhere; not those for type checkers."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module is not None:
+                names = (f"{child.module}.{alias.name}" for alias in child.names)
+                found.update(name if name in MODULES else child.module for name in names)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def floor(module: str) -> int:
+    room = module.split(".")[1]
+    levels = [level for level, rooms in enumerate(FLOORS) if room in rooms]
+    assert len(levels) == 1, f"give {room} a floor in FLOORS and in docs/architecture.md"
+    return levels[0]
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {name: imports_of(path, lazy=False) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_imports_run_down_but_for_the_arrows_that_the_docs_explain() -> None:
+    up = set()
+    for name, path in MODULES.items():
+        for target in imports_of(path, lazy=True) & MODULES.keys():
+            if "tlt_lightning" not in {name, target} and floor(target) > floor(name):
+                up.add((name, target))
+    assert {target for _, target in up} <= UP, sorted(arrow for arrow in up if arrow[1] not in UP)
+    text = (ROOT / "docs/architecture.md").read_text()
+    for target in UP:
+        assert f"`{target.removeprefix('tlt_lightning.').replace('.', '/')}.py`" in text.split("## Arrows")[1]
+
+
+def test_every_room_has_a_clause_in_the_docs() -> None:
+    tree = (ROOT / "docs/architecture.md").read_text().split("```")[1]
+    rooms = {path.stem if path.is_file() else f"{path.name}/" for path in PACKAGE.iterdir()}
+    missing = {room for room in rooms if not room.startswith("__") and room not in tree.replace(".py", "").split()}
+    assert missing - {"py"} == set()
+
+
+def test_only_the_engine_room_of_vllm_imports_vllm() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES.values()
+        if any(name.split(".")[0] == "vllm" for name in imports_of(path, lazy=True))
+    }
+    assert found
+    assert {path for path in found if not path.startswith("engine/vllm/")} == set()
+
+
+def test_speculation_loads_neither_vllm_nor_torch() -> None:
+    modules = sorted(name for name in MODULES if name.startswith("tlt_lightning.speculation"))
+    code = f"import sys, {', '.join(modules)}; print([name for name in ('torch', 'vllm') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("top", ["tlt_lightning", "benchmarks", "callbacks"])
+def test_no_folder_has_more_files_than_one_remembers(top: str) -> None:
+    folders = {path.parent for path in (ROOT / top).rglob("*.py")}
+    files = {folder: [path for path in folder.glob("*.py") if path.stem != "__init__"] for folder in folders}
+    crowded = {str(folder.relative_to(ROOT)): len(names) for folder, names in files.items() if len(names) > MAX_FILES}
+    assert crowded == {}
