@@ -28,7 +28,7 @@ FLOORS = [
     {"cli", "__main__"},
 ]
 # Arrows that run up, by what they point at; docs/architecture.md has a sentence for each.
-UP = {"tlt_lightning.data.batch"}
+UP = {"tlt_lightning.data.batch", "tlt_lightning.data.dynamic_sampling"}
 MAX_FILES = 13
 
 

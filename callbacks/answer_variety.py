@@ -1,0 +1,27 @@
+"""Log a metric of your own: how many different answers the policy gives to the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+
+from tlt_lightning import Rollout, RolloutCallback
+
+
+class AnswerVariety(RolloutCallback):
+    """Logs `rollout/variety`, the share of responses to a prompt that no other response to it repeats word for word.
+
+    It falls to 0 when the policy has collapsed onto one answer per prompt, from where no reward can move it.
+
+    Example:
+        callbacks+:
+          - class_path: callbacks.answer_variety.AnswerVariety
+    """
+
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: Any, rollouts: Sequence[Rollout]) -> None:
+        """Count in training; the log averages over the ranks and hands the metric to the loggers with the others."""
+        if trainer.training:
+            answers = [(rollout.group, rollout.text) for rollout in rollouts]
+            pl_module.iteration_log.mean("rollout/variety", sum(answers.count(a) == 1 for a in answers) / len(answers))
