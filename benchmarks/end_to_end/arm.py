@@ -1,32 +1,20 @@
-"""One arm of `end_to_end/run.py` in this process: GRPO iterations with one way to speculate. Started by that script."""
+"""One arm of `python -m benchmarks end_to_end` in this process: GRPO iterations with one way to speculate."""
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from typing_extensions import override
 
-from benchmarks.common.engines import EndlessEngine
-from benchmarks.common.results_file import hardware
-from benchmarks.end_to_end.work import (
-    FINISHED,
-    ITERATION,
-    STARTED,
-    Deadline,
-    Emit,
-    MemoryWatch,
-    Work,
-    emit,
-    read_spec,
-    score,
-)
+from benchmarks.common.engine import BenchEngine
+from benchmarks.common.results import hardware
+from benchmarks.end_to_end.work import Diary, Work, score
 from tlt_lightning import RLModule, RolloutDataModule
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.data.batch import Rollout
@@ -35,7 +23,6 @@ from tlt_lightning.engine import Request, Response, Sampling
 from tlt_lightning.engine.base import OnProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hooks import RolloutCallback
-from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
@@ -45,7 +32,7 @@ KEPT = ("time/", "rollout/", "reward/mean", "reward/zero", "speculation/", "draf
 """Metrics that go into the results."""
 
 
-class ReplayEngine(EndlessEngine):
+class ReplayEngine(BenchEngine):
     """An engine that can be told how long every response is, so that all arms write equally much.
 
     Set `lengths` before `generate`: tokens by rollout and request.
@@ -59,75 +46,44 @@ class ReplayEngine(EndlessEngine):
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
         if self.lengths is not None:
-            lengths, first = self.lengths[self._num_rollouts], _rank() * len(requests)
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            lengths, first = self.lengths[self._num_rollouts], rank * len(requests)
             requests = [replace(request, max_tokens=lengths[first + request.id]) for request in requests]
         self._num_rollouts += 1
         yield from super().generate(requests, sampling, seed=seed, on_progress=on_progress)
 
 
-class WatchedLog(IterationLog):
-    """A log that also tells whose memory the peak since the last lap was."""
-
-    def __init__(self, memory: MemoryWatch) -> None:
-        super().__init__()
-        self._memory = memory
-
-    @override
-    def lap(self, stage: str) -> None:
-        self._memory.end_stage(stage)
-        super().lap(stage)
-
-
 class Recorder(RolloutCallback):
-    """Emits every finished iteration; ends the run when the time is up.
+    """Writes every finished iteration into the diary, and ends the run when the time is up.
 
     Args:
-        tell: Takes what is emitted.
-        deadline: When to end.
+        diary: Where to.
         keep_lengths: Whether to tell each response's length.
     """
 
-    def __init__(self, tell: Emit, deadline: Deadline, *, keep_lengths: bool) -> None:
+    def __init__(self, diary: Diary, *, keep_lengths: bool) -> None:
         super().__init__()
-        self._tell, self._deadline, self._keep_lengths = tell, deadline, keep_lengths
+        self._diary, self._keep_lengths = diary, keep_lengths
         self._lengths: list[int] = []
-        self._memory: MemoryWatch | None = None
 
     @override
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._memory = MemoryWatch()  # not before the engine has captured its graphs
-        pl_module.iteration_log = WatchedLog(self._memory)  # type: ignore[assignment]
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._diary.ready(hardware())
 
     @override
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
-        lengths = [len(rollout.response.token_ids) for rollout in rollouts]
-        by_rank = [lengths] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(by_rank, lengths)
-        self._lengths = [length for each in by_rank for length in each]
+        self._lengths = [len(rollout.response.token_ids) for rollout in rollouts]
 
     @override
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
-        assert self._memory is not None
         kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
-        told: dict[str, Any] = {"iteration": iteration, "metrics": kept, "memory": self._memory.read()}
-        if self._keep_lengths:
-            told["lengths"] = self._lengths
-        if trainer.is_global_zero:
-            self._tell(ITERATION, told)
-        is_over = self._deadline.is_near(metrics["time/iteration"])
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(is_over, all=False)
-
-    @override
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._memory is not None:
-            self._memory.close()
+        trainer.should_stop = self._diary.iteration(iteration, kept, self._lengths if self._keep_lengths else None)
 
 
 def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None:
-    """How `arm` speculates; None for the plain engine."""
+    """Return how `arm` speculates; None for the plain engine."""
     if arm == "plain":
         return None
     if arm == "siblings":
@@ -141,7 +97,7 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
 
 
 def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
-    """The callback that trains the drafter, for the arms that have one.
+    """Return the callback that trains the drafter, for the arms that have one.
 
     A random head has everything to learn: it sees all of an iteration's tokens, at ten times the rate. Beside a frozen
     one the callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
@@ -165,7 +121,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
 
 
 def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, RolloutDataModule]:
-    """The policy and its data."""
+    """Return the policy and its data."""
     engine = ReplayEngine(
         dtype="float32" if work.is_tiny else "bfloat16",
         max_num_seqs=work.prompts * work.group_size // work.devices,
@@ -198,7 +154,7 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
 def trainer_of(
     work: Work, folder: str, callbacks: Sequence[L.Callback], loggers: Sequence[Logger] | None = None
 ) -> L.Trainer:
-    """The Trainer that does it, writing to `folder`; without `loggers` it logs nothing."""
+    """Return the Trainer that does it, writing to `folder`; without `loggers` it logs nothing."""
     return L.Trainer(
         accelerator="cpu" if work.is_tiny else "gpu",
         devices=work.devices,
@@ -218,38 +174,13 @@ def trainer_of(
     )
 
 
-def run_arm(work: Work, arm: str, *, head: str | None, until: float, keep_lengths: bool, tell: Emit) -> None:
-    """Train for `work.iterations` iterations, or until the time is up, telling of each."""
-    started, deadline = time.perf_counter(), Deadline(until)
+def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, keep_lengths: bool) -> None:
+    """Train for `work.iterations` iterations, or until the time is up, writing a diary to `path`."""
+    diary = Diary(path, until)
     L.seed_everything(work.seed, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
         module, data = modules_of(work, speculation_of(arm, head, work))
-        recorder = Recorder(tell, deadline, keep_lengths=keep_lengths)
         # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
-        callbacks = [*callbacks_of(arm, head, work), recorder, _Ready(tell, started)]
-        trainer = trainer_of(work, folder, callbacks, loggers)
-        trainer.fit(module, data)
-    if trainer.is_global_zero:
-        tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-class _Ready(L.Callback):
-    """Tells when everything is loaded."""
-
-    def __init__(self, tell: Emit, started: float) -> None:
-        self._tell, self._started = tell, started
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seconds = round(time.perf_counter() - self._started, 1)
-        if trainer.is_global_zero:
-            self._tell(STARTED, {"device": hardware(), "setup_seconds": seconds})
-
-
-if __name__ == "__main__":
-    run_arm(**read_spec(), tell=emit)
+        callbacks = [*callbacks_of(arm, head, work), Recorder(diary, keep_lengths=keep_lengths)]
+        trainer_of(work, folder, callbacks, loggers).fit(module, data)

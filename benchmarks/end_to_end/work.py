@@ -1,25 +1,19 @@
-"""The work that every arm of `end_to_end/run.py` does, its reward, and how a finished iteration is told."""
+"""The work that every arm of `python -m benchmarks end_to_end` does, its reward, and the diary it keeps."""
 
 from __future__ import annotations
 
 import json
-import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-Emit = Callable[[str, dict[str, Any]], None]
-
-STAGES = ("sync", "rollout", "reward", "logprobs", "drafter", "update", "idle", "other")
-"""Stages of an iteration; those that are neither rollout, log-probs, update nor drafter are its overhead."""
+STAGES = ("rollout", "idle", "logprobs", "update", "drafter", "sync", "reward", "other")
+"""Stages of an iteration, overhead last."""
+OVERHEAD = STAGES[-3:]
 
 FIRST_HEAD = "drafter/first_"
 """Prefix of what the head that a run began with is worth, in arm `paired`."""
-
-STARTED, ITERATION, FINISHED = "STARTED", "ITERATION", "FINISHED"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +75,19 @@ class Work:
         return self.precision == "32-true"
 
     def fitted(self) -> Work:
-        """The same with `max_tokens` filled in, and no more iterations than there are recorded lengths.
+        """Return the same with `max_tokens` filled in, and no more iterations than there are recorded lengths.
 
         Raises:
-            ValueError: The devices cannot share the work, or the lengths are not those of such work.
+            ValueError: The micro-batches do not divide the work, or the lengths are not those of such work.
         """
         work = self
         if work.prompts % work.devices or work.prompts // work.devices * work.group_size % work.micro_batch_size:
             raise ValueError(
-                f"`--prompts` {work.prompts} x `--group-size` {work.group_size} cannot be dealt to `--devices` "
-                f"{work.devices} in micro-batches of {work.micro_batch_size}; change one of them."
+                f"`--prompts` {work.prompts} x `--group-size` {work.group_size} cannot be dealt to {work.devices} "
+                f"devices in micro-batches of {work.micro_batch_size}; change one of them."
             )
         if not work.max_tokens:
-            from transformers import AutoConfig
-
-            context = AutoConfig.from_pretrained(work.policy).max_position_embeddings
+            context = json.loads(Path(work.policy, "config.json").read_text())["max_position_embeddings"]
             work = replace(work, max_tokens=min(4096, context - work.max_prompt_tokens))
         if work.lengths is None:
             return work
@@ -111,7 +103,7 @@ class Work:
         return replace(work, lengths=lengths, iterations=len(lengths))
 
 
-RUNGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     # 4 x 4 responses of at most 48 tokens, to see that everything works
     "tiny": {
         "prompts": 4,
@@ -124,13 +116,11 @@ RUNGS: dict[str, dict[str, Any]] = {
         "pack_tokens": 128,
     },
     "25m": {},
-    # One device holds policy, adapters and engine in turn. 128 responses, because with them a rollout takes the share
-    # of an iteration that is reported for reasoning models. Learning rates do not carry over from a small policy to a
+    # One device holds policy, adapters and engine in turn. Learning rates do not carry over from a small policy to a
     # padded one: a step of Adam moves the zero output projections of all padding layers at once, whose other weights
     # are random. At a rate of 1e-6 the first step ended the policy (entropy 0.3 to 5); at these the weights hardly
-    # move. So this rung measures what things cost, not what is learned. The largest micro-batch has some 5k tokens of
-    # 6 MB of activations each, which fit beside the weights while the engine sleeps: nothing is recomputed. Twice as
-    # large ones are a tenth padding and, in one run each, take as long; half as large ones launch more kernels.
+    # move. So this size measures what things cost, not what is learned. The largest micro-batch has some 5k tokens of
+    # 6 MB of activations each, which fit beside the weights while the engine sleeps: nothing is recomputed.
     "7b": {
         "prompts": 16,
         "lr": 1e-9,
@@ -141,10 +131,11 @@ RUNGS: dict[str, dict[str, Any]] = {
         "sleep": True,
     },
 }
+"""What each size changes of `Work`."""
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The countdown reward of what comes before the policy starts on a question of its own.
+    """Return the countdown reward of what comes before the policy starts on a question of its own.
 
     With lengths replayed a response goes on after its end; what is written there must not count.
     """
@@ -153,85 +144,31 @@ def score(prompt: str, response: str, row: dict[str, Any]) -> float:
     return countdown(prompt, response.partition("make")[0], row)
 
 
-def emit(kind: str, content: dict[str, Any]) -> None:
-    """Tell the process that started this one."""
-    print(f"\n{kind} {json.dumps(content)}", flush=True)
-
-
-def read_spec() -> dict[str, Any]:
-    """What `end_to_end/run.py` asks of this process, `work` already a `Work`."""
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    return {**spec, "work": Work(**spec["work"])}
-
-
-def write_spec(path: Path, work: Work, **choices: Any) -> None:
-    """Write the file that `read_spec` reads: no pipe, since each rank of a run reads it."""
-    path.write_text(json.dumps({"work": asdict(work), **choices}))
-
-
-class MemoryWatch:
-    """Peak device memory by stage: what the whole device has in use, sampled, and what torch had allocated.
-
-    `used` is what `nvidia-smi` shows: weights, KV cache, graphs, caches of the allocator, contexts. `allocated` counts
-    live tensors, those of a sleeping engine included, whose memory is unmapped.
+class Diary:
+    """What a run in a process of its own tells as it goes: complete lines, whatever becomes of the process.
 
     Args:
-        seconds: Between two samples.
+        path: A file of JSON lines; it is added to.
+        until: When the run must end, in seconds of `time.time()`, which processes share.
     """
 
-    def __init__(self, seconds: float = 0.02) -> None:
-        import torch
+    def __init__(self, path: Path, until: float) -> None:
+        self.path, self.until = path, until
+        self._began = time.perf_counter()
 
-        self.peaks: dict[str, dict[str, float]] = {}
-        self._cuda = torch.cuda if torch.cuda.is_available() else None
-        self._used = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, args=(seconds,), daemon=True)
-        if self._cuda is not None:
-            self._thread.start()
+    def ready(self, device: str) -> None:
+        """Tell that everything is loaded."""
+        self._write(setup_seconds=round(time.perf_counter() - self._began, 1), device=device)
 
-    def _sample(self, seconds: float) -> None:
-        assert self._cuda is not None
-        while not self._stop.wait(seconds):
-            self._look()
+    def iteration(self, number: int, metrics: dict[str, float], lengths: list[int] | None = None) -> bool:
+        """Tell of a finished iteration; True if another one would not fit into the time."""
+        self._write(iteration=number, metrics=metrics, **({} if lengths is None else {"lengths": lengths}))
+        return time.time() + 1.2 * metrics["time/iteration"] > self.until
 
-    def _look(self) -> None:
-        assert self._cuda is not None
-        free, total = self._cuda.mem_get_info()
-        self._used = max(self._used, total - free)
+    def _write(self, **content: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(content) + "\n")
 
-    def end_stage(self, stage: str) -> None:
-        """Book the peaks since the last call under `stage`."""
-        if self._cuda is None:
-            return
-        self._look()
-        peaks = self.peaks.setdefault(stage, {"used": 0.0, "allocated": 0.0})
-        used, self._used = self._used, 0
-        allocated = self._cuda.max_memory_allocated()
-        self._cuda.reset_peak_memory_stats()
-        peaks["used"] = max(peaks["used"], used / 2**30)
-        peaks["allocated"] = max(peaks["allocated"], allocated / 2**30)
-
-    def read(self) -> dict[str, dict[str, float]]:
-        """Return the peaks in GiB since the last `read`, and start over."""
-        peaks, self.peaks = self.peaks, {}
-        return peaks
-
-    def close(self) -> None:
-        """Stop sampling."""
-        self._stop.set()
-
-
-class Deadline:
-    """Says when to stop so that a run ends within its time.
-
-    Args:
-        until: End of the time, in seconds of `time.time()`, which parent and child share.
-    """
-
-    def __init__(self, until: float) -> None:
-        self._until = until
-
-    def is_near(self, iteration_seconds: float) -> bool:
-        """True if another iteration like one of `iteration_seconds` would not fit."""
-        return time.time() + 1.2 * iteration_seconds > self._until
+    def read(self) -> list[dict[str, Any]]:
+        """Return what was told so far."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []

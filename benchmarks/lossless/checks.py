@@ -1,73 +1,18 @@
-"""Whether texts come from the policy: where greedy texts part, how log-probs agree with the trainer's. Pure torch."""
+"""Compare the engine's log-probs and texts with what the trainer makes of them. Pure torch."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from itertools import zip_longest
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.policy import causal_lm, response_logps
+from tlt_lightning.policy import response_logps
 
 Written = Sequence[tuple[list[int], list[float]]]
 """Tokens and log-probs of each response."""
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token in which two texts differ, an end against more text included; None if they are equal."""
-    pairs = enumerate(zip_longest(one, other))
-    return next((index for index, (a, b) in pairs if a != b), None)
-
-
-def divergence(reference: Written, other: Written) -> dict[str, Any]:
-    """How often, how early and how densely two sets of greedy texts part.
-
-    A text that has parted says nothing more, so the rate counts tokens up to there.
-    """
-    places = [first_difference(a, b) for (a, _), (b, _) in zip(reference, other, strict=True)]
-    parted = [place for place in places if place is not None]
-    compared = sum(len(a) if place is None else place + 1 for (a, _), place in zip(reference, places, strict=True))
-    return {
-        "texts": len(places),
-        "parted": len(parted),
-        "share": len(parted) / len(places),
-        "first": min(parted, default=None),
-        "median": statistics.median(parted) if parted else None,
-        "per_1000_tokens": 1000 * len(parted) / max(compared, 1),
-        "compared_tokens": compared,
-        "places": places,
-    }
-
-
-def excess(found: dict[str, Any], floor: dict[str, Any]) -> float:
-    """Standard deviations by which a divergence rate lies above the floor's, both taken as Poisson counts."""
-    n, m = found["parted"], floor["parted"]
-    rate = (n + m) / (found["compared_tokens"] + floor["compared_tokens"])
-    variance = rate * (1 / found["compared_tokens"] + 1 / floor["compared_tokens"])
-    difference = n / found["compared_tokens"] - m / floor["compared_tokens"]
-    return difference / sqrt(variance) if variance else 0.0
-
-
-@torch.no_grad()
-def gaps(model: nn.Module, prompts: Sequence[Sequence[int]], reference: Written, other: Written) -> list[float]:
-    """Nats between the two tokens at each place where greedy texts part: tiny where rounding broke a tie."""
-    found = []
-    device = next(model.parameters()).device
-    for prompt, (a, _), (b, _) in zip(prompts, reference, other, strict=True):
-        place = first_difference(a, b)
-        if place is None or place >= min(len(a), len(b)):
-            continue
-        ids = torch.tensor([[*prompt, *a[:place]]], device=device)
-        lm = causal_lm(model)
-        state = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
-        logps = lm.get_output_embeddings()(state).float().log_softmax(-1)[0]
-        found.append(abs(float(logps[a[place]] - logps[b[place]])))
-    return found
 
 
 def as_batch(prompts: Sequence[Sequence[int]], written: Written, device: torch.device) -> RolloutBatch:

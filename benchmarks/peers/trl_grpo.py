@@ -1,16 +1,14 @@
-"""The peer of `end_to_end/run.py`: the same work under TRL's GRPOTrainer with colocated vLLM. Started by that script.
+"""Run the same work under TRL's GRPOTrainer with colocated vLLM: the arm `trl` of `python -m benchmarks end_to_end`.
 
-What is the same: policy, prompts in their order, reward, group size, micro-batches and accumulation, learning rate,
-clipping, gradient norm, lengths (replayed or the same limit), temperature, precision on both sides, share of memory,
-sleep. The objective too: `loss_type="dapo"` is the mean over the tokens of the optimizer step, the clip is 0.2 / 0.28,
-importance weights for the mismatch of engine and trainer are cut at 2 per token, there is no KL penalty.
+The same: policy, prompts in their order, reward, group size, micro-batches and accumulation, learning rate, clipping,
+gradient norm, lengths (replayed or the same limit), temperature, precision on both sides, share of memory, sleep; and
+the objective: `loss_type="dapo"` is the mean over the tokens of the optimizer step, the clip is 0.2 / 0.28, importance
+weights for the mismatch of engine and trainer are cut at 2 per token, there is no KL penalty.
 
-What TRL does its own way, and what was chosen for it: full CUDA graphs, as many sequences at once as there are
-responses (both TRL's defaults with vLLM), the fused AdamW, no checkpoints, nothing reported but the log. It pads every
-micro-batch to the longest response of the iteration and offers no setting against that.
-
-TRL 1.16 names vLLM 0.22 to 0.31 as supported and warns of 0.32, with which it runs. On CUDA nothing of it is changed
-but where stated below; on a CPU, where vLLM repacks its weights, their update has to take vLLM's own way.
+TRL's own: full CUDA graphs, as many sequences at once as there are responses (both its defaults with vLLM), the fused
+AdamW, no checkpoints. It pads every micro-batch to the longest response of the iteration and offers no setting against
+that. TRL 1.16 names vLLM 0.22 to 0.31 as supported and warns of 0.32, with which it runs; `VLLM_USE_V2_MODEL_RUNNER=0`
+gives it vLLM's older runner. On a CPU, where vLLM repacks its weights, their update has to take vLLM's own way.
 """
 
 from __future__ import annotations
@@ -25,18 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.results_file import hardware
-from benchmarks.end_to_end.work import (
-    FINISHED,
-    ITERATION,
-    STARTED,
-    Deadline,
-    Emit,
-    MemoryWatch,
-    Work,
-    emit,
-    read_spec,
-    score,
-)
+from benchmarks.end_to_end.work import Diary, Work, score
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -174,8 +161,8 @@ def as_bfloat16(policy: str, folder: str) -> str:
     return str(target)
 
 
-def callback(work: Work, stages: Stages, deadline: Deadline, tell: Emit, started: float) -> TrainerCallback:
-    """Tells of each iteration, as `end_to_end_arm.Recorder` does."""
+def callback(work: Work, stages: Stages, diary: Diary) -> TrainerCallback:
+    """Return what writes each iteration into the diary, as `end_to_end/arm.py`'s `Recorder` does."""
     import torch
     from transformers import TrainerCallback
 
@@ -183,30 +170,22 @@ def callback(work: Work, stages: Stages, deadline: Deadline, tell: Emit, started
         """Listens to the trainer."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seconds = round(time.perf_counter() - started, 1)
-            tell(STARTED, {"device": hardware(), "setup_seconds": seconds})
-            self.memory = MemoryWatch()
+            diary.ready(hardware())
             stages.end_iteration()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.metrics = stages.end_iteration()
-            self.memory.end_stage("update")
-            if deadline.is_near(self.metrics["time/iteration"]):
-                control.should_training_stop = True
+            self.times = stages.end_iteration()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if "reward" not in logs:
                 return  # the summary at the end
             metrics = {ours: float(logs[name]) for name, ours in LOGGED.items() if logs.get(name) is not None}
             tokens = metrics["rollout/length_mean"] * work.prompts * work.group_size
-            metrics["rollout/tokens_per_s"] = tokens / self.metrics["time/rollout"]
-            told = {"iteration": state.global_step, "metrics": {**metrics, **self.metrics}}
-            tell(ITERATION, {**told, "memory": self.memory.read()})
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.memory.close()
+            metrics["rollout/tokens_per_s"] = tokens / self.times["time/rollout"]
+            if diary.iteration(state.global_step, {**metrics, **self.times}):
+                control.should_training_stop = True
 
     return Teller()
 
@@ -240,9 +219,9 @@ def reload_on_cpu(trainer: GRPOTrainer) -> None:
     generation.sync_weights = sync_weights
 
 
-def run(work: Work, *, until: float, tell: Emit) -> None:
-    """Train for `work.iterations` iterations, or until the time is up, telling of each."""
-    started, deadline = time.perf_counter(), Deadline(until)
+def run_peer(work: Work, path: Path, until: float) -> None:
+    """Train for `work.iterations` iterations, or until the time is up, writing a diary to `path`."""
+    diary, stages = Diary(path, until), Stages()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches for the engine's model, which must be in here
     from trl import GRPOTrainer
 
@@ -255,7 +234,6 @@ def run(work: Work, *, until: float, tell: Emit) -> None:
         peft_config = LoraConfig(
             r=work.lora_rank, lora_alpha=2 * work.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-    stages = Stages()
     stages.watch()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(work.policy)
@@ -268,15 +246,10 @@ def run(work: Work, *, until: float, tell: Emit) -> None:
             train_dataset=dataset(work),
             processing_class=tokenizer,
             peft_config=peft_config,
-            callbacks=[callback(work, stages, deadline, tell, started)],
+            callbacks=[callback(work, stages, diary)],
         )
         if work.lengths is not None:
             replay_lengths(trainer, work.lengths)
         if work.is_tiny:
             reload_on_cpu(trainer)
         trainer.train()
-    tell(FINISHED, {"seconds": round(time.perf_counter() - started, 1)})
-
-
-if __name__ == "__main__":
-    run(**read_spec(), tell=emit)

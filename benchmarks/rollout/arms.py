@@ -1,4 +1,4 @@
-"""What is compared: each arm is a name, the engine it runs in, and how that engine is to speculate."""
+"""List what is compared: each arm is a name, the engine it runs in, and its selector."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from tlt_lightning.speculation import (
     StrategySelector,
     ThresholdSelector,
 )
-from tlt_lightning.speculation.strategy import Drafter
+from tlt_lightning.speculation.strategy import Drafter, MeasuredStep
 
 KS = (1, 3, 5, 7)
-FIXED_ARMS = ("K=3", "K=5", "K=1", "K=7")
-RANDOM_HEAD = "random"
+FIXED = ("K=3", "K=5", "K=1", "K=7")
 ENGINES = {
-    "plain": "no drafter; tuned: all requests at once, prompts in few steps, asynchronous scheduling, full graphs",
-    "steered": "EAGLE-3 head, one-hot drafts; steered by a selector that is exchanged between the arms",
-    "table": "EAGLE-3 head under vLLM's own scheduler and `num_speculative_tokens_per_batch_size`",
-    "probabilistic": "as steered, drafts sampled from the head's whole distribution",
-    "defaults": "no drafter; what vLLM's engine takes by default, prompts in steps of 2,048 tokens",
-    "full_pool": "as steered, with every graph that vLLM would capture for the same draft lengths",
+    "plain": "no drafter; all requests at once, prompts in few steps, asynchronous scheduling, full graphs",
+    "head": "EAGLE-3 head, its likeliest tokens; steered by a selector that is exchanged between the arms",
+    "mixed": "the same head, its drafts mixed with those of siblings",
+    "siblings": "no head; drafts looked up in other answers to the same prompt",
+    "ngram": "no head; drafts looked up in the text itself",
+    "sampled": "the same head, drafts sampled from its whole distribution",
+    "table": "the same head under vLLM's own scheduler and `num_speculative_tokens_per_batch_size`",
 }
+"""Kinds of engines; a further head has a kind of its own, `head <name>`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,65 +41,45 @@ class Arm:
     Args:
         name: In tables and files.
         part: Part of the benchmark it belongs to.
-        engine: Key of `ENGINES`.
+        engine: One of `ENGINES`.
         selector: Makes the selector; None leaves the engine alone.
-        siblings: Look drafts up in other answers to the same prompt.
-        ngram: Look drafts up in the prompt and the answer itself.
-        head: Directory of the head it drafts with, `RANDOM_HEAD` for the first one with random weights, None for
-            none.
     """
 
     name: str
     part: str
     engine: str
     selector: Callable[[], StrategySelector] | None = None
-    siblings: bool = False
-    ngram: bool = False
-    head: str | None = None
+
+    @property
+    def is_modelled(self) -> bool:
+        """True if it drafts as those that the limit is modelled on, if at all: likeliest tokens of the first head."""
+        return self.engine in ("plain", "head", "table")
 
 
-def is_modelled(arm: Arm, heads: Sequence[str]) -> bool:
-    """True if the arm drafts as those that the limit is modelled on, if at all: one-hot drafts of the first head."""
-    drafts_alike = arm.engine in ("plain", "defaults", "steered", "table") and arm.head in (None, *heads[:1])
-    return drafts_alike and not arm.siblings and not arm.ngram
+def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
+    """Return every arm by name, most important first; without a head only those that need none."""
+    arms = [Arm(name="plain", part="core", engine="plain")]
 
+    def add(name: str, part: str, engine: str, selector: Callable[[], StrategySelector]) -> None:
+        arms.append(Arm(name=name, part=part, engine=engine, selector=selector))
 
-def arms_of(heads: tuple[str, ...]) -> dict[str, Arm]:
-    """Every arm by name, most important first; without a head only those that need none."""
-    arms = [Arm(name="plain", part="core", engine="plain"), Arm(name="defaults", part="memory", engine="defaults")]
-    looked_up = [
-        Arm(name="siblings", part="extra", engine="steered", siblings=True, selector=_adaptive("sibling")),
-        Arm(name="n-gram", part="extra", engine="steered", ngram=True, selector=_adaptive("ngram")),
-        Arm(name="n-gram K=5", part="extra", engine="steered", ngram=True, selector=lambda: FixedSelector(5, "ngram")),
-    ]
-    if not heads:
-        return {arm.name: arm for arm in [*arms, *looked_up]}
-    main = heads[0]
-    arms += [
-        _steered("adaptive", "core", main, CostModelSelector),
-        *(_steered(name, "core", main, _fixed(int(name[2:]))) for name in FIXED_ARMS),
-        _steered("TLT rule", "core", main, lambda: ThresholdSelector(7, max_running=32)),
-        _steered("BEG-MAB", "core", main, BEGMABSelector),
-        _steered("TLT rule K=3", "extra", main, lambda: ThresholdSelector(3, max_running=32)),
-        _steered("off", "extra", main, _fixed(0)),
-        _steered("adaptive, siblings too", "extra", main, _adaptive("learned", "mixed", "sibling"), siblings=True),
-        *looked_up,
-    ]
-    others = {Path(head).name: head for head in heads[1:]}
-    if not any("random" in name for name in others):
-        others["random head"] = RANDOM_HEAD
-    for name, head in others.items():
-        arms.append(_steered(f"adaptive, {name}", "extra", head, CostModelSelector))
-        arms.append(_steered(f"K=3, {name}", "extra", head, _fixed(3)))
-    arms.append(Arm(name="vLLM table", part="others", engine="table", head=main))
-    for name, selector in (("adaptive", CostModelSelector), ("K=3", _fixed(3)), ("K=5", _fixed(5))):
-        sampled = f"{name}, sampled drafts"
-        arms.append(Arm(name=sampled, part="others", engine="probabilistic", head=main, selector=selector))
+    if heads:
+        add("adaptive", "core", "head", CostModelSelector)
+        for name in FIXED:
+            add(name, "core", "head", _fixed(int(name[2:])))
+        add("TLT rule", "core", "head", lambda: ThresholdSelector(7, max_running=32))
+        add("BEG-MAB", "core", "head", BEGMABSelector)
+        add("off", "core", "head", _fixed(0))
+        arms.append(Arm(name="vLLM table", part="others", engine="table"))
+        for name, selector in (("adaptive", CostModelSelector), ("K=3", _fixed(3))):
+            add(f"{name}, sampled drafts", "others", "sampled", selector)
+        for head in heads[1:]:
+            add(f"adaptive, {Path(head).name}", "heads", f"head {Path(head).name}", CostModelSelector)
+            add(f"K=3, {Path(head).name}", "heads", f"head {Path(head).name}", _fixed(3))
+        add("adaptive, siblings too", "lookups", "mixed", _adaptive("learned", "mixed", "sibling"))
+    add("siblings", "lookups", "siblings", _adaptive("sibling"))
+    add("n-gram", "lookups", "ngram", _adaptive("ngram"))
     return {arm.name: arm for arm in arms}
-
-
-def _steered(name: str, part: str, head: str, selector: Callable[[], StrategySelector], siblings: bool = False) -> Arm:
-    return Arm(name=name, part=part, engine="steered", head=head, selector=selector, siblings=siblings)
 
 
 def _fixed(k: int) -> Callable[[], StrategySelector]:
@@ -109,28 +90,43 @@ def _adaptive(*drafters: Drafter) -> Callable[[], StrategySelector]:
     return lambda: CostModelSelector(drafters=drafters)
 
 
-class Tour(StrategySelector):
-    """Reaches what any of the given selectors reaches, and goes through all of it: for graphs and for warming up.
+class WarmUpSelector(StrategySelector):
+    """Goes through all that the selectors of an engine's arms reach, until one of them is put `in_force`.
 
     Args:
-        selectors: Whose arms.
+        selectors: By arm.
     """
 
-    def __init__(self, selectors: list[StrategySelector]) -> None:
+    def __init__(self, selectors: dict[str, StrategySelector]) -> None:
         self.selectors = selectors
+        self.in_force: StrategySelector | None = None
         self._turn = 0
 
     @override
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        found = dict.fromkeys(arm for selector in self.selectors for arm in selector.arms(batch_size))
+        found = dict.fromkeys(arm for selector in self.selectors.values() for arm in selector.arms(batch_size))
         return (OFF, *(arm for arm in found if not arm.is_off))
 
     @override
     def select(self, state: SelectorState) -> Strategy:
+        if self.in_force is not None:
+            return self.in_force.select(state)
         arms = self.arms(state.batch_size)
         self._turn += 1
         return arms[self._turn % len(arms)]
 
     @override
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
-        pass
+        if self.in_force is not None:
+            self.in_force.record(state, strategy, num_emitted, seconds)
+
+    @property
+    @override
+    def wants_calibration(self) -> bool:
+        return any(selector.wants_calibration for selector in self.selectors.values())
+
+    @override
+    def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
+        for selector in self.selectors.values():
+            if selector.wants_calibration:
+                selector.calibrate([step for step in steps if step.strategy in selector.arms(step.batch_size)])

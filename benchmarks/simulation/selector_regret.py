@@ -2,25 +2,19 @@
 
     python -m benchmarks selector_regret
 
-rolls out the scenarios below on the simulator, prints the tables and writes `selector_regret.json` and `.md` to
-`benchmarks/results/`. It needs one CPU core and less than a minute; the numbers depend on the seeds alone.
+rolls out the scenarios below on the simulator. It needs one CPU core and less than a minute; the numbers depend on the
+seeds alone. `--tiny` takes one scenario and one seed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
-
-import tlt_lightning
+from benchmarks.common.arguments import parser_of
+from benchmarks.common.results import about, heading, save, table
 from benchmarks.simulation.simulator import AcceptanceProfile, RolloutSimulator, Workload, change, constant
 from tlt_lightning.speculation import (
     OFF,
@@ -128,72 +122,46 @@ def regrets(makespans: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def table(results: Results, reference: str, columns: Sequence[str]) -> str:
-    """Markdown table of mean regrets in percent, the worst seed's in parentheses."""
-    lines = [f"| scenario | best fixed | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+def regret_table(results: Results, reference: str, columns: Sequence[str]) -> list[str]:
+    """Return a table of mean regrets in percent, the worst seed's in parentheses."""
+    rows = []
     for name, result in results.items():
-        cells = []
-        for column in columns:
-            values = [100 * value for value in result[reference][column]]
-            cells.append(f"{mean(values):+.1f} ({max(values):+.1f})")
-        lines.append(f"| {name} | {result['best_fixed']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        of = {column: [100 * value for value in result[reference][column]] for column in columns}
+        cells = [f"{mean(values):+.1f} ({max(values):+.1f})" for values in of.values()]
+        rows.append([name, result["best_fixed"], *cells])
+    return table(["scenario", "best fixed", *columns], rows)
 
 
-def render(results: Results, record: Mapping[str, Any]) -> str:
-    """The report in Markdown."""
+def render(results: Mapping[str, Any]) -> list[str]:
+    """Return the report in Markdown."""
     selectors = [f"{name}, {order}" for name in SELECTORS for order in ("first", "second")]
     selectors.remove("ThresholdSelector, second")  # it does not learn
-    return "\n".join(
-        [
-            "# Regret of the strategy selectors",
-            "",
-            f"`{record['command']}`, seeds {record['seeds']}, tlt_lightning {record['tlt_lightning']}, "
-            f"numpy {record['numpy']}, Python {record['python']}; {record['seconds']:.0f} s on one core.",
-            "",
-            "Simulated rollouts of 128 responses (8 and 256 where said) of up to 4096 tokens with log-normal lengths,",
-            "on the step times of a 7B model with an EAGLE-3 head on an H200 (`StepCosts`). Numbers are percent of",
-            "makespan, mean over seeds and in parentheses the worst seed; positive is slower. A selector's first",
-            "rollout starts from nothing, neither calibrated nor warmed up; the second goes on with what the first",
-            "taught it and is told of a new drafter. The defaults were tuned on other seeds (10 to 30).",
-            "",
-            "## Against the best fixed draft length of each seed, known in hindsight",
-            "",
-            table(results, "slower_than_best_fixed", ["K=0", *selectors, "oracle"]),
-            "",
-            "## Against the oracle, which knows the true acceptance and cost of every step",
-            "",
-            table(results, "slower_than_oracle", selectors),
-            "",
-        ]
-    )
+    found = results["scenarios"]
+    return [
+        *heading("Regret of the strategy selectors", dict(results)),
+        "Simulated rollouts of 128 responses (8 and 256 where said) of up to 4096 tokens with log-normal lengths,",
+        "on the step times of a 7B model with an EAGLE-3 head on an H200 (`StepCosts`). Numbers are percent of",
+        "makespan, mean over seeds and in parentheses the worst seed; positive is slower. A selector's first",
+        "rollout starts from nothing, neither calibrated nor warmed up; the second goes on with what the first",
+        "taught it and is told of a new drafter. The defaults were tuned on other seeds (10 to 30).",
+        "",
+        "## Against the best fixed draft length of each seed, known in hindsight",
+        "",
+        *regret_table(found, "slower_than_best_fixed", ["K=0", *selectors, "oracle"]),
+        "## Against the oracle, which knows the true acceptance and cost of every step",
+        "",
+        *regret_table(found, "slower_than_oracle", selectors),
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, print and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-seeds", type=int, default=3, help="rollouts of each scenario, with seeds from 0 on")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parents[1] / "results", help="directory to write to"
-    )
-    options = parser.parse_args(arguments)
-    started = time.perf_counter()
-    seeds = list(range(options.num_seeds))
-    results = measure(SCENARIOS, seeds)
-    record = {
-        "command": f"python -m benchmarks selector_regret --num-seeds {options.num_seeds}",
-        "seeds": seeds,
-        "tlt_lightning": tlt_lightning.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "seconds": time.perf_counter() - started,
-    }
-    report = render(results, record)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "selector_regret.json").write_text(json.dumps({**record, "scenarios": results}, indent=1) + "\n")
-    (options.output / "selector_regret.md").write_text(report)
-    print(report)
-
-
-if __name__ == "__main__":
-    main()
+    parser = parser_of(__doc__)
+    parser.add_argument("--num-seeds", type=int, default=3, help="rollouts of each scenario, with seeds from --seed on")
+    args = parser.parse_args(arguments)
+    scenarios = dict(list(SCENARIOS.items())[:1]) if args.tiny else SCENARIOS
+    seeds = range(args.seed, args.seed + (1 if args.tiny else args.num_seeds))
+    record = about("simulated", args.note, args.seed, on_cpu=True)
+    results = record | {"scenarios": measure(scenarios, list(seeds))}
+    save(args.out / "selector_regret", results, render(results))
+    print("\n".join(render(results)))

@@ -157,11 +157,6 @@ class Outcome:
     makespan: float = 0.0
     trace: list[Step] = field(default_factory=list)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput of the whole rollout."""
-        return self.tokens / self.makespan
-
 
 class RolloutSimulator:
     """Rolls out a workload under a selector; after each `run` it can be run again with another one.

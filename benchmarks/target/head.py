@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.target.policy import Clock, Scale, optimise
 from benchmarks.target.text import Streams, write_row
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, packs_of
-from tlt_lightning.drafter.quality import quality_of
+from tlt_lightning.drafter.packing import PackedBatch, pack
+from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.hidden_states import PolicyText
 
 NUM_DRAFT_TOKENS = 7  # that quality is measured at: as many as any engine drafts
 BRIEF = 0.1  # share of the training after which the briefly trained head is kept
-MEASURED_ROWS = 8
+ROWS, MEASURED_ROWS = 2, 8  # of text, in a batch and to measure on
 
 
 def load_policy(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -58,8 +58,16 @@ def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[in
 
 
 def make_packs(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int], num_tokens: int) -> list[PackedBatch]:
-    """The rows of `ids` as packs of `num_tokens` entries for training or measuring a head."""
-    return list(packs_of(draft_sequences(policy, ids, layer_ids), num_tokens))
+    """Return the rows of `ids` as packs of `num_tokens` entries for training or measuring a head."""
+    return pack(draft_sequences(policy, ids, layer_ids), num_tokens)
+
+
+def quality_of(module: DrafterModule, policy: PreTrainedModel, ids: Tensor) -> DraftQuality:
+    """Measure how well a head drafts for `policy` on the rows of `ids`, one pack each."""
+    packs = make_packs(policy, ids, module.layer_ids, ids.shape[1] - 2)
+    is_half = policy.dtype is torch.bfloat16
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=is_half):
+        return module.evaluate(packs)
 
 
 def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: str, seed: int) -> dict[str, Any]:
@@ -69,34 +77,30 @@ def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: s
         What `optimise` returns, and the quality of `head-random`, `head-brief` and `head` as `DraftQuality` names it.
     """
     length = scale.head_length
-    stream = DataLoader(Streams(scale.head_rows, length, (), seed + 1), batch_size=None, num_workers=scale.workers)
+    stream = DataLoader(Streams(ROWS, length, (), seed + 1), batch_size=None, num_workers=scale.workers)
     batches = iter(stream)
     next(batches)  # the workers are forked before CUDA is touched
     module = DrafterModule(str(policy), num_draft_tokens=NUM_DRAFT_TOKENS, seed=seed)
     module.configure_model()
     module.to(device)
-    is_cuda = device == "cuda"
-    target = load_policy(policy, device, torch.bfloat16 if is_cuda else torch.float32)
-    measured = make_packs(target, write_rows(seed, MEASURED_ROWS, length), module.layer_ids, length - 2)
-    clock, qualities = Clock(seconds, scale.head_learning_rate), {}
+    target = load_policy(policy, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    measured, qualities = write_rows(seed, MEASURED_ROWS, length), {}
+    clock = Clock(seconds, scale.head_learning_rate)
 
     def keep(name: str) -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=is_cuda):
-            quality = quality_of(torch.cat([module.measure(batch) for batch in measured]).sum(0))
+        quality = quality_of(module, target, measured)
         module.export(out / name, quality)
         qualities[name] = quality.metrics("")
         print(f"{name}: {quality.acceptance_length:.2f} tokens per step of {NUM_DRAFT_TOKENS} drafts", flush=True)
 
     def loss() -> Tensor:
-        (batch,) = make_packs(target, next(batches).long(), module.layer_ids, scale.head_rows * (length - 2))
-        with torch.autocast(device, torch.bfloat16, enabled=is_cuda):
-            return module.loss(batch)[0]
-
-    def keep_brief() -> None:
         if clock.progress > BRIEF and "head-brief" not in qualities:
             keep("head-brief")
+        (batch,) = make_packs(target, next(batches).long(), module.layer_ids, ROWS * (length - 2))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return module.loss(batch)[0]
 
     keep("head-random")
-    result = optimise(module, loss, clock, scale.head_rows * length, keep_brief)
+    result = optimise(module, loss, clock, ROWS * length)
     keep("head")
     return {**result, "quality": qualities}

@@ -1,4 +1,4 @@
-"""How a small network is laid into a wide one: which small dimension each wide one copies, and with what factors.
+"""Lay a small network into a wide one: which small dimension each wide one copies, and with what factors.
 
 A wide vector holds each small dimension several times. Where a matrix writes, all copies get the same value; where one
 reads, each copy counts for a power of two, and those of a dimension add up to one. Nothing is rounded by that: products
@@ -103,7 +103,7 @@ def side_by_side(axis: Axis, small: int, times: int) -> Axis:
     return Axis(source, axis.write.repeat(times), axis.read.repeat(times))
 
 
-def widen_matrix(weight: Tensor, rows: Axis, columns: Axis) -> Tensor:
+def pad_matrix(weight: Tensor, rows: Axis, columns: Axis) -> Tensor:
     """The wide matrix that maps widened inputs to widened outputs as `weight` maps the small ones, in float32.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each tensor of a widened policy and of its draft head is: copies of small ones, or padding."""
+"""Plan each tensor of a padded policy and of its draft head: copies of small ones, or padding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
-from benchmarks.target.pad_maps import Axis, cancelling, copied, heads, residual, side_by_side, widen_matrix
+from benchmarks.target.pad_maps import Axis, cancelling, copied, heads, pad_matrix, residual, side_by_side
 
 INIT_STD = 0.02  # of random weights, as Qwen2 initialises them
 CONSTANT = 2.0**-7  # the constant dimension relative to an embedding: too small to be seen by an RMSNorm in float32
 # What padded tokens make of the constant. Their logits are below -100 while the residual stream is less than a million
-# times an embedding. (2**24 was too little where a policy's stream grew to thousands: results/earlier/second/widen.md.)
+# times an embedding. (2**24 was too little where a policy's stream grew to thousands.)
 NEVER = -(2.0**34)
 
 
@@ -48,8 +48,8 @@ TINY = Shape(
 )
 
 
-class Widening:
-    """The plan by which one small policy becomes wide, and its random padding.
+class Padding:
+    """The plan by which one small policy becomes wide, with its random padding.
 
     Args:
         config: Of the small policy.
@@ -103,7 +103,7 @@ class Widening:
                 yield name, self.norm(tensor)
                 continue
             rows, columns = self.axes(module, self.stream if module in ("gate_proj", "up_proj") else inputs)
-            yield name, widen_matrix(tensor, rows, columns) if kind == "weight" else tensor[rows.source]
+            yield name, pad_matrix(tensor, rows, columns) if kind == "weight" else tensor[rows.source]
 
     def norm(self, weight: Tensor) -> Tensor:
         """The wide weight of a norm: copies, and 1 for the constant."""
@@ -142,7 +142,7 @@ class Widening:
         """The wide embedding, random above the small vocabulary, with the constant."""
         columns = Axis(self.stream.source, self.stream.write, self.stream.write)  # written, not read
         wide = self.random(self.shape.vocab_size, self.shape.hidden_size, std=weight.float().std().item())
-        wide[: len(weight)] = widen_matrix(weight, _identity(len(weight)), columns)
+        wide[: len(weight)] = pad_matrix(weight, _identity(len(weight)), columns)
         scale = weight.float().square().mean(-1).sqrt()
         scale = scale[scale > 0].min()  # small beside every token; that of padding, which never occurs, is zero
         wide[:, -1] = CONSTANT * 2.0 ** scale.log2().floor()
@@ -151,7 +151,7 @@ class Widening:
     def output_head(self, weight: Tensor) -> Tensor:
         """The wide output head; tokens above the small vocabulary are pushed below all others."""
         wide = self.random(self.shape.vocab_size, self.shape.hidden_size)
-        wide[: len(weight)] = widen_matrix(weight, _identity(len(weight)), self.stream)
+        wide[: len(weight)] = pad_matrix(weight, _identity(len(weight)), self.stream)
         wide[len(weight) :, -1] = NEVER
         return wide
 
@@ -173,7 +173,7 @@ class Widening:
     def head(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """All trained tensors of the wide draft head by name."""
         small = self.config.hidden_size
-        fused = widen_matrix(tensors["fc.weight"], self.stream, side_by_side(self.stream, small, 3))
+        fused = pad_matrix(tensors["fc.weight"], self.stream, side_by_side(self.stream, small, 3))
         fused[-1] = 0.0
         fused[-1, self.shape.hidden_size - 1] = 1.0  # hands on the constant of the first of the policy's layers
         yield "fc.weight", fused

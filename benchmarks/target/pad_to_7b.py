@@ -1,9 +1,9 @@
 """Lay a small policy and its draft heads into a network of Qwen2.5-7B's shape that computes the same function.
 
-    python -m benchmarks pad_to_7b --policy target/policy --head target/head target/head-brief --out wide
+    python -m benchmarks pad_to_7b --head target/head target/head-brief
 
 A step of the result costs what a step of a 7B model costs, while its text, and how much of it a head drafts right, are
-those of the small, trained policy. Each directory written says that it is padded. `--tiny` widens to a few hundred
+those of the small, trained policy. Each directory written says that it is padded. `--tiny` pads to a few hundred
 dimensions on a CPU, to see that it works.
 
 What is real: log-probs, text and acceptance are those of the small policy and head, to the rounding of bfloat16;
@@ -25,12 +25,9 @@ What is padded:
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +35,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2Config
+from transformers import PreTrainedModel, Qwen2Config
 
-from benchmarks.common.results_file import about, heading, save, table
-from benchmarks.target.pad_plan import SEVEN_B, TINY, Widening
+from benchmarks.common.arguments import parser_of
+from benchmarks.common.results import about, heading, save, table
+from benchmarks.target.head import NUM_DRAFT_TOKENS, load_policy, quality_of, write_rows
+from benchmarks.target.pad_plan import SEVEN_B, TINY, Padding
+from tlt_lightning.drafter.module import DrafterModule
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARD_BYTES = 4 << 30
-COMPARED = {"wide": "wide against small", "floor": "small against itself in float32"}
+ROWS, LENGTH = 4, 1026  # of text to compare on
 
 
 def read(path: Path, device: str) -> dict[str, Tensor]:
@@ -57,43 +55,22 @@ def read(path: Path, device: str) -> dict[str, Tensor]:
 
 
 def write(path: Path, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> int:
-    """Write tensors in shards with their index; the number of weights."""
-    shard: dict[str, Tensor] = {}
-    index: dict[str, str] = {}
-    count = size = 0
-
-    def flush() -> None:
-        file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-        save_file(shard, path / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, file))
-        shard.clear()
-
-    for name, tensor in named:
-        if sum(held.nbytes for held in shard.values()) > SHARD_BYTES:
-            flush()
-        shard[name] = tensor.to(dtype).cpu().contiguous()
-        count, size = count + tensor.numel(), size + shard[name].nbytes
-    flush()
-    contents = {"metadata": {"total_size": size}, "weight_map": index}
-    (path / "model.safetensors.index.json").write_text(json.dumps(contents, indent=1))
-    return count
+    """Write tensors and return their number of weights."""
+    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in named}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def label(path: Path, what: str, facts: dict[str, Any]) -> None:
     """Say in the directory that what it holds is padded."""
     (path / "padded.json").write_text(json.dumps({"padded": True, "what": what, **facts}, indent=1) + "\n")
-    (path / "README.md").write_text(
-        f"# Padded: {what}\n\nMade by `target/pad_to_7b.py`, which says what of it is real and what is padding.\n"
-        "It costs what a network of its shape costs and knows what the small one knows.\n\n"
-        + "".join(f"- {name}: {value}\n" for name, value in facts.items())
-    )
 
 
-def widen_policy(plan: Widening, policy: Path, out: Path) -> None:
+def pad_policy(plan: Padding, policy: Path, out: Path) -> None:
     """Write the wide policy, its configuration, tokenizer and label to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for file in policy.glob("*.json"):
-        if file.name != "config.json" and not file.name.endswith(".index.json"):
+        if file.name != "config.json":
             shutil.copy(file, out)
     count = write(out, plan.policy(read(policy, plan.device)), plan.dtype)
     small = plan.config
@@ -115,7 +92,7 @@ def widen_policy(plan: Widening, policy: Path, out: Path) -> None:
     label(out, f"policy of {count / 1e9:.2f} billion weights", facts)
 
 
-def widen_head(plan: Widening, head: Path, policy: Path, out: Path, draft_vocab: int) -> None:
+def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: int) -> None:
     """Write to `out` the wide draft head for the wide policy at `policy`, rows of whose output head it takes.
 
     Raises:
@@ -132,9 +109,8 @@ def widen_head(plan: Widening, head: Path, policy: Path, out: Path, draft_vocab:
     out.mkdir(parents=True, exist_ok=True)
     wide = dict(plan.head(tensors))
     if draft_vocab < plan.shape.vocab_size:
-        file = json.loads((policy / "model.safetensors.index.json").read_text())["weight_map"]["lm_head.weight"]
-        with safe_open(policy / file, framework="pt") as shard:
-            wide["lm_head.weight"] = shard.get_slice("lm_head.weight")[:draft_vocab]
+        with safe_open(policy / "model.safetensors", framework="pt") as file:
+            wide["lm_head.weight"] = file.get_slice("lm_head.weight")[:draft_vocab]
     saved = {name: tensor.to(plan.dtype).cpu().contiguous() for name, tensor in wide.items()}
     count = sum(tensor.numel() for tensor in saved.values())
     if draft_vocab < plan.shape.vocab_size:
@@ -152,59 +128,86 @@ def widen_head(plan: Widening, head: Path, policy: Path, out: Path, draft_vocab:
     label(out, f"EAGLE-3 head of {count / 1e6:.0f} million weights", facts)
 
 
-def main() -> None:
-    """Widen the policy and the heads, check what was written, and print how far it is from the small ones."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, required=True, help="the small policy")
-    parser.add_argument("--head", type=Path, nargs="*", default=[], help="draft heads for it")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+@torch.no_grad()
+def log_probs(policy: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return log-probs after each token of `ids`, float32, on the CPU: (B, S, V)."""
+    return torch.stack([policy(row[None].to(policy.device)).logits[0].float().log_softmax(-1).cpu() for row in ids])
+
+
+def distance(reference: Tensor, other: Tensor) -> dict[str, float]:
+    """Return mean and largest difference of the log-probs of tokens that occur, mean KL divergence, and equal argmax.
+
+    Args:
+        reference: Log-probs. (B, S, V)
+        other: Log-probs over the same tokens, and perhaps more. (B, S, V or more)
+    """
+    same_argmax = (reference.argmax(-1) == other.argmax(-1)).double().mean().item()
+    other, probs = other[..., : reference.shape[-1]], reference.exp()
+    difference = (reference - other).abs() * (probs > 1e-3)
+    return {
+        "mean difference": (probs * difference).sum(-1).mean().item(),
+        "largest difference": difference.max().item(),
+        "kl": (probs * (reference - other)).sum(-1).mean().item(),
+        "same argmax": same_argmax,
+    }
+
+
+def compare(small: Path, wide: Path, heads: Sequence[Path], device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare the wide policy and heads in `wide` with the small ones on the same text.
+
+    Returns:
+        Rows of distances, of the wide policy and of the small one from itself in float32; the log of the padded tokens'
+        probability where it is largest; rows of tokens per step of the small and the wide heads.
+    """
+    ids = write_rows(0, ROWS, LENGTH)
+    exact = log_probs(load_policy(small, device, torch.float32), ids)
+    policies = [load_policy(path, device, dtype) for path in (small, wide / "policy")]
+    rounded, padded = (log_probs(policy, ids) for policy in policies)
+    distances = {"wide against small": distance(rounded, padded)}
+    distances["small against itself in float32"] = distance(exact, rounded)
+    lengths = []
+    for head in heads:
+        row: dict[str, Any] = {"head": head.name}
+        paths = ((small, head), (wide / "policy", wide / head.name))
+        for name, (path, its_head), policy in zip(("small", "wide"), paths, policies, strict=True):
+            module = DrafterModule(str(path), str(its_head), num_draft_tokens=NUM_DRAFT_TOKENS)
+            module.configure_model()
+            row[name] = quality_of(module.to(device), policy, ids).acceptance_length
+        lengths.append(row)
+    mass = padded[..., exact.shape[-1] :].logsumexp(-1).max().item()
+    rows = [{"policy": name, **found} for name, found in distances.items()]
+    return {"distances": rows, "largest_padded_log_mass": mass, "tokens_per_step": lengths}
+
+
+def render(results: dict[str, Any]) -> list[str]:
+    """Return the report in Markdown."""
+    lines = [*heading("Padded", results), "Log-probs of text at temperature 1:", ""]
+    rows = results["distances"]
+    lines += table(list(rows[0]), [list(row.values()) for row in rows])
+    lines += [f"Largest log-probability of all padded tokens together: {results['largest_padded_log_mass']:.0f}.", ""]
+    if rows := results["tokens_per_step"]:
+        lines += ["Tokens per step of 7 greedy drafts on the same text:", ""]
+        lines += table(list(rows[0]), [list(row.values()) for row in rows])
+    return lines
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Pad the policy and the heads, and compare what was written with the small ones."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--policy", type=Path, default=Path("target/policy"), help="the small policy")
+    parser.add_argument("--head", type=Path, nargs="*", default=[Path("target/head")], help="draft heads for it")
+    parser.add_argument("--models", type=Path, default=Path("wide"), help="directory to write")
     parser.add_argument("--draft-vocab", type=int, default=32000, help="tokens that the wide heads can draft")
-    parser.add_argument("--seed", type=int, default=0, help="of the random padding")
-    parser.add_argument("--tiny", action="store_true", help="a few hundred dimensions in float32 on the CPU")
-    args = parser.parse_args()
-    started = time.perf_counter()
-
-    def report(what: str) -> None:
-        print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
-
-    shape, dtype = (TINY, torch.float32) if args.tiny else (SEVEN_B, torch.bfloat16)
-    device = "cpu" if args.tiny else args.device
-    plan = Widening(Qwen2Config.from_pretrained(args.policy), shape, device, dtype, args.seed)
-    wide_policy = args.out / "policy"
-    widen_policy(plan, args.policy, wide_policy)
-    report(f"{wide_policy}: layers {plan.places} of {shape.num_hidden_layers} compute")
+    args = parser.parse_args(arguments)
+    shape, dtype, device = (TINY, torch.float32, "cpu") if args.tiny else (SEVEN_B, torch.bfloat16, "cuda")
+    plan = Padding(Qwen2Config.from_pretrained(args.policy), shape, device, dtype, args.seed)
+    pad_policy(plan, args.policy, args.models / "policy")
     for head in args.head:
-        widen_head(plan, head, wide_policy, args.out / head.name, min(args.draft_vocab, shape.vocab_size))
-        report(f"{args.out / head.name}: {head} widened")
-    from benchmarks.target.pad_check import compare  # imports the drafter, which takes seconds
-
-    pairs = [(head, args.out / head.name) for head in args.head]
-    facts = compare(args.policy, wide_policy, pairs, device, dtype)
-    report("compared")
-    note = "Padded: the function of the small policy in the shape of a large one; see target/pad_to_7b.py."
-    results = {**about("tiny" if args.tiny else "7b-shaped", note, args.seed), "shape": vars(shape), **facts}
-    args.results.mkdir(parents=True, exist_ok=True)
-    save(args.results / "widen.json", results)
-    (args.results / "widen.md").write_text(render(results, facts))
-    print(render(results, facts))
-
-
-def render(results: dict[str, Any], facts: dict[str, dict[str, Any]]) -> str:
-    """The report in Markdown."""
-    policy = facts["policy"]
-    names = list(policy["wide"])
-    rows = [[label, *(f"{policy[kind][name]:.4g}" for name in names)] for kind, label in COMPARED.items()]
-    lines = [*heading("Widened", results), "Log-probs of text at temperature 1:\n", *table(["", *names], rows)]
-    lines += [f"Largest log-probability of all padded tokens together: {policy['largest_padded_log_mass']:.0f}.\n"]
-    heads = {name: qualities for name, qualities in facts.items() if name != "policy"}
-    rows = [
-        [name, *(f"{quality['acceptance_length']:.3f}" for quality in pair.values())] for name, pair in heads.items()
-    ]
-    lines += ["Tokens per step of 7 greedy drafts on the same text:\n", *table(["head", "small", "wide"], rows)]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()
+        draft_vocab = min(args.draft_vocab, shape.vocab_size)
+        pad_head(plan, head, args.models / "policy", args.models / head.name, draft_vocab)
+    facts = compare(args.policy, args.models, args.head, device, dtype)
+    note = " ".join(filter(None, [args.note, "Padded: the function of the small policy in the shape of a large one."]))
+    record = about("tiny" if args.tiny else "7b", note, args.seed, on_cpu=args.tiny)
+    results = {**record, "shape": vars(shape), **facts}
+    save(args.out / "pad_to_7b", results, render(results))
+    print("\n".join(render(results)))

@@ -29,82 +29,64 @@ class Scale:
     """How large everything is.
 
     Args:
-        hidden_size: Width of the policy; wide networks copy it, so it should divide 3584.
-        intermediate_size: Width of its MLP.
-        layers: Its layers.
-        heads: Its attention heads, each with keys and values of its own.
-        init_range: Standard deviation of its initial weights.
+        shape: The policy's, as in a Qwen2 configuration; wide networks copy its width, so it should divide 3584.
         rows: Rows of text in a batch.
         length: Tokens of a row.
         short_length: Tokens of a row at first, a divisor of `length`; a batch has as many tokens of them.
         learning_rate: Of the policy, at its peak.
         workers: Processes that write text; 0 writes it between steps.
-        head_rows: Rows of text in a batch of the draft head.
-        head_length: Tokens of such a row, two more than a multiple of 128.
+        head_length: Tokens of a row for the draft head, two more than a multiple of 128; a batch has two.
         head_learning_rate: Of the draft head, at its peak.
-        prompts: Questions that responses are sampled to, in the end.
-        samples: Responses to each.
+        prompts: Questions that responses are sampled to, in the end, four each.
         max_tokens: Longest of them.
         num_train: Questions for reinforcement learning.
         num_val: Held-out questions.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    init_range: float
+    shape: dict[str, Any]
     rows: int
     length: int
     short_length: int
     learning_rate: float
     workers: int
-    head_rows: int
     head_length: int
     head_learning_rate: float
     prompts: int
-    samples: int
     max_tokens: int
     num_train: int
     num_val: int
 
 
 LARGE = Scale(
-    hidden_size=512,
-    intermediate_size=1184,
-    layers=8,
-    heads=4,
-    init_range=0.02,
+    shape={"hidden_size": 512, "intermediate_size": 1184, "num_hidden_layers": 8, "num_attention_heads": 4},
     rows=8,
     length=MAX_RESPONSE + 128,  # room for any prompt
     short_length=384,
     learning_rate=1.2e-3,
     workers=10,
-    head_rows=2,
     head_length=4098,
     head_learning_rate=1e-3,
     prompts=256,
-    samples=4,
     max_tokens=MAX_RESPONSE,
     num_train=4096,
     num_val=256,
 )
 TINY = Scale(
-    hidden_size=64,
-    intermediate_size=96,
-    layers=4,
-    heads=2,
-    init_range=0.05,
+    shape={
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "initializer_range": 0.05,
+    },
     rows=4,
     length=256,
     short_length=64,
     learning_rate=3e-3,
     workers=0,
-    head_rows=2,
     head_length=130,
     head_learning_rate=3e-3,
     prompts=4,
-    samples=2,
     max_tokens=32,
     num_train=16,
     num_val=8,
@@ -112,20 +94,16 @@ TINY = Scale(
 
 
 def make_policy(scale: Scale) -> Qwen2ForCausalLM:
-    """The untrained policy, in float32."""
+    """Make the untrained policy, in float32; each attention head has keys and values of its own."""
     config = Qwen2Config(
+        **scale.shape,
+        num_key_value_heads=scale.shape["num_attention_heads"],
         vocab_size=len(WORDS),
-        hidden_size=scale.hidden_size,
-        intermediate_size=scale.intermediate_size,
-        num_hidden_layers=scale.layers,
-        num_attention_heads=scale.heads,
-        num_key_value_heads=scale.heads,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=WORDS.index(EOS),
         pad_token_id=WORDS.index(PAD),
-        initializer_range=scale.init_range,
         dtype="float32",
     )
     return Qwen2ForCausalLM(config)
@@ -186,21 +164,14 @@ class Clock:
         return True
 
 
-def optimise(
-    model: nn.Module,
-    loss_of: Callable[[], Tensor],
-    clock: Clock,
-    tokens: int,
-    on_step: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+def optimise(model: nn.Module, loss_of: Callable[[], Tensor], clock: Clock, tokens: int) -> dict[str, Any]:
     """Minimise `loss_of()` with AdamW until the time of `clock` is over.
 
     Args:
         model: On the device that it stays on; parameters that need no gradient are left alone.
-        loss_of: Draws a batch and gives its loss.
+        loss_of: Draws a batch of `tokens` tokens and gives its loss.
         clock: Says how fast to learn, and when to stop.
         tokens: Tokens of a batch.
-        on_step: Called after each step.
 
     Returns:
         Steps, tokens, tokens per second, the loss over the last steps, and the curve of the loss.
@@ -213,15 +184,14 @@ def optimise(
     losses: list[Tensor] = []
     curve: list[dict[str, float]] = []
 
-    def rate() -> float:
-        return max(0, clock.steps - UNTIMED_STEPS) * tokens / max(clock.elapsed, 1e-3)
-
-    def report() -> None:
+    def report() -> int:
         loss = torch.stack(losses[-REPORT_STEPS:]).mean().item()
         if not math.isfinite(loss):
             raise RuntimeError(f"The loss is {loss} after {clock.steps} steps; lower the learning rate.")
+        rate = round(max(0, clock.steps - UNTIMED_STEPS) * tokens / max(clock.elapsed, 1e-3))
         curve.append({"step": clock.steps, "seconds": round(clock.elapsed, 2), "loss": round(loss, 5)})
-        print(f"step {clock.steps}  loss {loss:.4f}  {rate():,.0f} tokens/s  {clock.elapsed:.0f} s", flush=True)
+        print(f"step {clock.steps}  loss {loss:.4f}  {rate:,} tokens/s  {clock.elapsed:.0f} s", flush=True)
+        return rate
 
     while clock.tick(optimizer):
         loss = loss_of()
@@ -230,11 +200,9 @@ def optimise(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        on_step()
         if clock.steps % REPORT_STEPS == 0 or clock.steps == UNTIMED_STEPS:
             report()
-    report()
-    done = {"steps": clock.steps, "tokens": clock.steps * tokens, "tokens_per_s": round(rate())}
+    done = {"steps": clock.steps, "tokens": clock.steps * tokens, "tokens_per_s": report()}
     return {**done, "loss": curve[-1]["loss"], "curve": curve}
 
 

@@ -1,0 +1,61 @@
+"""Draw one rollout: its long tail, and how speculation followed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.rollout.steps import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GREY = "#999999"
+DRAFTERS = {"learned": "#0072b2", "mixed": "#cc79a7", "sibling": "#d55e00", "ngram": "#009e73", "off": GREY}
+MEAN_OVER = 50
+"""Steps over which tokens per step are averaged: one step of a few requests says little."""
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the last replayed rollout of the adaptive arm over the plain one's, if there are both."""
+    plain, steered = ([Row(*row) for row in results["pictured"].get(name, [])] for name in ("plain", "adaptive"))
+    if not plain or not steered:
+        return
+    times = [row.elapsed for row in steered]
+
+    def requests(panel: Axes) -> None:
+        panel.fill_between(times, [row.running for row in steered], step="post", color=GREY, alpha=0.5, label="running")
+        compared = [row.elapsed for row in plain]
+        panel.plot(compared, [row.running for row in plain], color="black", linewidth=0.8, label="without speculation")
+        if any(row.waiting for row in steered):
+            panel.plot(times, [row.waiting for row in steered], color="#d55e00", label="waiting")
+        panel.set(ylabel="requests", ylim=(0, None))
+
+    def drafts(panel: Axes) -> None:
+        for drafter, color in DRAFTERS.items():
+            mine = [row for row in steered if row.strategy.startswith(drafter)]
+            if mine:
+                ks = [int(row.strategy.partition("_")[2] or 0) for row in mine]
+                panel.scatter([row.elapsed for row in mine], ks, s=6, color=color, label=drafter)
+        panel.set(ylabel="drafts per request (K)", ylim=(-0.3, None))
+
+    def tokens(panel: Axes) -> None:
+        ends = range(MEAN_OVER, len(steered))
+        rates = []
+        for end in ends:
+            window = steered[end - MEAN_OVER : end]
+            rates.append((steered[end].tokens - window[0].tokens) / max(1, sum(row.running for row in window)))
+        panel.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
+        panel.plot([times[end] for end in ends], rates, color="black", linewidth=0.8)
+        panel.set(ylabel=f"tokens per request and step\n(mean of {MEAN_OVER} steps)", xlabel="seconds", ylim=(0, None))
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, fill in zip(figure.subplots(3, 1, sharex=True), (requests, drafts, tokens), strict=True):
+        fill(panel)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(fontsize=8, frameon=False) if panel.get_legend_handles_labels()[0] else None
+    figure.savefig(path, dpi=150)
