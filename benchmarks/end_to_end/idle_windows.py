@@ -170,7 +170,7 @@ def render(results: dict[str, Any]) -> list[str]:
     lines = heading("Training in idle windows beside a rank that still writes", results)
     lines += [
         f"{work['devices']} ranks with a device each write {work['each'] * work['group_size']} responses each, the "
-        f"last rank {work['long']} tokens long, the others {work['short']}, {NUM_DRAFT_TOKENS} drafts in every step. In "
+        f"last rank {work['long']} tokens long, the others {work['short']}, {NUM_DRAFT_TOKENS} drafts a step. In "
         f"the first {work['learning']} iterations policy (rate {work['lr']:g}) and drafter learn; then both rates "
         "are 0, and the drafter is trained in every second idle window with all else the same. A ratio is the pace of "
         "an iteration that trains over the mean of those beside it, in which the others only waited; `noise` compares "

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.results_file import hardware
+from benchmarks.common.results import hardware
 from benchmarks.end_to_end.work import Diary, Work, score
 
 if TYPE_CHECKING:
