@@ -27,9 +27,7 @@ def render(results: dict[str, Any]) -> list[str]:
     if lengths:
         at = ", ".join(f"{name} {lengths[int(share * (len(lengths) - 1))]}" for name, share in QUANTILES.items())
         lines += [f"Recorded lengths: {at}, {sum(lengths)} tokens in all.", ""]
-    lines += arms_table(results, "replayed", "Same lengths: all arms write responses of the recorded lengths")
-    lines += arms_table(results, "natural", "Natural lengths: they differ between the arms, and their luck with them")
-    lines += [*comparisons(results), *limit_section(results), *engines_section(results)]
+    lines += [*arms_table(results), *comparisons(results), *limit_section(results), *engines_section(results)]
     for failure in results["failures"]:
         lines += [f"- {failure['job']} failed: `{failure['error'].strip().splitlines()[-1]}`"]
     if results["left_out"]:
@@ -37,22 +35,22 @@ def render(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def by_arm(results: dict[str, Any], mode: str) -> dict[str, Runs]:
-    """Return the runs of a mode by arm, in the order of their first; the recorded run is a natural one."""
+def by_arm(results: dict[str, Any]) -> dict[str, Runs]:
+    """Return the replayed runs by arm, in the order of their first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in results["runs"]:
-        if run["mode"] == mode or (run["mode"], mode) == ("record", "natural"):
+        if run["mode"] == "replayed":
             found.setdefault(run["arm"], []).append(run)
     return dict(found)
 
 
-def arms_table(results: dict[str, Any], mode: str, title: str) -> list[str]:
+def arms_table(results: dict[str, Any]) -> list[str]:
     """Return a row for each arm, and a warning for each turn that stood still."""
-    arms = by_arm(results, mode)
+    arms = by_arm(results)
     if not arms:
         return []
     plain = middle([run["seconds"] for run in arms.get("plain", [])])
-    limit = results.get("limit", {}).get("limit_seconds") if mode == "replayed" else None
+    limit = results.get("limit", {}).get("limit_seconds")
     modelled = {name for name, arm in arms_of(results["setup"]["heads"]).items() if arm.is_modelled}
     header = ["arm", "turns", "seconds", "least to most", "stalls s", "speedup", "tau", "of the limit", "K mean", "off"]
     rows = []
@@ -60,7 +58,7 @@ def arms_table(results: dict[str, Any], mode: str, title: str) -> list[str]:
         held = limit if name in modelled else None
         rows.append([name, *arm_row(runs, plain, held)])
     lines = [
-        f"## {title}",
+        "## Same lengths: all arms write responses of the recorded lengths",
         "",
         "Medians over turns. tau: tokens per request and step with drafts. stalls: the most that",
     ]
@@ -108,7 +106,7 @@ def arm_row(runs: Runs, plain: float | None, limit: float | None) -> list[Any]:
 
 def comparisons(results: dict[str, Any]) -> list[str]:
     """Return by how much the adaptive arm is faster than each rival."""
-    arms = by_arm(results, "replayed")
+    arms = by_arm(results)
     medians = {name: statistics.median(run["seconds"] for run in runs) for name, runs in arms.items()}
     if "adaptive" not in medians:
         return []

@@ -7,7 +7,6 @@ rolls out `num_prompts` x `group_size` responses at temperature 1 and top-p 1, i
 
 - `core`: lengths are recorded once by a plain rollout; then the plain engine, every fixed K, TLT's rule, BEG-MAB and
   the adaptive selector write responses of exactly these lengths, ends ignored, so that all do the same work.
-- `natural`: plain, the best fixed K and the adaptive selector with lengths that come as they come.
 - `others`: vLLM's own table of K by batch size, tuned on what `core` measured, and drafts sampled from the head.
 - `heads`: the further ones of `--head`. `lookups`: siblings and n-grams, with a head and without.
 
@@ -31,21 +30,20 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.results import about, note_of, save
-from benchmarks.common.statistics import middle
-from benchmarks.rollout.arms import FIXED, Arm, arms_of
+from benchmarks.rollout.arms import Arm, arms_of
 from benchmarks.rollout.limit import model
 from benchmarks.rollout.picture import draw
 from benchmarks.rollout.process import EngineError, EngineProcess, Engines
-from benchmarks.rollout.report import render
+from benchmarks.rollout.report import by_arm, render
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
 
-PARTS = ("core", "natural", "others", "heads", "lookups")
+PARTS = ("core", "others", "heads", "lookups")
 FIRST_TABLE = [[1, 8, 7], [9, 32, 5], [33, 64, 3], [65, 128, 1], [129, 256, 0]]
 """vLLM's table where `core` has measured none."""
 
 
 class Job(NamedTuple):
-    """One measurement: its part and arm; `record`, `replayed` or `natural`; which turn."""
+    """One measurement: its part and arm; `record` or `replayed`; which turn."""
 
     part: str
     arm: Arm
@@ -56,12 +54,9 @@ class Job(NamedTuple):
         return f"{self.part}: {self.arm.name}, {self.mode} #{self.turn}"
 
 
-def jobs_of(part: str, arms: dict[str, Arm], repeats: int, best_fixed: str) -> list[Job]:
+def jobs_of(part: str, arms: dict[str, Arm], repeats: int) -> list[Job]:
     """Return the measurements of a part, turns interleaved so that what drifts hits all arms alike."""
-    mine, mode = [arm for arm in arms.values() if arm.part == part], "replayed"
-    if part == "natural":
-        mine, mode = [arms[name] for name in ("plain", "adaptive", best_fixed)], "natural"
-    return [Job(part, arm, mode, turn) for turn in range(repeats) for arm in mine]
+    return [Job(part, arm, "replayed", turn) for turn in range(repeats) for arm in arms.values() if arm.part == part]
 
 
 class Campaign:
@@ -113,8 +108,7 @@ class Campaign:
     def do(self, job: Job, engine: EngineProcess) -> str:
         """Run one job, keep its result and say it."""
         lengths = self.results["lengths"] if job.mode == "replayed" else None
-        seed = 1000 + self.setup.seed + job.turn + (job.mode == "natural")  # not the recorded one again
-        result = engine.call("rollout", arm=job.arm.name, lengths=lengths, seed=seed)
+        result = engine.call("rollout", arm=job.arm.name, lengths=lengths, seed=1000 + self.setup.seed + job.turn)
         written = result.pop("lengths")
         if job.mode == "record":
             self.results.setdefault("lengths", written)
@@ -128,24 +122,10 @@ class Campaign:
         tau = result.get("acceptance_length", 1.0)
         return f"{result['seconds']:.2f} s, {result['tokens_per_s']:.0f} tokens/s, {tau:.2f} a step"
 
-    def replayed(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the replayed runs by arm."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        for run in self.results["runs"]:
-            if run["mode"] == "replayed":
-                found.setdefault(run["arm"], []).append(run)
-        return found
-
-    @property
-    def best_fixed(self) -> str:
-        """The fixed arm that replayed fastest so far."""
-        seconds = {name: middle([run["seconds"] for run in self.replayed().get(name, [])]) for name in FIXED}
-        return min(FIXED, key=lambda name: seconds[name] or float("inf"))
-
     def fit(self) -> None:
         """Model the limit, if everything it needs was measured, and take vLLM's table from it."""
         try:
-            self.results["limit"] = model(self.replayed(), self.results.get("lengths", []))
+            self.results["limit"] = model(by_arm(self.results), self.results.get("lengths", []))
             self.engines.table = self.results["limit"]["best_k"]
         except ValueError as error:
             print(f"no limit yet: {error}", flush=True)
@@ -162,8 +142,8 @@ class Campaign:
 def run_all(campaign: Campaign, args: argparse.Namespace) -> None:
     """Record, then the parts in the order of `PARTS`."""
     arms = arms_of(campaign.setup.heads)
-    for part in [part for part in PARTS if part in args.parts and ("adaptive" in arms or part != "natural")]:
-        jobs = jobs_of(part, arms, args.repeats, campaign.best_fixed)
+    for part in [part for part in PARTS if part in args.parts]:
+        jobs = jobs_of(part, arms, args.repeats)
         jobs = [job for job in jobs if not args.arms or job.arm.name in args.arms]
         if "lengths" not in campaign.results:
             jobs.insert(0, Job("core", arms["plain"], "record"))
@@ -201,5 +181,5 @@ def main(arguments: Sequence[str]) -> None:
         campaign.engines.close()
     campaign.write()
     print("\n".join(render(results)))
-    if not campaign.replayed().get("plain"):
+    if not by_arm(results).get("plain"):
         sys.exit("The plain engine was not measured.")

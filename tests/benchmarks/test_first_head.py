@@ -1,13 +1,11 @@
 """Arm `paired` of `end_to_end/run.py`: the head a run began with beside the one that is trained along."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.end_to_end import picture as end_to_end_picture
 from benchmarks.end_to_end.first_head import FirstHead
 from benchmarks.end_to_end.report import paired_table
 from benchmarks.end_to_end.work import FIRST_HEAD
@@ -46,7 +44,7 @@ def test_the_first_head_is_measured_beside_the_policy_of_now_and_put_away_again(
     assert module.iteration_log.read() == {}  # nothing was held out yet
 
 
-def test_a_paired_run_is_told_in_quarters(tmp_path: Path) -> None:
+def test_a_paired_run_is_told_in_quarters() -> None:
     rows: list[dict[str, Any]] = [{"iteration": 1, "metrics": {"reward/mean": 0.5, "time/iteration": 1.0}}]
     for iteration in range(2, 10):
         metrics = {"drafter/policy_drift": iteration / 10, "reward/mean": 0.5, "time/iteration": 1.0}
@@ -59,5 +57,3 @@ def test_a_paired_run_is_told_in_quarters(tmp_path: Path) -> None:
     assert len(lines) == 4
     assert lines[-1].startswith("| natural 7 | 8 to 9 | 0.900 |")
     assert paired_table([{**run, "iterations": rows[:1]}]) == []
-    end_to_end_picture.draw({"rung": "tiny", "warmup": 1, "runs": [run]}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000

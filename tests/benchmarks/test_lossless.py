@@ -1,38 +1,39 @@
-"""`lossless/run.py`: both checks are made with every arm, and one that fails takes no other with it."""
+"""`python -m benchmarks lossless`: every arm is checked, one that fails takes no other with it, and a bias is found."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from benchmarks.common.sizes import FILES
 from benchmarks.lossless import run as lossless
+from benchmarks.lossless.checks import agreement, score
 from benchmarks.rollout.process import EngineError
+from tlt_lightning.policy import load_policy
 
+PROMPTS = [[12, 13, 3], [14, 15, 3, 4]] * 32
 alive: list[list[str]] = []
 
 
 class FakeEngines:
-    """Engines that write the same text for each prompt; those of one arm part from it, and those of another fail."""
+    """Engines that write the same text for each prompt; those of one arm fail."""
 
     def __init__(self, setup: Any) -> None:
         self.num_prompts = setup.num_prompts
 
-    def need(self, kinds: Any, *, wait: bool) -> None:
+    def need(self, kinds: Any) -> None:
         alive.append(list(kinds))
-        assert not wait
 
     def get(self, kind: str) -> "FakeEngines":
         return self
 
-    def call(self, name: str, seconds: float, arm: str, group_size: int, **arguments: Any) -> Any:
+    def call(self, name: str, arm: str, group_size: int) -> Any:
         assert name == "write"
         if arm == "K=7":
             raise EngineError("RuntimeError: out of luck")
-        tokens = [20, 21, 22, 23] if arm != "adaptive" or arguments["sampling"].temperature else [20, 21, 30, 23]
-        return [(tokens, [-1.0] * 4)] * (self.num_prompts * group_size)
+        return [([20, 21, 22, 23], [-1.0] * 4)] * (self.num_prompts * group_size)
 
     def close(self) -> None:
         pass
@@ -41,53 +42,60 @@ class FakeEngines:
 def test_every_arm_is_checked_and_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lossless, "Engines", FakeEngines)
     lossless.main(["--tiny", "--head", "some", "--out", str(tmp_path)])
-    kinds = ["plain", "steered", "probabilistic"]
-    assert alive[-4:] == [kinds[:2], kinds[:2], kinds[1:], kinds[2:]]  # the device holds two and the trainer
+    assert [kind for (kind,) in alive] == ["plain", "head", "head", "head", "mixed", "sampled", "sampled"]
     results = json.loads((tmp_path / "lossless_tiny.json").read_text())
-    parted = {row["arm"]: (row["parted"], row["first"]) for row in results["greedy"]}
-    nothing = (0, None)
-    assert parted == {
-        "plain again": nothing,
-        "plain, 2 at a time": nothing,
-        "K=3": nothing,
-        "adaptive": (4, 2),
-        "adaptive, siblings too": nothing,
-        "K=3, sampled drafts": nothing,
-    }
-    assert len(results["greedy"][3]["gaps"]) == 4
-    assert [row["arm"] for row in results["logps"]] == ["plain", *lossless.SAMPLED_ARMS]
-    assert {row["tokens"] for row in results["logps"]} == {4 * 4 * 4}
-    assert [failure["arm"] for failure in results["failures"]] == ["greedy, K=7"]
+    assert [row["arm"] for row in results["arms"]] == [arm for arm in lossless.ARMS if arm != "K=7"]
+    assert {row["tokens"] for row in results["arms"]} == {4 * 4 * 4}
     report = (tmp_path / "lossless_tiny.md").read_text()
-    assert "4 of 4" in report
-    assert "greedy, K=7 failed: `benchmarks.rollout.process.EngineError: RuntimeError: out of luck`" in report
+    assert "K=7 failed: `RuntimeError: out of luck`" in report
 
 
 def test_nothing_is_written_beyond_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lossless, "Engines", FakeEngines)
     lossless.main(["--tiny", "--head", "some", "--out", str(tmp_path), "--seconds", "-1"])
     results = json.loads((tmp_path / "lossless_tiny.json").read_text())
-    assert results["greedy"] == results["logps"] == []
-    assert results["left_out"][0] == "the plain texts"
+    assert results["arms"] == []
+    assert results["left_out"] == list(lossless.ARMS)
 
 
-def test_a_trainer_that_fails_takes_no_other_check_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def score(*arguments: Any) -> None:
-        raise RuntimeError("out of memory")
+def sample(model: torch.nn.Module, temperature: float, num: int = 12) -> list[tuple[list[int], list[float]]]:
+    """Texts drawn at a temperature, with the log-probs of temperature 1."""
+    written = []
+    generator = torch.Generator().manual_seed(0)
+    for prompts in (PROMPTS[::2], PROMPTS[1::2]):
+        ids, logps = torch.tensor(prompts), []
+        for _ in range(num):
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[:, -1].float()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            logps.append(logits.log_softmax(-1).gather(-1, drawn))
+            ids = torch.cat([ids, drawn], -1)
+        texts: Tensor = ids[:, -num:]
+        written.append(list(zip(texts.tolist(), torch.cat(logps, -1).tolist(), strict=True)))
+    return [text for pair in zip(*written, strict=True) for text in pair]
 
-    monkeypatch.setattr(lossless, "Engines", FakeEngines)
-    monkeypatch.setattr(lossless, "score", score)
-    lossless.main(["--tiny", "--head", "some", "--out", str(tmp_path)])
-    report = (tmp_path / "lossless_tiny.md").read_text()
-    assert "| K=3, sampled drafts |" in report
-    assert "Log-probs: not compared." in report
-    assert "log-probs, plain failed: `RuntimeError: out of memory`" in report
+
+@pytest.fixture(scope="module")
+def model(policy_path: str) -> torch.nn.Module:
+    return load_policy(policy_path).eval()
 
 
-def test_results_of_a_padded_policy_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    policy = tmp_path / "policy"
-    shutil.copytree(FILES["tiny"].policy, policy)
-    (policy / "padded.json").write_text(json.dumps({"what": "policy of 7 weights"}))
-    monkeypatch.setattr(lossless, "Engines", FakeEngines)
-    lossless.main(["--tiny", "--policy", str(policy), "--head", "some", "--out", str(tmp_path)])
-    assert "**Padded: policy of 7 weights that know" in (tmp_path / "lossless_tiny.md").read_text()
+def test_exact_samples_agree_with_the_trainer(model: torch.nn.Module) -> None:
+    engine, trainer, entropy = score(model, PROMPTS, sample(model, 1.0))
+    assert len(engine) == 64 * 12
+    found = agreement(engine, trainer, entropy)
+    assert found["k3"] < 1e-9
+    assert found["importance"] == pytest.approx(1, abs=1e-4)
+    assert abs(found["surprise_z"]) < 3
+
+
+def test_samples_from_another_distribution_are_found(model: torch.nn.Module) -> None:
+    cold = agreement(*score(model, PROMPTS, sample(model, 0.6)))
+    assert cold["k3"] < 1e-9  # their log-probs are right
+    assert cold["surprise_z"] < -5
+
+
+def test_wrong_log_probs_are_found(model: torch.nn.Module) -> None:
+    engine, trainer, entropy = score(model, PROMPTS, sample(model, 1.0))
+    noise = 0.1 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0))
+    assert agreement(engine + noise, trainer, entropy)["k3"] == pytest.approx(0.005, rel=0.2)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.rollout.limit import RecordedWorkload, merged, model
-from benchmarks.rollout.steps import Row, acceptance_by_phase, summarize
+from benchmarks.rollout.limit import RecordedWorkload, model
+from benchmarks.rollout.steps import Row, summarize
 from benchmarks.simulation.selector_regret import DRAFT_LENGTHS, Oracle
 from benchmarks.simulation.simulator import Outcome, RolloutSimulator, StepCosts, Workload, constant
 from tlt_lightning.speculation import FixedSelector
@@ -29,12 +29,8 @@ def as_run(outcome: Outcome) -> dict[str, Any]:
         before = rows[-1]
         running = 0 if after is None else after.batch_size
         rows.append(Row(before.elapsed + step.seconds, running, 0, before.tokens + step.num_tokens))
-    counts: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for position in range(7):
-        counts[0][position] = 10**6
-        counts[1][position] = round(10**6 * float(np.prod(CHANCES[: position + 1])))
-    found = summarize(rows, 128, PROMPTS + outcome.makespan, outcome.tokens)
-    return found | {"acceptance_by_phase": acceptance_by_phase([counts])}
+    kept = {f"acceptance_rate_pos_{k}": float(np.prod(CHANCES[:k])) for k in range(1, 8)}
+    return summarize(rows, 128, PROMPTS + outcome.makespan, outcome.tokens) | kept
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +66,3 @@ def test_the_table_covers_all_batches_and_drafts_less_in_larger_ones(arms: dict[
 def test_a_missing_arm_is_an_error(arms: dict[str, list[dict[str, Any]]]) -> None:
     with pytest.raises(ValueError, match=r"lacks runs of \['K=5'\]"):
         model({name: runs for name, runs in arms.items() if name != "K=5"}, LENGTHS)
-
-
-def test_short_ranges_of_a_table_are_joined() -> None:
-    jittery = [[1, 8, 7], [9, 9, 5], [10, 10, 7], [11, 40, 3], [41, 42, 1], [43, 128, 0]]
-    assert merged(jittery) == [[1, 8, 7], [9, 10, 5], [11, 42, 3], [43, 128, 0]]

@@ -1,9 +1,8 @@
-"""The benchmarks' policy is trained on text as described, and its widened form is the same function."""
+"""The benchmarks' policy is trained on text as described, and its padded form is the same function."""
 
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.target import head as target_head
-from benchmarks.target import pad_check as widen_check
-from benchmarks.target import pad_maps as widen_maps
-from benchmarks.target import pad_plan as widen_plan
-from benchmarks.target import pad_to_7b as widen
+from benchmarks.target import pad_maps, pad_plan, pad_to_7b
 from benchmarks.target import policy as target_policy
 from benchmarks.target import run as target
 from benchmarks.target import text as target_text
@@ -58,13 +54,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wide(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     plan = make_plan(small / "policy")
-    widen.widen_policy(plan, small / "policy", folder / "policy")
-    widen.widen_head(plan, small / "head", folder / "policy", folder / "head", DRAFT_VOCAB)
+    pad_to_7b.pad_policy(plan, small / "policy", folder / "policy")
+    pad_to_7b.pad_head(plan, small / "head", folder / "policy", folder / "head", DRAFT_VOCAB)
     return folder
 
 
-def make_plan(policy: Path, shape: widen_plan.Shape = widen_plan.TINY) -> widen_plan.Widening:
-    return widen_plan.Widening(Qwen2Config.from_pretrained(policy), shape, "cpu", torch.float32, 0)
+def make_plan(policy: Path, shape: pad_plan.Shape = pad_plan.TINY) -> pad_plan.Padding:
+    return pad_plan.Padding(Qwen2Config.from_pretrained(policy), shape, "cpu", torch.float32, 0)
 
 
 def load(folder: Path) -> nn.Module:
@@ -132,22 +128,19 @@ def test_streams_repeat_with_their_seed():
 
 @pytest.mark.slow
 def test_parts_leave_a_policy_heads_questions_and_a_report(tmp_path, monkeypatch, capsys):
-    scale = target.TINY
-    monkeypatch.setattr(target, "run_part", lambda part, args: target.finish_part(part, args, scale))
+    monkeypatch.setattr(target, "run_apart", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(target_head, "MEASURED_ROWS", 2)
-    out, results = tmp_path / "out", tmp_path / "results"
-    arguments = ["--tiny", "--out", str(out), "--results", str(results), "--seconds", "2", "--head-seconds", "1"]
-    monkeypatch.setattr(sys, "argv", ["target.py", *arguments])
-    target.main()
+    models, results = tmp_path / "models", tmp_path / "results"
+    times = ["--seconds", "2", "--head-seconds", "1"]
+    target.main(["--tiny", "--models", str(models), "--out", str(results), *times])
     written = json.loads((results / "target.json").read_text())
     curve = written["policy"]["curve"]
     assert curve[-1]["loss"] < curve[0]["loss"]
-    assert (out / "policy" / "tokenizer.json").is_file()
-    assert {path.parent.name for path in out.glob("head*/config.json")} == set(target.HEADS)
-    assert len((out / "val.jsonl").read_text().splitlines()) == scale.num_val
-    assert (results / "target.png").stat().st_size > 0
+    assert (models / "policy" / "tokenizer.json").is_file()
+    assert {path.parent.name for path in models.glob("head*/config.json")} == set(target.HEADS)
+    assert len((models / "val.jsonl").read_text().splitlines()) == target_policy.TINY.num_val
     assert (results / "target.md").read_text() in capsys.readouterr().out
-    heads = [load_file(out / name / "model.safetensors")["fc.weight"] for name in target.HEADS]
+    heads = [load_file(models / name / "model.safetensors")["fc.weight"] for name in target.HEADS]
     assert not torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[1], heads[2])
 
@@ -175,12 +168,12 @@ def test_a_loss_that_is_not_a_number_ends_the_training():
         target_policy.optimise(model, lambda: model(torch.full((1, 2), math.nan)).sum(), clock, 1)
 
 
-# Widening
+# Padding
 
 
 @pytest.mark.parametrize("copies", [1, 2, 7, 13, 16])
 def test_shares_are_powers_of_two_that_add_up_to_one(copies):
-    shares = widen_maps.shares(torch.arange(5 * copies) % 5)
+    shares = pad_maps.shares(torch.arange(5 * copies) % 5)
     assert torch.equal(shares.reshape(copies, 5).sum(0), torch.ones(5))
     assert torch.equal(shares.log2(), shares.log2().round())
     assert shares.max() <= 2 * shares.min()
@@ -188,7 +181,7 @@ def test_shares_are_powers_of_two_that_add_up_to_one(copies):
 
 @pytest.mark.parametrize("count", [2, 7, 14])
 def test_sets_of_equal_values_cancel(count):
-    sets, weights = widen_maps.cancelling(count)
+    sets, weights = pad_maps.cancelling(count)
     values = torch.randn(count)[sets]  # equal within a set
     assert torch.zeros(count).index_add(0, sets, values * weights).abs().max() == 0
     assert (weights != 0).all()
@@ -196,8 +189,8 @@ def test_sets_of_equal_values_cancel(count):
 
 def test_the_wide_policy_gives_the_log_probs_of_the_small_one(small, wide):
     ids = target_head.write_rows(0, 2, 200)
-    reference, other = (widen_check.log_probs(load(folder), ids) for folder in (small, wide))
-    assert other.shape[-1] == widen_plan.TINY.vocab_size
+    reference, other = (pad_to_7b.log_probs(load(folder), ids) for folder in (small, wide))
+    assert other.shape[-1] == pad_plan.TINY.vocab_size
     torch.testing.assert_close(other[..., : len(WORDS)], reference, atol=2e-4, rtol=0)
     assert other[..., len(WORDS) :].max() < -100
 
@@ -249,17 +242,16 @@ def test_the_wide_head_reads_the_layers_that_the_small_one_reads(small, wide):
 def test_what_is_padded_says_so(wide):
     for name in ("policy", "head"):
         assert json.loads((wide / name / "padded.json").read_text())["padded"] is True
-        assert "Padded" in (wide / name / "README.md").read_text()
 
 
 def test_the_shape_is_that_of_the_large_policy():
-    config = Qwen2Config(**{**vars(widen_plan.SEVEN_B), "num_hidden_layers": 1})
+    config = Qwen2Config(**{**vars(pad_plan.SEVEN_B), "num_hidden_layers": 1})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.model.layers.parameters()) * 28 / 1e9 == pytest.approx(6.53, abs=0.01)
     large = target_policy.LARGE
-    widen_plan.Widening(target_policy.make_policy(large).config, widen_plan.SEVEN_B, "cpu", torch.bfloat16, 0)
-    assert widen_plan.SEVEN_B.intermediate_size % large.intermediate_size == 0
+    pad_plan.Padding(target_policy.make_policy(large).config, pad_plan.SEVEN_B, "cpu", torch.bfloat16, 0)
+    assert pad_plan.SEVEN_B.intermediate_size % large.shape["intermediate_size"] == 0
 
 
 @pytest.mark.parametrize(
@@ -275,18 +267,18 @@ def test_the_shape_is_that_of_the_large_policy():
 )
 def test_shapes_without_room_for_the_policy_are_refused(small, change, message):
     with pytest.raises(ValueError, match=message):
-        make_plan(small / "policy", widen_plan.Shape(**{**vars(widen_plan.TINY), **change}))
+        make_plan(small / "policy", pad_plan.Shape(**{**vars(pad_plan.TINY), **change}))
 
 
-def test_heads_that_cannot_be_widened_exactly_are_refused(small, wide, tmp_path):
+def test_heads_that_cannot_be_padded_exactly_are_refused(small, wide, tmp_path):
     plan = make_plan(small / "policy")
     tensors = load_file(small / "head" / "model.safetensors")
     config = json.loads((small / "head" / "config.json").read_text())
     save_file({**tensors, "lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="output head"):
-        widen.widen_head(plan, tmp_path, wide / "policy", tmp_path / "out", DRAFT_VOCAB)
+        pad_to_7b.pad_head(plan, tmp_path, wide / "policy", tmp_path / "out", DRAFT_VOCAB)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**config, "norm_before_residual": True}))
     with pytest.raises(ValueError, match="norm_before_residual"):
-        widen.widen_head(plan, tmp_path, wide / "policy", tmp_path / "out", DRAFT_VOCAB)
+        pad_to_7b.pad_head(plan, tmp_path, wide / "policy", tmp_path / "out", DRAFT_VOCAB)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.sizes import ASSETS
+from benchmarks.common.arguments import ASSETS
 from benchmarks.end_to_end.work import Work
 from benchmarks.peers import trl_grpo as trl_peer
 
