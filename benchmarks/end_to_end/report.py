@@ -1,10 +1,9 @@
-"""Render the results of `python -m benchmarks end_to_end` as tables and curves."""
+"""Render the results of `python -m benchmarks end_to_end` as tables."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import heading, table
@@ -208,12 +207,3 @@ def render(results: dict[str, Any]) -> list[str]:
     if results["left_out"]:
         lines += [f"Left out, the time being up: {'; '.join(results['left_out'])}.", ""]
     return lines
-
-
-def write_curves(results: dict[str, Any], path: Path) -> None:
-    """Write the rewards over iterations and time as CSV."""
-    rows = ["arm,mode,seed,iteration,seconds,reward"]
-    for run in results["runs"]:
-        key = f"{run['arm']},{run['mode']},{run['seed']}"
-        rows += [f"{key},{iteration},{clock:.3f},{reward:.4f}" for iteration, clock, reward in curve(run)]
-    path.write_text("\n".join(rows) + "\n")

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.results import about, note_of, save
 from benchmarks.end_to_end.arm import run_arm
-from benchmarks.end_to_end.report import render, write_curves
+from benchmarks.end_to_end.report import render
 from benchmarks.end_to_end.work import SETTINGS, Diary, Work
 from benchmarks.peers.trl_grpo import run_peer
 
@@ -128,7 +128,6 @@ class Bench:
         record |= {"warmup": args.warmup, "earlier": self.earlier, "left_out": self.left_out}
         results = {**record, "work": settings_of(self.work), "runs": [vars(run) for run in self.runs]}
         save(stem, results, render(results))
-        write_curves(results, stem.with_name(stem.name + ".csv"))
 
 
 def settings_of(work: Work) -> dict[str, Any]:

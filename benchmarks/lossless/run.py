@@ -32,8 +32,8 @@ ARMS = ("plain", "K=3", "K=7", "adaptive", "adaptive, siblings too", "adaptive, 
 
 def run(setup: Setup, out: Path, seconds: float, results: dict[str, Any]) -> None:
     """Check the arms engine by engine, one of which lives at a time beside the trainer; failures end no other arm."""
-    end, model, group = time.perf_counter() + seconds, load_trainer(setup), setup.group_size
-    prompts = [prompt for prompt in setup.prompt_ids() for _ in range(group)]
+    end, model = time.perf_counter() + seconds, load_trainer(setup)
+    prompts = [request.prompt_ids for request in setup.requests()]
     known, engines = arms_of(setup.heads), Engines(setup)
     arms = sorted((known[name] for name in ARMS if name in known), key=lambda arm: list(ENGINES).index(arm.engine))
     try:
@@ -43,7 +43,7 @@ def run(setup: Setup, out: Path, seconds: float, results: dict[str, Any]) -> Non
                 continue
             engines.need([arm.engine])
             try:
-                written = engines.get(arm.engine).call("write", arm=arm.name, group_size=group)
+                written = engines.get(arm.engine).call("write", arm=arm.name)
                 results["arms"].append({"arm": arm.name, **agreement(*score(model, prompts, written))})
             except (EngineError, RuntimeError) as error:
                 results["failures"].append({"arm": arm.name, "error": str(error)[-1500:]})

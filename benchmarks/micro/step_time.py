@@ -5,9 +5,8 @@ On a GPU, a model of 7B shape with random weights and an EAGLE-3 head, both made
     python -m benchmarks step_time
 
 `--tiny` runs the same on a CPU within a minute, to see that it works. Each part runs in a process of its own. With
-random weights no draft is accepted, which changes no step's cost; tokens per second are given for an assumed
-acceptance. Parts: the `plain` engine; one with a head and the graphs that its selector can reach (`bucketed`); one with
-`full`, all that vLLM would capture.
+random weights no draft is accepted, which changes no step's cost. Parts: the `plain` engine; one with a head and the
+graphs that its selector can reach (`bucketed`); one with `full`, all that vLLM would capture.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ TINY_SHAPE: dict[str, Any] = {
 KS = (0, 1, 3, 5, 7)
 POOLS = {"bucketed": BucketedGraphPool, "full": FullGraphPool}
 PARTS = ("plain", *POOLS)
-ASSUMED = 4  # tokens that a request is assumed to keep of a step, for the rates
 SETTLE = 12
 
 Script = Generator[None, RolloutProgress, None]
@@ -160,82 +158,48 @@ def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
     return str(path / "policy"), str(path / "head")
 
 
-class Measurement:
-    """One live engine, and what its steps cost.
-
-    Args:
-        part: One of `PARTS`.
-        scale: How large everything is.
-        folder: Where configurations are written.
-    """
-
-    def __init__(self, part: str, scale: Scale, folder: Path) -> None:
-        self.part, self.scale, self.selector = part, scale, SetLength()
-        policy, head = save_configs(scale.shape, folder)
-        speculation = None
-        if part in POOLS:
-            pool = POOLS[part]()
-            speculation = Speculation(selector=self.selector, head=head, steps_per_choice=1, graph_pool=pool)
-        self.engine = BenchEngine(**scale.engine, speculation=speculation, arguments=WITHOUT_WEIGHTS)
-        began = time.perf_counter()
-        # Room for every cell, each step of which may keep all drafts.
-        self.max_model_len = scale.context + 8 * len(KS) * scale.rounds * (SETTLE + scale.steps + 1)
-        self.engine.setup(policy, max_model_len=self.max_model_len, seed=0)
-        self.start_seconds = time.perf_counter() - began
-
-    def run(self) -> dict[str, Any]:
-        """Measure everything of this part."""
-        result: dict[str, Any] = {"start_seconds": self.start_seconds, "step_ms": self.step_times()}
-        return result | self.engine.describe()
-
-    def decode(self, batch: int, length: int, script: Script) -> None:
-        """Decode `batch` requests after prompts of `length` tokens, following the script."""
-        draw = random.Random(0)
-        prompts = [[draw.randrange(2, self.scale.shape["vocab_size"]) for _ in range(length)] for _ in range(batch)]
-        requests = [Request(id=i, prompt_ids=prompt) for i, prompt in enumerate(prompts)]
-        self.engine.follow(requests, self.max_model_len - length, script)
-
-    def step_times(self) -> dict[str, float]:
-        """Return milliseconds per step of each cell "batch,K"; under the bucketed pool of what its selector reaches."""
-        fastest: dict[str, float] = {}
-
-        def script(batch: int, ks: Sequence[int]) -> Script:
-            for k in ks * self.scale.rounds:
-                self.selector.num_draft_tokens = k
-                yield from wait(SETTLE)
-                began = time.perf_counter()
-                yield from wait(self.scale.steps)
-                taken = 1e3 * (time.perf_counter() - began) / self.scale.steps
-                fastest[f"{batch},{k}"] = min(taken, fastest.get(f"{batch},{k}", taken))
-
-        for batch in self.scale.batches:
-            reached = {arm.num_draft_tokens for arm in self.selector.arms(batch)}
-            ks = {"plain": (0,), "full": KS}.get(self.part, tuple(k for k in KS if k in reached))
-            self.decode(batch, self.scale.context, script(batch, ks))
-        return fastest
-
-
-def wait(steps: int) -> Script:
-    """Let so many steps pass."""
-    for _ in range(steps):
-        yield
-
-
 def run_part(part: str, scale: Scale) -> dict[str, Any]:
     """Measure one part in this process."""
+    selector, speculation = SetLength(), None
+    max_model_len = scale.context + 8 * len(KS) * scale.rounds * (SETTLE + scale.steps + 1)  # were all drafts kept
     with tempfile.TemporaryDirectory() as folder:
-        measurement = Measurement(part, scale, Path(folder))
-        try:
-            return measurement.run()
-        finally:
-            measurement.engine.close()
+        policy, head = save_configs(scale.shape, Path(folder))
+        if part in POOLS:
+            speculation = Speculation(selector=selector, head=head, steps_per_choice=1, graph_pool=POOLS[part]())
+        engine = BenchEngine(**scale.engine, speculation=speculation, arguments=WITHOUT_WEIGHTS)
+        began = time.perf_counter()
+        engine.setup(policy, max_model_len=max_model_len, seed=0)
+        result: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "step_ms": {}}
+    draw = random.Random(0)
+    for batch in scale.batches:
+        prompts = [[draw.randrange(2, 512) for _ in range(scale.context)] for _ in range(batch)]
+        requests = [Request(id=i, prompt_ids=prompt) for i, prompt in enumerate(prompts)]
+        reached = tuple(arm.num_draft_tokens for arm in selector.arms(batch))
+        ks = {"plain": (0,), "full": KS}.get(part, reached)
+        script = step_times(selector, scale, batch, ks, result["step_ms"])
+        engine.follow(requests, max_model_len - scale.context, script)
+    result |= engine.describe()
+    engine.close()
+    return result
+
+
+def step_times(selector: SetLength, scale: Scale, batch: int, ks: Sequence[int], fastest: dict[str, float]) -> Script:
+    """Enter milliseconds per step of each cell into `fastest` under "batch,K"."""
+    for k in [*ks] * scale.rounds:
+        selector.num_draft_tokens = k
+        for _ in range(SETTLE):
+            yield
+        began = time.perf_counter()
+        for _ in range(scale.steps):
+            yield
+        taken = 1e3 * (time.perf_counter() - began) / scale.steps
+        fastest[f"{batch},{k}"] = min(taken, fastest.get(f"{batch},{k}", taken))
 
 
 def render(results: dict[str, Any], scale: Scale) -> list[str]:
     """Return the report in Markdown."""
     lines = [*heading("Step times", results["about"])]
     lines += [f"Random weights, head with the full vocabulary; ms per step, fastest of {scale.rounds} x {scale.steps}."]
-    lines += [f"Rates are bounds, not measured: as if every step kept {ASSUMED} tokens a request, with K=3 all drafts."]
     for part, error in results["failed"].items():
         lines += [f"Failed: {part}, `{error}`."]
     for part in [part for part in POOLS if part in results]:
@@ -249,15 +213,12 @@ def render(results: dict[str, Any], scale: Scale) -> list[str]:
 def step_table(results: dict[str, Any], part: str, scale: Scale) -> list[str]:
     """Return rows of one pool's step times."""
     plain, cells = results.get("plain", {}).get("step_ms", {}), results[part]["step_ms"]
-    header = ["batch", "plain", "off", "off / plain", *(f"K={k}" for k in KS[1:]), "at best tok/s", "over plain"]
+    header = ["batch", "plain", "off", "off / plain", *(f"K={k}" for k in KS[1:])]
     rows: list[list[Any]] = []
     for batch in scale.batches:
         alone, off = plain.get(f"{batch},0"), cells[f"{batch},0"]
-        rates = {k: 1e3 * batch * min(k + 1, ASSUMED) / cells[f"{batch},{k}"] for k in KS if f"{batch},{k}" in cells}
-        best = max(rates, key=lambda k: rates[k])
         times = [alone, off, alone and off / alone, *(cells.get(f"{batch},{k}") for k in KS[1:])]
-        gain = alone and rates[best] * alone / 1e3 / batch
-        rows.append([batch, *times, f"{rates[best]:,.0f} (K={best})", gain])
+        rows.append([batch, *times])
     return table(header, rows)
 
 

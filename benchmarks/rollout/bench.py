@@ -91,10 +91,10 @@ class Bench:
         lengths = [len(response.token_ids) for response in responses]
         return summarize(rows, len(requests), seconds, sum(lengths)) | stats | {"lengths": lengths}
 
-    def write(self, arm: str, group_size: int) -> Written:
-        """Write `group_size` responses to each prompt, with ends as they come."""
+    def write(self, arm: str) -> Written:
+        """Return what an arm writes with ends as they come."""
         self._begin(arm, ignores_ends=False)
-        requests = self.setup.requests(group_size=group_size)
+        requests = self.setup.requests()
         responses = self.engine.generate(requests, self.setup.sampling, seed=self.setup.seed)
         found = {each.request_id: (list(each.token_ids), list(each.logps)) for each in responses}
         return [found[request.id] for request in requests]

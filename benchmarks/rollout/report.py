@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.results import heading, table
 from benchmarks.common.statistics import middle, rounded
-from benchmarks.rollout.arms import ENGINES, FIXED, KS, arms_of
+from benchmarks.rollout.arms import ENGINES, KS, arms_of
 
 Runs = Sequence[dict[str, Any]]
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -27,7 +27,7 @@ def render(results: dict[str, Any]) -> list[str]:
     if lengths:
         at = ", ".join(f"{name} {lengths[int(share * (len(lengths) - 1))]}" for name, share in QUANTILES.items())
         lines += [f"Recorded lengths: {at}, {sum(lengths)} tokens in all.", ""]
-    lines += [*arms_table(results), *comparisons(results), *limit_section(results), *engines_section(results)]
+    lines += [*arms_table(results), *limit_section(results), *engines_section(results)]
     for failure in results["failures"]:
         lines += [f"- {failure['job']} failed: `{failure['error'].strip().splitlines()[-1]}`"]
     if results["left_out"]:
@@ -102,19 +102,6 @@ def arm_row(runs: Runs, plain: float | None, limit: float | None) -> list[Any]:
         percent(of("tail_share")),
         " ".join(filter(None, kept)) or None,
     ]
-
-
-def comparisons(results: dict[str, Any]) -> list[str]:
-    """Return by how much the adaptive arm is faster than each rival."""
-    arms = by_arm(results)
-    medians = {name: statistics.median(run["seconds"] for run in runs) for name, runs in arms.items()}
-    if "adaptive" not in medians:
-        return []
-    fixed = [name for name in FIXED if name in medians]
-    rivals = {"the best fixed arm": min(fixed, key=lambda name: medians[name])} if fixed else {}
-    rivals |= {name: name for name in ("TLT rule", "BEG-MAB", "vLLM table", "off") if name in medians}
-    faster = (f"{label} {medians[name] / medians['adaptive'] - 1:+.1%}" for label, name in rivals.items())
-    return [f"By the medians the adaptive arm is faster than {', '.join(faster)}.", ""]
 
 
 def limit_section(results: dict[str, Any]) -> list[str]:

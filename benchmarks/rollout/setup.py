@@ -72,10 +72,9 @@ class Setup:
         """
         return _prompt_ids(self.policy, self.prompts, self.num_prompts)
 
-    def requests(self, lengths: Sequence[int] | None = None, group_size: int | None = None) -> list[Request]:
+    def requests(self, lengths: Sequence[int] | None = None) -> list[Request]:
         """Return the rollout's requests, siblings next to each other; with `lengths` each is as long as told."""
-        size = group_size or self.group_size
-        prompts = [(group, ids) for group, ids in enumerate(self.prompt_ids()) for _ in range(size)]
+        prompts = [(group, ids) for group, ids in enumerate(self.prompt_ids()) for _ in range(self.group_size)]
         limits = lengths or [self.max_tokens] * len(prompts)
         return [
             Request(id=index, prompt_ids=ids, group=group, max_tokens=limit)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.target.policy import Clock, Scale, optimise
 from benchmarks.target.text import Streams, write_row
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, pack
-from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.packing import PackedBatch, packs_of
+from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.hidden_states import PolicyText
 
 NUM_DRAFT_TOKENS = 7  # that quality is measured at: as many as any engine drafts
@@ -59,15 +59,15 @@ def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[in
 
 def make_packs(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int], num_tokens: int) -> list[PackedBatch]:
     """Return the rows of `ids` as packs of `num_tokens` entries for training or measuring a head."""
-    return pack(draft_sequences(policy, ids, layer_ids), num_tokens)
+    return list(packs_of(draft_sequences(policy, ids, layer_ids), num_tokens))
 
 
-def quality_of(module: DrafterModule, policy: PreTrainedModel, ids: Tensor) -> DraftQuality:
+def measure(module: DrafterModule, policy: PreTrainedModel, ids: Tensor) -> DraftQuality:
     """Measure how well a head drafts for `policy` on the rows of `ids`, one pack each."""
     packs = make_packs(policy, ids, module.layer_ids, ids.shape[1] - 2)
     is_half = policy.dtype is torch.bfloat16
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=is_half):
-        return module.evaluate(packs)
+        return quality_of(torch.cat([module.measure(batch) for batch in packs]).sum(0))
 
 
 def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: str, seed: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: s
     clock = Clock(seconds, scale.head_learning_rate)
 
     def keep(name: str) -> None:
-        quality = quality_of(module, target, measured)
+        quality = measure(module, target, measured)
         module.export(out / name, quality)
         qualities[name] = quality.metrics("")
         print(f"{name}: {quality.acceptance_length:.2f} tokens per step of {NUM_DRAFT_TOKENS} drafts", flush=True)

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from benchmarks.common.arguments import parser_of
 from benchmarks.common.results import about, heading, save, table
-from benchmarks.target.head import NUM_DRAFT_TOKENS, load_policy, quality_of, write_rows
+from benchmarks.target.head import NUM_DRAFT_TOKENS, load_policy, measure, write_rows
 from benchmarks.target.pad_plan import SEVEN_B, TINY, Padding
 from tlt_lightning.drafter.module import DrafterModule
 
@@ -172,7 +172,7 @@ def compare(small: Path, wide: Path, heads: Sequence[Path], device: str, dtype: 
         for name, (path, its_head), policy in zip(("small", "wide"), paths, policies, strict=True):
             module = DrafterModule(str(path), str(its_head), num_draft_tokens=NUM_DRAFT_TOKENS)
             module.configure_model()
-            row[name] = quality_of(module.to(device), policy, ids).acceptance_length
+            row[name] = measure(module.to(device), policy, ids).acceptance_length
         lengths.append(row)
     mass = padded[..., exact.shape[-1] :].logsumexp(-1).max().item()
     rows = [{"policy": name, **found} for name, found in distances.items()]

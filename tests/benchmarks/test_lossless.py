@@ -21,7 +21,7 @@ class FakeEngines:
     """Engines that write the same text for each prompt; those of one arm fail."""
 
     def __init__(self, setup: Any) -> None:
-        self.num_prompts = setup.num_prompts
+        self.num_requests = setup.num_requests
 
     def need(self, kinds: Any) -> None:
         alive.append(list(kinds))
@@ -29,11 +29,11 @@ class FakeEngines:
     def get(self, kind: str) -> "FakeEngines":
         return self
 
-    def call(self, name: str, arm: str, group_size: int) -> Any:
+    def call(self, name: str, arm: str) -> Any:
         assert name == "write"
         if arm == "K=7":
             raise EngineError("RuntimeError: out of luck")
-        return [([20, 21, 22, 23], [-1.0] * 4)] * (self.num_prompts * group_size)
+        return [([20, 21, 22, 23], [-1.0] * 4)] * self.num_requests
 
     def close(self) -> None:
         pass

@@ -52,7 +52,7 @@ def test_every_arm_of_a_head_writes_what_it_is_told(setup: Setup) -> None:
         assert found["K=3"]["k_mean"] > 2.5
         assert found["K=3"]["acceptance_rate_pos_1"] > 0.5
         assert not bench.selector.selectors["adaptive"].wants_calibration
-        texts = bench.write("K=5", group_size=2)
+        texts = bench.write("K=5")
         assert [len(tokens) == len(logps) for tokens, logps in texts] == [True] * 4
         assert bench.describe()["KV tokens"] > 1000
 
