@@ -36,6 +36,7 @@ from benchmarks.peers.trl_grpo import run_peer
 ARMS = ("plain", "siblings", "frozen", "adaptive", "paired", "random", "trl")
 WITH_HEAD = ("frozen", "adaptive", "paired")
 GIVEN = ("group_size", "micro_batch_size", "max_tokens", "lr", "draft_sampling")
+PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 
 
@@ -105,7 +106,7 @@ class Bench:
             if run.arm != "trl":
                 keep = run.arm == "plain" and run.mode == "natural" and run.seed == self.args.seeds[0]
                 arguments = (work, run.arm, next(iter(self.args.head), None), diary.path, diary.until, keep)
-            process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+            process = PROCESSES.Process(target=target, args=arguments)
             process.start()
             process.join(seconds + MARGIN)
             if process.is_alive():

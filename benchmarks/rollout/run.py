@@ -100,6 +100,7 @@ class Campaign:
             self.write()
         self.fit()
         self.write()
+        draw(self.results, self.out.with_name(self.out.name + ".png"))
 
     @property
     def _left(self) -> float:
@@ -136,7 +137,6 @@ class Campaign:
         """Write everything measured so far."""
         self.results["engines"].update(self.engines.descriptions)
         save(self.out, self.results, render(self.results))
-        draw(self.results, self.out.with_name(self.out.name + ".png"))
 
 
 def run_all(campaign: Campaign, args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """`python -m benchmarks end_to_end`: its plan, processes that fail, and its arms on a tiny policy."""
 
 import argparse
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def arguments(**given: Any) -> argparse.Namespace:
         "modes": ["replay", "natural"],
         "seeds": [5, 6],
         "warmup": 1,
-        "seconds": 60.0,
+        "seconds": 600.0,
         "head": [],
         "note": "",
         "tiny": True,
@@ -110,6 +111,7 @@ def one_iteration(work: Work, arm: str, head: str | None, path: Path, until: flo
 @pytest.fixture
 def quick_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_to_end, "run_arm", one_iteration)
+    monkeypatch.setattr(end_to_end, "PROCESSES", multiprocessing.get_context("fork"))  # has imported everything
 
 
 @pytest.mark.usefixtures("quick_arm")
