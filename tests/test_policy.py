@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.support.architectures import save_architecture
 from tests.support.tensor_sizes import LargestOfWidth
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
@@ -11,6 +12,7 @@ from tlt_lightning.policy import (
     end_token_ids,
     load_policy,
     load_tokenizer,
+    policy_shapes,
     response_logps,
     stream_weights,
     token_logps,
@@ -114,6 +116,21 @@ def test_lora_streams_merged_weights_under_hugging_face_names(policy_path: str) 
     plain = load_policy(policy_path)
     missing = plain.load_state_dict(dict(stream_weights(model)), strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}  # tied
+    ids = torch.arange(2, 12)[None]
+    torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_of_experts_are_merged_too(tmp_path: Path) -> None:
+    path = save_architecture("qwen3_moe", tmp_path)
+    model = load_policy(path, lora=LoRA(rank=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    plain = load_policy(path)
+    assert stream_weights(model).shapes == stream_weights(plain).shapes == policy_shapes(path)
+    before = plain.model.layers[0].mlp.experts.gate_up_proj.clone()
+    plain.load_state_dict(dict(stream_weights(model)))
+    assert not torch.equal(plain.model.layers[0].mlp.experts.gate_up_proj, before)
     ids = torch.arange(2, 12)[None]
     torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
 

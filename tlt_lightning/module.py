@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from math import isfinite
@@ -21,6 +21,7 @@ from tlt_lightning.checks import check_trainer
 from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
+from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog, PassAtK
@@ -142,7 +143,7 @@ class RLModule(L.LightningModule):
             return optimizer
         return [optimizer], [{"scheduler": self.lr_scheduler(optimizer), "interval": "step"}]
 
-    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def policy_weights(self) -> NamedTensors:
         """Stream the policy's weights for an engine, adapters merged, under their Hugging Face names."""
         assert self.policy is not None, "`policy_weights` before `configure_model`"
         return stream_weights(self.policy)

@@ -7,13 +7,14 @@ Log-probs never materialise (B, T, V) in float32: only the hidden states that pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from tlt_lightning.data.batch import RolloutBatch
 
@@ -102,7 +103,7 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
             r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, config)  # type: ignore[assignment]
-        for layer in _lora_layers(model).values():
+        for layer in _adapters(model).values():
             layer._cast_input_dtype = _cast_unless_autocast
     return model.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
 
@@ -191,36 +192,68 @@ def response_logps(
     return scatter(logps, index, like), scatter(entropy, index, like), states, index
 
 
-def stream_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights under their Hugging Face names, adapters merged, one tensor at a time.
+class PolicyWeights(Iterable[tuple[str, Tensor]]):
+    """The policy's weights under their Hugging Face names, adapters merged, one tensor at a time.
 
     Tied weights come once. Merged tensors are fresh copies; all others are the live ones and must not be written.
+
+    Args:
+        model: The policy, adapters in place.
     """
-    lora_layers = _lora_layers(model)
-    for name, parameter in causal_lm(model).named_parameters():
-        if ".lora_" in name:
-            continue
-        layer_name, _, kind = name.rpartition(".base_layer.")
-        layer = lora_layers.get(layer_name)
-        tensor = parameter.detach()
-        if layer is None:
-            yield name, tensor
-        elif kind == "weight":
-            yield f"{layer_name}.weight", merged_weight(layer)
-        else:
-            yield f"{layer_name}.{kind}", tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        self.adapters = _adapters(model)
+        self.parameters = {
+            name.replace(".base_layer", ""): parameter
+            for name, parameter in causal_lm(model).named_parameters()
+            if ".lora_" not in name
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all tensors, with nothing merged."""
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+
+    @override
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            layer = self.adapters.get(name)
+            yield name, parameter.detach() if layer is None else _merged(layer, parameter)
+
+
+def stream_weights(model: nn.Module) -> PolicyWeights:
+    """The policy's weights, to be iterated over."""
+    return PolicyWeights(model)
 
 
 @torch.no_grad()
-def merged_weight(layer: Any) -> Tensor:
+def _merged(layer: Any, weight: Tensor) -> Tensor:
     """A copy of the weight that a layer with an adapter computes with, added up in float32."""
-    weight: Tensor = layer.base_layer.weight
     return layer.get_delta_weight("default").float().add_(weight).to(weight.dtype)  # in place: these are large
 
 
-def _lora_layers(model: nn.Module) -> dict[str, Any]:
+def merged_weight(layer: Any) -> Tensor:
+    """A copy of the weight that a linear layer with an adapter computes with."""
+    return _merged(layer, layer.base_layer.weight)
+
+
+def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights of the policy at `path`, from its config alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return PolicyWeights(model).shapes
+
+
+def _adapters(model: nn.Module) -> dict[str, Any]:
+    """The layers with an adapter, by the Hugging Face name of the tensor that each adapts."""
     if not hasattr(model, "get_base_model"):
         return {}
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in causal_lm(model).named_modules() if isinstance(module, LoraLayer)}
+    return {
+        f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}": module
+        for name, module in causal_lm(model).named_modules()
+        if isinstance(module, LoraLayer)
+    }

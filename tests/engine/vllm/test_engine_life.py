@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.speculation_engines import MAX_MODEL_LEN, engine_of, siblings, write
 from tlt_lightning.engine import Sampling, VLLMEngine
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy, stream_weights
 from tlt_lightning.speculation.trace import StepTrace, read_trace
 
 
@@ -28,23 +28,62 @@ def policy(engine: VLLMEngine, policy_path: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.vllm
-def test_weights_that_break_off_are_forgotten_and_replaced_by_the_next(
-    engine: VLLMEngine, policy: torch.nn.Module
-) -> None:
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, tensor) in enumerate(stream_weights(policy)):
-            if number == 9:
-                raise OSError("gone")
-            yield name, tensor + 1
+class BrokenWeights(PolicyWeights):
+    """A stream that is not what it says: it ends early, or one of its tensors has another shape."""
 
+    def __init__(self, model: torch.nn.Module, fault: str) -> None:
+        super().__init__(model)
+        self.fault = fault
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for number, (name, tensor) in enumerate(super().__iter__()):
+            if number == 9 and self.fault == "gone":
+                raise OSError("gone")
+            yield name, (tensor + 1)[:8] if number == 9 else tensor + 1
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("fault", "error"), [("gone", OSError), ("cut", Exception)])
+def test_weights_that_break_off_are_forgotten_and_replaced_by_the_next(
+    engine: VLLMEngine, policy: torch.nn.Module, fault: str, error: type[Exception]
+) -> None:
     expected = write(engine, siblings())
-    with pytest.raises(OSError, match="gone"):
-        engine.update_weights(broken(), 1)
-    assert engine.policy_version == -1
-    with pytest.raises(RuntimeError, match="no current weights"):
-        write(engine, siblings())
-    engine.update_weights(stream_weights(policy), 2)
+    for version in (1, 2):
+        with pytest.raises(error):
+            engine.update_weights(BrokenWeights(policy, fault), version)
+        assert engine.policy_version == -1
+        with pytest.raises(RuntimeError, match="no current weights"):
+            write(engine, siblings())
+    engine.update_weights(stream_weights(policy), 3)
+    assert write(engine, siblings()) == expected
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: {}, "got 0 tensors of a policy that has 26.* 26 missing"),
+        (lambda weights: dict(list(weights.items())[::2]), r"13 missing \(model\.layers\.0"),
+        (
+            lambda weights: {**weights, "model.layers.7.mlp.up_proj.weight": torch.ones(1)},
+            r"1 unknown \(model\.layers\.7",
+        ),
+        (
+            lambda weights: {**weights, "model.norm.weight": torch.ones(3)},
+            r"1 of the wrong shape \(model\.norm\.weight \(3,\) instead of \(64,\)\)",
+        ),
+        (lambda weights: {f"base_model.{name}": tensor for name, tensor in weights.items()}, "26 missing.*26 unknown"),
+    ],
+    ids=["none", "half", "unknown", "shape", "prefixed"],
+)
+def test_weights_that_are_not_the_policys_are_refused_and_change_nothing(
+    engine: VLLMEngine, policy: torch.nn.Module, change: Any, message: str
+) -> None:
+    expected = write(engine, siblings())
+    weights = {name: tensor + 1 for name, tensor in stream_weights(policy)}
+    with pytest.raises(ValueError, match=f"changed nothing: .*{message}" if "got" not in message else message):
+        engine.update_weights(change(weights).items(), 1)
+    assert engine.policy_version == 0
     assert write(engine, siblings()) == expected
 
 

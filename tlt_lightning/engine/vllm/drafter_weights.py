@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -87,16 +86,10 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
     from vllm.model_executor.model_loader import reload
 
     config = internals.reach(internals.worker_of(engine), "vllm_config")
-    noisy = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    level = noisy.level
-    noisy.setLevel(logging.ERROR)  # it warns of every tensor that rightly stays as it is
-    try:
-        with set_current_vllm_config(config):
-            reload.initialize_layerwise_reload(drafter)
-            drafter.load_weights(iter(tensors.items()))  # type: ignore[operator]
-            reload.finalize_layerwise_reload(drafter, config.speculative_config.draft_model_config)
-    finally:
-        noisy.setLevel(level)
+    with internals.quiet_loading(), set_current_vllm_config(config):
+        reload.initialize_layerwise_reload(drafter)
+        drafter.load_weights(iter(tensors.items()))  # type: ignore[operator]
+        reload.finalize_layerwise_reload(drafter, config.speculative_config.draft_model_config)
 
 
 def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

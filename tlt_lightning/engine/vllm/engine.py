@@ -28,9 +28,10 @@ from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.rng import seeded
 from tlt_lightning.engine.vllm import calibration, internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
+from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
 from tlt_lightning.engine.vllm.session import SpeculationSession
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import end_token_ids
+from tlt_lightning.policy import end_token_ids, policy_shapes
 from tlt_lightning.speculation.strategy import OFF
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class VLLMEngine(RolloutEngine):
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
             internals.claim_sleep_mode()
-        self._end_token_ids = end_token_ids(policy)
+        self._end_token_ids, self._shapes = end_token_ids(policy), policy_shapes(policy)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
         graphs = None
@@ -149,7 +150,8 @@ class VLLMEngine(RolloutEngine):
         limits_splits = graphs is not None and graphs.pool.limits_splits
         with ExitStack() as patches:
             patches.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
-            with seeded(seed), nullcontext() if graphs is None else graphs.installed():
+            installed = nullcontext() if graphs is None else graphs.installed()
+            with seeded(seed), internals.quiet_loading(), installed:
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)
@@ -250,8 +252,9 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped; call `wake` first.")
         if engine.has_unfinished_requests():
             raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
+        tensors = checked(named_tensors, self._shapes)
         self._policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
-        internals.reload_weights(engine, named_tensors)
+        reload_policy(engine, tensors)
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
         if self._session is not None:

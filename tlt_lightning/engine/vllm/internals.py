@@ -11,14 +11,13 @@ import importlib.metadata
 import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
-
-from tlt_lightning.engine.base import NamedTensors
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -83,9 +82,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         "finalize_layerwise_reload(args, kwargs)",
         "finalize_layerwise_processing(model, model_config)",
         "get_layerwise_info(layer)",
-        "_place_kernel_tensors(layer, info)",
     ),
-    f"{_LAYERWISE}.LayerReloadingInfo": ("can_load()", "reset()", "loaded_weights"),
+    "model_executor.model_loader.reload.types.LayerReloadingInfo": ("loaded_weights", "load_numel"),
+    "model_executor.models.transformers.base.Base": (
+        "_decorate_cls_for_torch_compile(cls, dynamic_arg_dims, enable_if, is_encoder)",
+    ),
     "v1.sample.rejection_sampler": (
         "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
         "_expand",
@@ -356,33 +357,21 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         parallel_state._WORLD = None
 
 
-def reload_weights(engine: LLMEngine, named_tensors: NamedTensors) -> None:
-    """Replace the target model's weights in place, CUDA graphs and all that points at them staying valid.
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Silence what vLLM's loaders say of each tensor: of its type, and of tied heads and caches that stay as they are.
 
-    If `named_tensors` raises, the weights are neither the old ones nor the new; a later call can still replace them.
+    What is missing or unknown is found by names and shapes before anything is loaded.
     """
-    noisy = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    level = noisy.level
-    noisy.setLevel(logging.ERROR)  # it warns of rotary caches and tied heads, which no checkpoint holds
+    noisy = [logging.getLogger(f"vllm.{name}") for name in (_LAYERWISE, "model_executor.models.utils")]
+    levels = [logger.level for logger in noisy]
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
     try:
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
-    except BaseException:
-        _end_reload(engine)
-        raise
+        yield
     finally:
-        noisy.setLevel(level)
-    if not is_cpu_build():
-        torch.cuda.synchronize()  # the time is the update's, not the rollout's
-
-
-def _end_reload(engine: LLMEngine) -> None:
-    """Close a reload that broke: layers that wait for the rest of their weights would refuse the next ones."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import reload
-
-    config = reach(worker_of(engine), "vllm_config")
-    with set_current_vllm_config(config):
-        reload.finalize_layerwise_reload(reach(model_runner_of(engine), "get_model")(), config.model_config)
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)
 
 
 def is_cpu_build() -> bool:

@@ -13,6 +13,7 @@ from tlt_lightning.engine.vllm.patches import (
     cublas_workspaces,
     drafter_first_pass,
     flash_splits,
+    hugging_face_classes,
 )
 from tlt_lightning.engine.vllm.patches.patch import Patch
 
@@ -24,6 +25,7 @@ PATCHES: tuple[Patch, ...] = (
     cublas_workspaces.PATCH,
     drafter_first_pass.PATCH,
     flash_splits.PATCH,
+    hugging_face_classes.PATCH,
 )
 
 

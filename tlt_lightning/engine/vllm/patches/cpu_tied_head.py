@@ -11,7 +11,10 @@ from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 
 def _pack_tied_head(model: Any) -> None:
     head = getattr(model, "lm_head", None)
-    if head is not None and head.weight is reach(model, "model.embed_tokens").weight:
+    weight = getattr(head, "weight", None)
+    if weight is not None and any(
+        getattr(part, "weight", None) is weight for part in model.modules() if part is not head
+    ):
         reach(head, "quant_method.process_weights_after_loading")(head)
 
 

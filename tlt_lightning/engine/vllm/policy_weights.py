@@ -1,0 +1,83 @@
+"""New weights for the policy of a live engine: refused before anything is written, or all of them written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.engine.vllm import internals
+from tlt_lightning.policy import PolicyWeights
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def checked(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
+    """The policy's new tensors, once their names and shapes are known to be right.
+
+    A stream that is not a `PolicyWeights`, which tells its shapes beforehand, is listed: that copies nothing where it
+    yields live tensors. Raises ValueError as `check_shapes` does.
+    """
+    tensors = named_tensors if isinstance(named_tensors, PolicyWeights) else list(named_tensors)
+    shapes = tensors.shapes if isinstance(tensors, PolicyWeights) else {name: each.shape for name, each in tensors}
+    check_shapes(shapes, expected)
+    return tensors
+
+
+def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
+    """Replace the policy's weights in place, CUDA graphs and all that points at them staying valid.
+
+    If `named_tensors` or vLLM raises, the weights are neither the old nor the new ones; a later call replaces them all.
+    """
+    with internals.quiet_loading():
+        try:
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        except BaseException:
+            _abandon_reload(engine)
+            raise
+    if not internals.is_cpu_build():
+        torch.cuda.synchronize()  # the time is the update's, not the rollout's
+
+
+def check_shapes(given: Shapes, expected: Shapes) -> None:
+    """Raise ValueError that names every tensor which is missing, unknown or of another shape than expected."""
+    wrong = [
+        f"{name} {tuple(shape)} instead of {tuple(expected[name])}"
+        for name, shape in given.items()
+        if name in expected and tuple(shape) != tuple(expected[name])
+    ]
+    faults = {
+        "missing": sorted(expected.keys() - given.keys()),
+        "unknown": sorted(given.keys() - expected.keys()),
+        "of the wrong shape": wrong,
+    }
+    found = [f"{len(names)} {fault} ({_some(names)})" for fault, names in faults.items() if names]
+    if found:
+        raise ValueError(
+            f"`update_weights` got {len(given)} tensors of a policy that has {len(expected)}, and changed nothing: "
+            f"{'; '.join(found)}. Send all of the policy's tensors under their Hugging Face names, as "
+            "`RLModule.policy_weights` does."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _abandon_reload(engine: LLMEngine) -> None:
+    """Close a reload that broke: drop tensors that wait for the rest of their layer, which later ones would join."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    config = internals.reach(internals.worker_of(engine), "vllm_config")
+    model: Any = internals.reach(internals.model_runner_of(engine), "get_model")()
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        info.loaded_weights, info.load_numel = [], 0
+    with set_current_vllm_config(config):
+        layerwise.finalize_layerwise_reload(model, config.model_config)
