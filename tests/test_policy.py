@@ -1,7 +1,9 @@
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from tests.support.architectures import save_architecture
@@ -158,20 +160,55 @@ def test_policy_is_in_train_mode_without_dropout(policy_path: str) -> None:
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
-def test_heads_that_are_more_than_linear_are_refused(tmp_path: Path) -> None:
-    from transformers import CohereConfig, CohereForCausalLM
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        ("qwen2", {"attention_dropout": 0.3}),
+        ("opt", {"dropout": 0.3, "attention_dropout": 0.3, "layerdrop": 0.5}),
+        ("seed_oss", {"attention_dropout": 0.3, "residual_dropout": 0.3}),
+    ],
+)
+def test_dropout_kept_as_a_number_is_off_too(model_type: str, overrides: dict[str, float], tmp_path: Path) -> None:
+    model = load_policy(save_architecture(model_type, tmp_path, **overrides))
+    assert model.training
+    ids = torch.arange(2, 26)[None]
+    with torch.no_grad():
+        first, second = model(input_ids=ids).logits, model(input_ids=ids).logits
+        assert torch.equal(first, second)
+        torch.testing.assert_close(model.eval()(input_ids=ids).logits, first)
 
-    config = CohereConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        logit_scale=0.25,
-    )
-    CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"logit_scale=0\.25"):
-        load_policy(str(tmp_path))
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("falcon_h1", {"lm_head_multiplier": 0.25}),
+    ],
+)
+def test_heads_that_are_more_than_linear_are_refused(
+    model_type: str, overrides: dict[str, float], tmp_path: Path
+) -> None:
+    path = save_architecture(model_type, tmp_path, **overrides)
+    with pytest.raises(ValueError, match=r"differ from its head's output by \d.*ForCausalLM is supported only without"):
+        load_policy(path)
+
+
+def test_weights_that_are_no_numbers_are_refused(policy_path: str, tmp_path: Path) -> None:
+    shutil.copytree(policy_path, tmp_path / "policy")
+    tensors = load_file(tmp_path / "policy" / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, tmp_path / "policy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="its files hold NaN or infinite weights"):
+        load_policy(str(tmp_path / "policy"))
+
+
+def test_a_policy_without_tokenizer_files_is_refused(policy_path: str, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(policy_path, name), tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer files"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_generic_tokenizer_beside_a_qwen2_config_keeps_its_decoder(policy_path: str) -> None:
@@ -187,8 +224,6 @@ def test_a_folder_without_tokenizer_files_is_refused(policy_path: str, tmp_path:
 
 
 def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path: Path) -> None:
-    import shutil
-
     assert end_token_ids(policy_path) == [1]
     path = tmp_path / "policy"
     shutil.copytree(policy_path, path)

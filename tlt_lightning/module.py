@@ -22,6 +22,7 @@ from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.engine.probe import warn_of_mismatch
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog, PassAtK
@@ -276,6 +277,7 @@ class RLModule(L.LightningModule):
         self.iteration_log.lap("update")
         self._metrics = self.iteration_log.close(self.trainer)
         self._check_finite(self._metrics)
+        warn_of_mismatch(self._metrics.get("mismatch/kl", 0.0), self.current_epoch + 1)
         self._log(self._metrics)
 
     @override

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Heads that change the logits after the linear layer; computing log-probs from the layer alone would be wrong there.
-_UNSUPPORTED_HEADS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": None}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
@@ -58,6 +55,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     saved_as = get_tokenizer_config(path).get("tokenizer_class")
     is_generic = saved_as in ("TokenizersBackend", "PreTrainedTokenizerFast")
     tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(path)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(f"`policy` {path!r} has no tokenizer files: save its tokenizer in the same folder.")
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it."
@@ -85,17 +84,15 @@ def end_token_ids(path: str) -> list[int]:
 def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str = "sdpa") -> PreTrainedModel:
     """Load the causal LM at `path` for training: float32 (the frozen part as `lora` says), dropout off, train mode.
 
-    With `lora` the result is a `peft.PeftModel`. Raises ValueError for architectures whose head is more than a linear
-    layer.
+    With `lora` the result is a `peft.PeftModel`. Raises ValueError if its weights hold NaN, or if its logits are more
+    than the output of a linear layer.
     """
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    _switch_dropout_off(model)
     _check_head(model, path)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the log-prob pass and the update must see the same function
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -116,14 +113,39 @@ def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """Set every dropout to 0: the log-prob pass, the update and the engine must see the same function.
+
+    Some are modules; attention keeps its own as a number, in the module or in the config.
+    """
+    for owner in (model.config, model.config.get_text_config(), *model.modules()):
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
+            if "drop" in name and isinstance(value, float) and value:
+                setattr(owner, name, 0.0)
+
+
+@torch.no_grad()
 def _check_head(model: PreTrainedModel, path: str) -> None:
-    for name, neutral in _UNSUPPORTED_HEADS.items():
-        value = getattr(model.config, name, neutral)
-        if value not in (None, neutral):
-            raise ValueError(
-                f"`policy` {path!r} has `{name}={value}` in its config: its logits are not the output of a linear "
-                "head, which log-probs in chunks need. Llama-, Qwen2- and Qwen3-like models are supported."
-            )
+    """Raise ValueError unless the logits are the output of the head alone, as log-probs in chunks take them to be."""
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if "flash" in attention else attention)  # which needs no GPU
+    ids = torch.arange(1, 5)[None] % model.config.get_text_config().vocab_size
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    model.set_attn_implementation(attention)
+    if not torch.isfinite(logits).all():
+        raise ValueError(
+            f"`policy` {path!r} computes logits that are no numbers: its files hold NaN or infinite weights."
+        )
+    error = (model.get_output_embeddings()(states).float() - logits).abs().max() / logits.abs().max()
+    if error > 0.02:
+        raise ValueError(
+            f"`policy` {path!r} computes logits that differ from its head's output by {float(error):.1%}: something "
+            "scales or caps them (`final_logit_softcapping`, `logits_scaling`, `logit_scale`, `lm_head_multiplier`), "
+            f"and log-probs in chunks would be wrong. {type(model).__name__} is supported only without it."
+        )
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from tlt_lightning.rewards.pool import RewardPool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from tlt_lightning.data.engine_probe import EngineProbe
     from tlt_lightning.data.idle import IdleWindows
 
 
@@ -30,6 +31,7 @@ class RolloutCollector:
         rewards: Scores them while others are still being written.
         log: Takes the time of the stages sync, rollout, idle and reward, failed rewards, and what the engine says.
         idle: Finds out whether other workers still write; None with a single worker.
+        probe: Compares the first responses' log-probs with the policy's; None trusts the engine.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RolloutCollector:
         rewards: RewardPool,
         log: IterationLog,
         idle: IdleWindows | None = None,
+        probe: EngineProbe | None = None,
     ) -> None:
         self.trainer = trainer
         self.engine = engine
@@ -47,6 +50,7 @@ class RolloutCollector:
         self.rewards = rewards
         self.log = log
         self.idle = idle
+        self.probe = probe
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
 
     def collect(
@@ -77,6 +81,8 @@ class RolloutCollector:
         self._spend_idle_time()
         self.engine.sleep()
         self.log.lap("sync")
+        if self.probe is not None:
+            self.probe.check(self.trainer, self.engine, rollouts.values(), sampling)
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
             rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)

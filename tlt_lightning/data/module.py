@@ -17,6 +17,7 @@ from tlt_lightning.checks import check_context, check_sizes, check_trainer
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
@@ -136,6 +137,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer) if self._trainer.world_size > 1 else None
         self.idle = None if self.liveness is None else IdleWindows(self.liveness)
+        self._probe = EngineProbe()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + self._trainer.global_rank)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
@@ -242,7 +244,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
-        return RolloutCollector(self._trainer, self.engine, self.tokenizer, self.pool, log, self.idle)
+        return RolloutCollector(self._trainer, self.engine, self.tokenizer, self.pool, log, self.idle, self._probe)
 
     @property
     def _trainer(self) -> L.Trainer:

@@ -164,6 +164,12 @@ class RolloutEngine(ABC):
         """Replace the drafter's trainable weights; never touches a tensor of the policy."""
         raise RuntimeError(f"{type(self).__name__} runs no learned drafter, so `update_drafter` has nothing to update.")
 
+    drafter_version: int = -1
+    """Version given to the last `update_drafter`; -1 before the first."""
+
+    compute_dtype: str = "float32"
+    """Type in which log-probs are computed: how closely they can agree with the trainer's."""
+
     @property
     @abstractmethod
     def policy_version(self) -> int:

@@ -155,6 +155,7 @@ class VLLMEngine(RolloutEngine):
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)
+        self.compute_dtype = str(internals.reach(self._engine, "vllm_config.model_config.dtype")).split(".")[-1]
         self._scheduler = internals.scheduler_of(self._engine)
         if self.speculation is not None:
             self._session = SpeculationSession(self.speculation, self._engine, head, graphs)
@@ -286,6 +287,7 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             raise RuntimeError("`update_drafter` found the engine asleep; call `wake` first.")
         self._session.update_head(named_tensors, version)
+        self.drafter_version = version
 
     # What speculation did and learned
 

@@ -1,0 +1,79 @@
+"""A look at a run's first responses: whether the engine wrote them with the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import nn
+
+from tlt_lightning.data.batch import Rollout
+from tlt_lightning.data.collate import collate
+from tlt_lightning.engine.base import RolloutEngine, Sampling
+from tlt_lightning.engine.probe import check_agreement
+from tlt_lightning.policy import response_logps
+
+
+class EngineProbe:
+    """Compares log-probs after the first sync of weights, and once more after a drafter was first replaced.
+
+    Greedy responses, and those of a part of the distribution (top-p, top-k), have log-probs that say nothing: the
+    probe then waits for others.
+
+    Args:
+        num_responses: Responses that are compared, the shortest of a rollout.
+        num_tokens: Tokens of each.
+    """
+
+    def __init__(self, num_responses: int = 8, num_tokens: int = 64) -> None:
+        self.num_responses = num_responses
+        self.num_tokens = num_tokens
+        self._done: set[bool] = set()
+
+    def check(self, trainer: L.Trainer, engine: RolloutEngine, rollouts: Iterable[Rollout], sampling: Sampling) -> None:
+        """Raise RuntimeError unless the responses just written have the policy's log-probs, where that is to be known.
+
+        Args:
+            trainer: Its module's policy wrote the responses.
+            engine: The engine that wrote them.
+            rollouts: The responses.
+            sampling: How they were sampled.
+        """
+        has_new_drafter = engine.drafter_version >= 0
+        if has_new_drafter in self._done or not sampling.temperature or sampling.top_p < 1 or sampling.top_k:
+            return
+        self._done.add(has_new_drafter)
+        policy = trainer.lightning_module.policy
+        assert isinstance(policy, nn.Module)
+        shortest = sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids))[: self.num_responses]
+        parts = [_beginning(rollout, self.num_tokens) for rollout in shortest]
+        batch = collate(parts, pad_id=0, temperature=sampling.temperature)
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            logps = response_logps(policy, move_data_to_device(batch, trainer.lightning_module.device))[0]
+        check_agreement(
+            [part.response.logps for part in parts],
+            logps,
+            batch.response_mask,
+            dtype=_coarser(trainer, policy, engine),
+            when="After the first update of the drafter" if has_new_drafter else "After the first sync of weights",
+        )
+
+
+def _beginning(rollout: Rollout, num_tokens: int) -> Rollout:
+    response = rollout.response
+    return replace(
+        rollout,
+        response=replace(
+            response, token_ids=list(response.token_ids)[:num_tokens], logps=list(response.logps)[:num_tokens]
+        ),
+    )
+
+
+def _coarser(trainer: L.Trainer, policy: nn.Module, engine: RolloutEngine) -> str:
+    """The coarser type in which the engine or the trainer computes; TF32 counts as bfloat16."""
+    is_full = str(trainer.precision).startswith(("32", "64")) and torch.get_float32_matmul_precision() == "highest"
+    is_full &= all(parameter.dtype.itemsize >= 4 for parameter in policy.parameters())
+    return "float32" if is_full and engine.compute_dtype == "float32" else "bfloat16"
