@@ -1,1 +1,1 @@
-"""The researchers' gallery: one callback a file, made of the public API only. The library imports none of them."""
+"""The researchers' gallery: one callback a file, made of the public API only."""

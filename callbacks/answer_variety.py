@@ -11,9 +11,9 @@ from tlt_lightning import Rollout, RolloutCallback
 
 
 class AnswerVariety(RolloutCallback):
-    """Logs `rollout/variety`, the share of responses to a prompt that no other response to it repeats word for word.
+    """Logs `rollout/variety`, the share of responses that none to the same prompt repeats.
 
-    It falls to 0 when the policy has collapsed onto one answer per prompt, from where no reward can move it.
+    The share falls to 0 when the policy has collapsed onto one answer per prompt, from where no reward can move it.
 
     Example:
         callbacks+:
@@ -21,7 +21,7 @@ class AnswerVariety(RolloutCallback):
     """
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: Any, rollouts: Sequence[Rollout]) -> None:
-        """Count in training; the log averages over the ranks and hands the metric to the loggers with the others."""
+        """Count in training; the log averages over ranks and hands the metric to the loggers."""
         if trainer.training:
             answers = [(rollout.group, rollout.text) for rollout in rollouts]
             pl_module.iteration_log.mean("rollout/variety", sum(answers.count(a) == 1 for a in answers) / len(answers))

@@ -16,7 +16,7 @@ COLUMNS = ["reward", "tokens", "finish_reason", "prompt", "response", "answer"]
 
 
 class CompletionsTable(RolloutCallback):
-    """Writes sampled completions with their rewards to a JSONL file per iteration, and to the logger as a table.
+    """Writes sampled completions to a JSONL file per iteration, and to the logger as a table.
 
     Loggers with `log_table` (Weights & Biases) get a table, TensorBoard gets text; others, such as CSV, have no place
     for either and are left out. Only rank zero writes, from its own rollouts of training.

@@ -1,4 +1,4 @@
-"""Hear early that a run has gone wrong: the usual ways in which reinforcement learning of language models fails."""
+"""Hear early that a run has gone wrong, in the usual ways of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_EARLIER_ITERATIONS = 3
 
 
 class RewardLengthWarning(RolloutCallback):
-    """Warns, once per cause, when reward collapses, lengths explode or collapse, or too little can be learned from.
+    """Warns, once per cause, when rewards or lengths go wrong or too little can be learned.
 
     Reward and length are compared with their means over the preceding iterations, from the fourth iteration on. It
     looks at rank zero's rollouts of training; means and warnings given are part of the checkpoint.

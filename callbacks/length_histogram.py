@@ -12,7 +12,7 @@ from tlt_lightning import Rollout, RolloutCallback
 
 
 class LengthHistogram(RolloutCallback):
-    """Draws a histogram of response lengths, with the median, the 99th percentile and the cap marked.
+    """Draws a histogram of response lengths with median, 99th percentile and cap.
 
     Responses cut off at the length limit are stacked on the others in their own colour; the cap is where they end and
     is not drawn if there are none. Only rank zero draws, from its own rollouts of training.

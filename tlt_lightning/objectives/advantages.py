@@ -1,4 +1,4 @@
-"""Estimators of the advantage: how much better than expected a response, or a token of it, was.
+"""Estimators of the advantage: by how much a token's response beats the expectation.
 
 Rewards come in two parts: one per response, and dense ones per token (a KL penalty in the reward). Estimators that
 judge whole responses add the dense ones up; the others put the response's reward on its last token.
@@ -42,9 +42,9 @@ def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Ten
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """Shift and scale the unmasked tokens of all ranks to mean 0 and variance 1; masked ones become 0.
+    """Scale the unmasked tokens of all ranks to mean 0 and variance 1.
 
-    Values that are all equal become 0, whatever their magnitude.
+    Masked tokens become 0, and so do values that are all equal, whatever their magnitude.
     """
     mean, variance = global_moments(x, mask, reduce)
     return fill((x - mean) * torch.rsqrt(variance + 1e-8), mask & (variance > 0))
@@ -77,16 +77,16 @@ def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Give each sequence's reward (B,) to its last unmasked token, (B, T), for estimators that work token by token.
+    """Give each sequence's reward (B,) to its last unmasked token, (B, T).
 
-    A sequence without any unmasked token is all zero.
+    For estimators that work token by token; a sequence without any unmasked token is all zero.
     """
     num_after = mask.flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & (num_after == 1), upcast(rewards)[:, None], 0.0)
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """Solve y_t = x_t + decay_t * y_{t+1} along the last dimension, (B, T) each, in log2(T) steps instead of T."""
+    """Solve y_t = x_t + decay_t * y_{t+1}, (B, T) each, in log2(T) steps instead of T."""
     step = 1
     while step < x.shape[-1]:
         x = x + decay * pad(x[:, step:], (0, step))
@@ -106,7 +106,7 @@ class AdvantageEstimator(ABC):
 
     @abstractmethod
     def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
-        """Return the advantages and, from a critic's values, its targets, (B, T) each and 0 where masked.
+        """Return the advantages and, from a critic's values, its targets.
 
         Args:
             batch: All sequences of this rank.
@@ -133,7 +133,7 @@ class _GroupEstimator(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNormalized(_GroupEstimator):
-    """GRPO: reward minus the group's mean, over its standard deviation (arXiv 2402.03300, section 4.1.2).
+    """GRPO: reward minus the group's mean, over its deviation (arXiv 2402.03300, 4.1.2).
 
     Args:
         epsilon: Added to the standard deviation; TRL uses 1e-4.
@@ -147,7 +147,7 @@ class GroupNormalized(_GroupEstimator):
 
 @dataclass(frozen=True)
 class GroupCentred(_GroupEstimator):
-    """Dr.GRPO: reward minus the group's mean, so that easy and hard prompts are not blown up (arXiv 2503.20783)."""
+    """Dr.GRPO: reward minus the group's mean; blows no easy prompt up (arXiv 2503.20783)."""
 
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred
@@ -155,7 +155,7 @@ class GroupCentred(_GroupEstimator):
 
 @dataclass(frozen=True)
 class LeaveOneOut(_GroupEstimator):
-    """RLOO: reward minus the mean of the other responses, an unbiased baseline (arXiv 2402.14740)."""
+    """RLOO: reward minus the mean of the others, an unbiased baseline (arXiv 2402.14740)."""
 
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred * size / (size - 1).clamp(min=1)
@@ -163,7 +163,7 @@ class LeaveOneOut(_GroupEstimator):
 
 @dataclass(frozen=True)
 class WhitenedGroupBaseline(_GroupEstimator):
-    """REINFORCE++-baseline: reward minus the group's mean, whitened over the iteration (arXiv 2501.03262)."""
+    """REINFORCE++-baseline: GroupCentred, whitened over the iteration (arXiv 2501.03262)."""
 
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred
@@ -175,7 +175,7 @@ class WhitenedGroupBaseline(_GroupEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class WhitenedRewardToGo(AdvantageEstimator):
-    """REINFORCE++: the discounted rewards still to come, whitened over the iteration (arXiv 2501.03262).
+    """REINFORCE++: discounted rewards to go, whitened (arXiv 2501.03262).
 
     Args:
         gamma: Discount per token; 1 treats early and late tokens alike.
@@ -196,7 +196,7 @@ class WhitenedRewardToGo(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class GAE(AdvantageEstimator):
-    """Generalized advantage estimation from a critic's values, whitened over the iteration (arXiv 1506.02438, Eq. 16).
+    """Generalized advantage estimation from a critic, whitened (arXiv 1506.02438, Eq. 16).
 
     Args:
         gamma: Discount per token; 1 because the reward comes at the end, thousands of tokens away.

@@ -1,4 +1,4 @@
-"""One loss per optimizer step from one loss per token, however the step is split over micro-batches and ranks.
+"""One loss per optimizer step from one loss per token, however the step is split.
 
 Each mode sums over its micro-batch, divides by a count of the whole step and multiplies by the number of micro-batch
 losses that the step averages, so that accumulation and data parallelism change nothing. Where the batch carries no
@@ -24,7 +24,7 @@ def sequence_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Average `x` (B, T) over the unmasked tokens of each sequence, (B, 1); 0 for a sequence without any."""
+    """Average `x` (B, T) over each sequence's unmasked tokens, (B, 1); 0 where there are none."""
     return sequence_sum(x, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -41,12 +41,12 @@ def _per_sequence(total: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 def token_mean(per_token: Tensor, batch: RolloutBatch) -> Tensor:
-    """Average `per_token` (B, T) over the response tokens of the optimizer step; also how every metric is averaged."""
+    """Average `per_token` (B, T) over the tokens of the optimizer step, as every metric is."""
     return _per_token(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
 
 
 class Aggregation(ABC):
-    """Turns a loss per token into a scalar; decides whether long responses weigh more than short ones."""
+    """Turns a loss per token into a scalar; decides how much long responses weigh."""
 
     max_tokens: int | None = None
     """Longest response that the loss is scaled by; None where it is not."""
@@ -63,7 +63,7 @@ class Aggregation(ABC):
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
-    """Mean over all tokens of the step: every token weighs the same (DAPO, arXiv 2503.14476, Eq. 12)."""
+    """Mean over tokens: every token weighs the same (DAPO, arXiv 2503.14476, Eq. 12)."""
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
         return token_mean(per_token, batch)
@@ -79,7 +79,7 @@ class TokenSum(Aggregation):
 
 @dataclass(frozen=True)
 class SequenceMeanTokenMean(Aggregation):
-    """Mean over sequences of each one's token mean: every response weighs the same (GRPO, arXiv 2402.03300, Eq. 3)."""
+    """Mean of token means: every response weighs the same (GRPO, arXiv 2402.03300, Eq. 3)."""
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
         return _per_sequence(sequence_mean(per_token, batch.response_mask.bool()).sum(), batch)
@@ -95,7 +95,7 @@ class SequenceMeanTokenSum(Aggregation):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMeanTokenSumNorm(Aggregation):
-    """Like SequenceMeanTokenSum, divided by a constant: no length bias (Dr.GRPO, arXiv 2503.20783, section 3.1).
+    """SequenceMeanTokenSum over a constant: no length bias (Dr.GRPO, arXiv 2503.20783, 3.1).
 
     Args:
         max_tokens: The constant: the longest allowed response, the sampling's `max_tokens`. verl falls back to the

@@ -1,4 +1,4 @@
-"""The contract of an objective, which turns rollouts into advantages and advantages into a loss."""
+"""The contract of an objective: advantages from rollouts, a loss from advantages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PolicyObjective(ABC):
 
     @property
     def needs_old_logps(self) -> bool:
-        """True if `advantages` reads `batch.old_logps`, which costs a pass of the policy before its first update.
+        """True if `advantages` reads `batch.old_logps`, which costs a pass before the update.
 
         `loss` always finds them: where an iteration takes a single optimizer step they are its own log-probs.
         """
@@ -99,7 +99,7 @@ class PolicyObjective(ABC):
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Return `x` in float32, or untouched if it is float64, so that half precision never enters the loss."""
+    """Return `x` in float32, or in float64 if it is that: no half precision in the loss."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -1,4 +1,4 @@
-"""An objective put together from an advantage, a surrogate, an aggregation and optional penalties.
+"""An objective put together from four pieces and optional penalties.
 
 No `from __future__ import annotations` here: jsonargparse looks inherited annotations up in the subclass's module, and
 where it does not find the names (a researcher's file) it silently accepts anything.
@@ -21,7 +21,7 @@ from tlt_lightning.objectives.surrogates import Surrogate
 
 @dataclass(kw_only=True)
 class ComposedObjective(PolicyObjective):
-    """Composes an objective from four pieces and optional penalties; the named objectives are this with defaults.
+    """Composes an objective from four pieces; the named objectives are this with defaults.
 
     Args:
         advantage: Turns rewards into advantages.
@@ -91,7 +91,7 @@ class ComposedObjective(PolicyObjective):
         return self.advantage(batch, self.shape_rewards(batch), token_rewards, reduce)
 
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
-        """Return the loss of one micro-batch, with the metrics of the policy and of the engine mismatch."""
+        """Return the loss of one micro-batch, with metrics of the policy and of the mismatch."""
         mask = batch.response_mask.bool()
         logps, entropy = fill(logps, mask), fill(entropy, mask)
         old_logps = fill(require(batch.old_logps, "old_logps", "the ratio is taken against it"), mask)

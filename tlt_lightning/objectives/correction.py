@@ -1,4 +1,4 @@
-"""Importance weights for the mismatch between the engine that sampled a token and the trainer that scores it.
+"""Importance weights for the mismatch between engine and trainer.
 
 The two run different kernels at different precision, so even with equal weights the sampling distribution is not the
 trainer's (arXiv 2506.13585; "Your efficient RL framework secretly brings you off-policy RL", Yao et al., 2025). The
@@ -34,7 +34,7 @@ class MismatchCorrection(ABC):
 
 
 def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return trainer probability over engine probability, of each token or of its whole sequence; 0 where masked.
+    """Return trainer probability over engine probability of each token, 0 where masked.
 
     Arguments are those of `MismatchCorrection`; level "sequence" gives every token the product over its response.
     """
@@ -46,11 +46,12 @@ def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, l
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedImportance(MismatchCorrection):
-    """Cut weights at an upper bound: less variance for a little bias (TIS). No lower bound: small weights are harmless.
+    """Cut weights at an upper bound: less variance for a little bias (TIS).
 
     Args:
         level: One weight per "token", or per "sequence" (unbiased, but its variance grows with the length).
-        max_weight: The bound. 2.0 is the field's choice for tokens (slime, SkyRL); sequences use 3.0 to 5.0.
+        max_weight: The bound; small weights are harmless and have none. 2.0 is the field's choice for tokens (slime,
+            SkyRL); sequences use 3.0 to 5.0.
     """
 
     level: Level = "token"
@@ -65,7 +66,7 @@ class TruncatedImportance(MismatchCorrection):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedImportance(MismatchCorrection):
-    """Drop tokens or sequences whose weight is out of bounds, keep the weight of the others (IcePop).
+    """Drop tokens or sequences whose weight is out of bounds, keep the others' (IcePop).
 
     Args:
         level: Judge each "token", or each "sequence" as a whole.

@@ -1,4 +1,4 @@
-"""Schulman's estimators of KL(policy || reference) from sampled tokens, and the penalty that is made of them.
+"""Schulman's estimators of KL(policy || reference) from sampled tokens, and the penalty.
 
 With d = log policy - log reference of a token sampled from the policy. All return (B, T), before any aggregation.
 
@@ -21,12 +21,12 @@ range, and sums of it stay finite in float32. A clamped token has no gradient.""
 
 
 def log_ratio(logps: Tensor, old_logps: Tensor) -> Tensor:
-    """Return log(new / old) clamped to `MAX_LOG_RATIO` on both sides; the shape is that of the inputs."""
+    """Return log(new / old) clamped to `MAX_LOG_RATIO` on both sides."""
     return (logps - old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Return e^-d - 1 + d: unbiased, never negative; also how every KL that is logged is estimated."""
+    """Return e^-d - 1 + d, as for every KL that is logged: unbiased, never negative."""
     d = log_ratio(logps, ref_logps)
     return (-d).exp() - 1 + d
 
@@ -57,7 +57,7 @@ class K1(KLEstimator):
 
 @dataclass(frozen=True)
 class K2(KLEstimator):
-    """Half the squared log-ratio, d^2 / 2: biased, low variance; its gradient is the KL's own on-policy."""
+    """Half the squared log-ratio, d^2 / 2: biased, low variance; on-policy the KL's gradient."""
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         return (logps - ref_logps).square() / 2
@@ -88,7 +88,7 @@ class StraightThrough(KLEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
-    """Holds the policy near the reference; costs a frozen copy of the policy and one forward pass with it.
+    """Holds the policy near the reference, which costs a frozen copy and one pass with it.
 
     Args:
         coef: Weight of the penalty. The field uses 0.001 (verl, prime-rl) to 0.05 (TRL's RLOO).

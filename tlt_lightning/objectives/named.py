@@ -1,4 +1,4 @@
-"""The critic-free objectives by name, each with its four pieces: advantage, surrogate, aggregation, correction.
+"""The critic-free objectives by name, each with its four pieces.
 
 Where the papers leave it open the pieces are what the field has settled on: token-level clip 0.2 / 0.28, mean over
 tokens, mismatch weights truncated at 2, no KL penalty. Any piece can be exchanged, so `DrGRPO` with
@@ -33,9 +33,10 @@ from tlt_lightning.objectives.surrogates import CappedRatio, ClippedRatio, Seque
 
 @dataclass(kw_only=True)
 class GRPO(ComposedObjective):
-    """Group relative policy optimization (arXiv 2402.03300), averaged over tokens and clipped higher as is usual now.
+    """Group relative policy optimization (arXiv 2402.03300), as is usual now.
 
-    For the paper's own loss set `aggregation: SequenceMeanTokenMean`, `surrogate.clip_high: 0.2` and a `loss_kl`.
+    Averaged over tokens and clipped higher. For the paper's own loss set `aggregation: SequenceMeanTokenMean`,
+    `surrogate.clip_high: 0.2` and a `loss_kl`.
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
@@ -46,7 +47,7 @@ class GRPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class DrGRPO(ComposedObjective):
-    """GRPO done right (arXiv 2503.20783): no division by the group's deviation nor by the response's length.
+    """GRPO done right (arXiv 2503.20783): divides by neither deviation nor length.
 
     Set `aggregation.max_tokens` to the sampling's `max_tokens`.
     """
@@ -59,7 +60,7 @@ class DrGRPO(ComposedObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongPunishment:
-    """Lower the reward of responses that come close to the length limit, so that length stops before truncation.
+    """Lower the reward of responses that come close to the length limit.
 
     Zero up to `max_tokens - buffer_tokens`, falling linearly to -1 at `max_tokens` (DAPO, arXiv 2503.14476, Eq. 13).
     verl lets it fall on below -1; we follow the paper and TRL.
@@ -113,9 +114,10 @@ class DAPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class GSPO(ComposedObjective):
-    """Group sequence policy optimization (arXiv 2507.18071): one clipped ratio per response; suits mixtures of experts.
+    """Group sequence policy optimization (arXiv 2507.18071): one clipped ratio per response.
 
-    The ratio is clipped at 3e-4 / 4e-4 as in the paper; the mean log-ratio is clamped to +-20 before (verl: at +10).
+    Suits mixtures of experts. Clipped at 3e-4 / 4e-4 as in the paper; the mean log-ratio is clamped to +-20 before
+    (verl: at +10).
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
@@ -126,9 +128,9 @@ class GSPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class CISPO(ComposedObjective):
-    """CISPO (arXiv 2506.13585): clips the weight and keeps every token's gradient; steady far off-policy.
+    """CISPO (arXiv 2506.13585): clips the weight and keeps every token's gradient.
 
-    The ratio is capped at 5 without a lower bound, as in ScaleRL.
+    Steady far off-policy. The ratio is capped at 5 without a lower bound, as in ScaleRL.
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
@@ -139,7 +141,7 @@ class CISPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class SAPO(ComposedObjective):
-    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate, steeper below 0, not a clip."""
+    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate, not a clip."""
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=SoftGate)
@@ -163,9 +165,9 @@ class RLOO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlus(ComposedObjective):
-    """REINFORCE++ (arXiv 2501.03262): no critic and no groups; works with one response per prompt.
+    """REINFORCE++ (arXiv 2501.03262): no critic and no groups.
 
-    The paper's KL penalty is `reward_kl` with K1.
+    Works with one response per prompt. The paper's KL penalty is `reward_kl` with K1.
     """
 
     advantage: AdvantageEstimator = field(default_factory=WhitenedRewardToGo)
@@ -176,7 +178,7 @@ class ReinforcePlusPlus(ComposedObjective):
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlusBaseline(ComposedObjective):
-    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262), for several responses per prompt.
+    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262).
 
     The paper's KL penalty is `loss_kl` with K2.
     """

@@ -22,9 +22,10 @@ from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Return half the squared error of each token, the worse of clipped and unclipped predictions; (B, T) each.
+    """Return half the squared error of clipped or unclipped predictions, (B, T) each.
 
-    A prediction profits no further than `clip` from `old_values`, those before the iteration's first update.
+    The worse of the two counts: a prediction profits no further than `clip` from `old_values`, those before the
+    iteration's first update.
     """
     error = (values - returns).square()
     if clip is not None:
@@ -34,10 +35,10 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """Tell how much of the returns the critic foresaw: 1 all of it, 0 no more than their mean, negative worse.
+    """Tell how much of the returns the critic foresaw.
 
-    To be called on a rank's whole iteration, (B, T) each: the ratio of two variances cannot be averaged over
-    micro-batches. 0 if the returns do not vary.
+    1 is all of it, 0 no more than their mean or nothing to foresee, negative worse. To be called on a rank's whole
+    iteration, (B, T) each: the ratio of two variances cannot be averaged over micro-batches.
     """
     mask = mask.bool()
     values, returns = fill(values, mask), fill(returns, mask)
@@ -48,7 +49,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
 
 @dataclass(kw_only=True)
 class PPO(ComposedObjective):
-    """Proximal policy optimization (arXiv 1707.06347): a critic judges every token, also with one response per prompt.
+    """Proximal policy optimization (arXiv 1707.06347): a critic judges every token.
 
     Args:
         advantage: GAE; set its `gamma` and `lam`.

@@ -1,4 +1,4 @@
-"""Policy losses per token: surrogates of the policy gradient that bound how far one batch may move the policy.
+"""Policy losses per token, which bound how far one batch may move the policy.
 
 Differences from the sources, where verl and TRL disagree:
 - Dual clip: verl always applies it (c = 3), TRL never does; here it is off unless `dual_clip` is set, as in the GRPO
@@ -36,7 +36,7 @@ class Surrogate(ABC):
 
     @abstractmethod
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token and where the clip cut in (bool, for `train/clip_fraction`), (B, T) each.
+        """Return the loss of each token and where the clip cut in (bool), (B, T) each.
 
         Args:
             logps: Log-probs under the policy being trained, 0 where masked. (B, T), with gradient
@@ -48,7 +48,7 @@ class Surrogate(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedRatio(Surrogate):
-    """PPO's clipped ratio (arXiv 1707.06347, Eq. 7) with separate bounds on the two sides and an optional dual clip.
+    """PPO's clipped ratio (arXiv 1707.06347, Eq. 7) with two bounds and a dual clip.
 
     Args:
         clip_low: The ratio gains nothing below 1 - this.
@@ -79,7 +79,7 @@ class ClippedRatio(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRatio(Surrogate):
-    """GSPO: one ratio per response, the geometric mean of its tokens' (arXiv 2507.18071, Eq. 7), clipped.
+    """GSPO: one clipped ratio per response, its tokens' geometric mean (arXiv 2507.18071).
 
     Each token carries the sequence's ratio with its own gradient (GSPO-token), as in verl; averaged per sequence that
     is GSPO itself. With token-level mismatch weights each gradient then carries its token's weight, in TRL the mean.
@@ -105,7 +105,7 @@ class SequenceRatio(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class CappedRatio(Surrogate):
-    """CISPO: the bounded ratio only weighs the policy gradient, so no token loses its gradient (arXiv 2506.13585).
+    """CISPO: the bounded ratio only weighs, so no token loses its gradient (arXiv 2506.13585).
 
     Args:
         max_ratio: Upper bound of the weight (5.0 in ScaleRL, SkyRL and AReaL).
@@ -128,7 +128,7 @@ class CappedRatio(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftGate(Surrogate):
-    """SAPO: a sigmoid of the ratio that fades the gradient out instead of cutting it (arXiv 2511.20347).
+    """SAPO: a sigmoid of the ratio fades the gradient out, uncut (arXiv 2511.20347).
 
     Args:
         temperature_positive: Steepness of the gate for positive advantages.
@@ -153,7 +153,7 @@ class SoftGate(Surrogate):
 
 @dataclass(frozen=True)
 class PlainPolicyGradient(Surrogate):
-    """REINFORCE: the log-prob times the advantage, no ratio and no bound; meant for one update per rollout."""
+    """REINFORCE: log-prob times advantage, without bound; for one update per rollout."""
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return -A log p."""
