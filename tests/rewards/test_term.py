@@ -12,7 +12,7 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from tlt_lightning import rewards
-from tlt_lightning.rewards import Format, PythonTests, RewardModel, RewardTerm, countdown, exact_match
+from tlt_lightning.rewards import Format, PythonTests, RewardModel, RewardPool, RewardTerm, countdown, exact_match
 from tlt_lightning.rewards.term import as_terms
 
 ALL_TERMS = """
@@ -117,6 +117,33 @@ def test_names_follow_the_function() -> None:
 def test_bad_terms_are_refused(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         RewardTerm(**arguments)
+
+
+def trl_length(prompts: list, completions: list, answer: list, **columns: Any) -> list[float]:
+    return [
+        len(completion) + len(prompt) + x for prompt, completion, x in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def trl_conversations(completions: list, **columns: Any) -> list[float | None]:
+    return [None if turns[0]["content"] == "skip" else float(turns[0]["role"] == "assistant") for turns in completions]
+
+
+async def trl_async(completions: list, **columns: Any) -> list[float]:
+    return [2.0 for _ in completions]
+
+
+def test_functions_of_trl_are_called_for_one_response() -> None:
+    terms = [RewardTerm(function=f) for f in (trl_length, trl_conversations, trl_async)]
+    assert [term.name for term in terms] == ["trl_length", "trl_conversations", "trl_async"]
+    assert terms[0].function("question", "four", {"prompt": "question", "answer": 100}) == 112
+    turns = [{"role": "user", "content": "question"}]
+    assert terms[1].function("question", "four", {"prompt": turns}) == 1.0
+    assert terms[1].function("question", "skip", {"prompt": turns}) == 0.0
+    pool = RewardPool(terms)
+    pool.submit(0, "question", "four", {"prompt": turns, "answer": 0})
+    assert pool.collect() == {0: {"trl_length": 2.0, "trl_conversations": 1.0, "trl_async": 2.0}}
+    pool.close()
 
 
 def test_functions_of_a_list_become_terms() -> None:

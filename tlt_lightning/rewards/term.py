@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ class RewardTerm:
 
     Args:
         function: Called as `function(prompt, response, row)`; plain or async. In YAML either a dotted path
-            (`tlt_lightning.rewards.exact_match`) or a class with `class_path` and `init_args`.
+            (`tlt_lightning.rewards.exact_match`) or a class with `class_path` and `init_args`. One with an argument
+            `completions`, as TRL's have, is called with lists of one: `prompts`, `completions`, the row's columns.
         weight: Factor of this reward in the sum that the objective sees; 0 only logs it.
         name: Logged as `reward/<name>`; empty takes the name of the function or class.
 
@@ -50,7 +51,39 @@ class RewardTerm:
             )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
+        if not inspect.isclass(self.function) and "completions" in parameters(self.function):
+            object.__setattr__(self, "function", functools.partial(score_like_trl, self.function))
         check_signature(self.function, self.name)
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none of builtins that cannot be looked into."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}
+
+
+def score_like_trl(function: Any, prompt: str, response: str, row: dict[str, Any]) -> Any:
+    """Score one response by a function that takes lists and returns one, where None is no part of the sum.
+
+    As in TRL, prompt and completion are messages where the row's `prompt` is a conversation.
+    """
+    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "prompts", "completions")}
+    asked = row.get("prompt")
+    is_chat = isinstance(asked, list)
+    completion = [{"role": "assistant", "content": response}] if is_chat else response
+    scores = function(prompts=[asked if is_chat else prompt], completions=[completion], **columns)
+
+    async def wait() -> float | None:
+        return first(await scores)
+
+    return wait() if inspect.isawaitable(scores) else first(scores)
+
+
+def first(scores: Any) -> Any:
+    """Return the score of the only response, None being 0."""
+    return 0.0 if scores[0] is None else scores[0]
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
