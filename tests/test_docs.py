@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from tlt_lightning.speculation import SelectorState
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+FOLDERS = ("docs", "callbacks", "recipes", "benchmarks")
+DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 SOURCE = "\n".join(path.read_text() for path in (ROOT / "tlt_lightning").rglob("*.py"))
 
 
@@ -22,9 +22,8 @@ def python_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS.stdout.split())
-def test_links_lead_to_files(document: str) -> None:
-    path = ROOT / document
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert missing == []
