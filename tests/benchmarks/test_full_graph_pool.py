@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_lightning.speculation import OFF, FullGraphPool, Strategy
+from benchmarks.common.full_graph_pool import FullGraphPool
+from tlt_lightning.speculation import OFF, BucketedGraphPool, CostModelSelector, Strategy, arms_by_batch
 
 
 @pytest.mark.vllm
@@ -51,3 +52,13 @@ def test_full_pool_is_the_list_of_vllm_itself(lengths, max_num_requests):
     fused = {length for length in lengths if length >= 2}  # vLLM captures each decode shape for each of these
     decode = [(num_requests, length) for num_requests, _ in captured(1) for length in sorted(fused)]
     assert decode == plan.shapes("drafter_decode")
+
+
+def test_bucketed_pool_captures_less_than_half_of_the_full_one():
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    arms = arms_by_batch(CostModelSelector(), 128)
+    bucketed, full = BucketedGraphPool().plan(arms, sizes), FullGraphPool().plan(arms, sizes)
+    assert len(bucketed.graphs) < 0.45 * len(full.graphs)
+    assert len(bucketed.piecewise) < 0.25 * len(full.piecewise)
+    assert set(bucketed.piecewise) <= set(sizes)
+    assert bucketed.piecewise[-1] == 512
