@@ -24,11 +24,12 @@ from typing_extensions import override
 
 from benchmarks.common.arguments import parser_of
 from benchmarks.common.engine import WITHOUT_WEIGHTS, BenchEngine
+from benchmarks.common.full_graph_pool import FullGraphPool
 from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
 from tlt_lightning.engine import Request, RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.speculation import BucketedGraphPool, FullGraphPool
+from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 
 COMMON = {

@@ -8,19 +8,19 @@ import pytest
 
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
-from tlt_lightning.speculation.controller import SpeculationControl, StepPlan, StepResult
+from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
+from tlt_lightning.speculation.lookup import LEARNED
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
 from tlt_lightning.speculation.trace import StepTrace, read_trace
 
 
 def result(plan: StepPlan, drafted: list[int], emitted: list[int], **changes: object) -> StepResult:
-    learned = sum(d > 0 for d in drafted)
     fields = {
         "plan": plan,
         "num_drafted": drafted,
         "num_emitted": emitted,
-        "num_learned": (learned, sum(e > 1 for e in emitted)),
+        "sources": [LEARNED if d else None for d in drafted],
         "is_decode": True,
         "running": len(emitted),
         "waiting": 0,
@@ -32,11 +32,11 @@ def test_a_step_verifies_what_the_step_before_drafted() -> None:
     selector = ScriptedSelector()
     choices = iter([Strategy(3), OFF, Strategy(2), Strategy(2)])
     selector.script = lambda state: next(choices)
-    control = SpeculationControl(selector, steps_per_choice=1)
+    control = StrategyController(selector, steps_per_choice=1)
     plans = [control.plan(4, 100.0, 0) for _ in range(4)]
     assert [plan.drafts for plan in plans] == [Strategy(3), OFF, Strategy(2), Strategy(2)]
     assert [plan.verifies for plan in plans] == [OFF, Strategy(3), OFF, Strategy(2)]
-    assert [plan.credits for plan in plans] == [None, None, None, Strategy(2)]
+    assert [plan.learns_for for plan in plans] == [None, None, None, Strategy(2)]
     assert control.counters.switches == 3
     assert plans[0].state == SelectorState(batch_size=4, mean_context=100.0, drafter_version=-1, waiting=0)
 
@@ -45,14 +45,14 @@ def test_a_choice_stands_for_its_steps() -> None:
     selector = ScriptedSelector()
     choices = iter([Strategy(3), Strategy(1)])
     selector.script = lambda state: next(choices)
-    control = SpeculationControl(selector, steps_per_choice=3)
+    control = StrategyController(selector, steps_per_choice=3)
     assert [control.plan(1, 0.0, 0).drafts.num_draft_tokens for _ in range(6)] == [3, 3, 3, 1, 1, 1]
 
 
 def test_only_settled_decode_steps_teach_the_selector() -> None:
     selector = ScriptedSelector()
     selector.script = lambda state: Strategy(2)
-    control = SpeculationControl(selector, steps_per_choice=1)
+    control = StrategyController(selector, steps_per_choice=1)
     for is_decode in (True, True, False, True):
         control.finished(result(control.plan(2, 0.0, 0), [2, 2], [3, 1], is_decode=is_decode))
         control.account(0.25)
@@ -66,7 +66,7 @@ def test_only_settled_decode_steps_teach_the_selector() -> None:
 
 def test_calls_that_finish_no_step_add_to_the_next() -> None:
     selector = ScriptedSelector()
-    control = SpeculationControl(selector, steps_per_choice=1)
+    control = StrategyController(selector, steps_per_choice=1)
     control.plan(1, 0.0, 0)
     control.account(0.5)
     control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
@@ -105,14 +105,14 @@ def test_the_alarm_rings_once_and_only_below_the_floor(caplog: pytest.LogCapture
 def test_a_silenced_choice_is_off_and_credited_with_what_off_achieves() -> None:
     selector = ScriptedSelector(("learned", "sibling"))
     selector.script = lambda state: Strategy(2)
-    control = SpeculationControl(selector, steps_per_choice=1, alarm=AcceptanceAlarm(window=2))
+    control = StrategyController(selector, steps_per_choice=1, alarm=AcceptanceAlarm(window=2))
     control.finished(result(control.plan(2, 0.0, 0), [0, 0], [1, 1]))
     control.account(1.0)
     control.finished(result(control.plan(2, 0.0, 0), [2, 2], [1, 1]))
     control.account(1.0)
     plans = [control.plan(2, 0.0, 0) for _ in range(2)]
     assert [plan.drafts for plan in plans] == [OFF, OFF]
-    assert plans[1].credits == Strategy(2)
+    assert plans[1].learns_for == OFF
     selector.script = lambda state: Strategy(2, "sibling")
     assert control.plan(2, 0.0, 0).drafts == Strategy(2, "sibling")
     selector.script = lambda state: Strategy(2)
@@ -125,7 +125,7 @@ def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
     selector = ScriptedSelector()
     selector.script = lambda state: Strategy(2)
     trace = StepTrace(str(tmp_path / "deep" / "steps.jsonl"))
-    control = SpeculationControl(selector, steps_per_choice=1, trace=trace)
+    control = StrategyController(selector, steps_per_choice=1, trace=trace)
     for _ in range(2):
         control.begin_rollout()
         for _ in range(3):

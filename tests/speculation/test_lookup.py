@@ -1,20 +1,22 @@
 """Looking up how texts go on, and telling which source drafts better."""
 
+import json
+
 import pytest
 
 from tlt_lightning.speculation import lookup
-from tlt_lightning.speculation.lookup import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, RunningTexts, SourceScores
+from tlt_lightning.speculation.lookup import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, LookupDrafter, LookupScores
 from tlt_lightning.speculation.strategy import Strategy
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 SIBLING, NGRAM, MIXED = Strategy(3, "sibling"), Strategy(3, "ngram"), Strategy(3, "mixed")
 
 
-class Texts(RunningTexts):
-    """Running texts together with what vLLM holds of them."""
+class Texts(LookupDrafter):
+    """A look-up drafter together with the texts that vLLM holds."""
 
-    def __init__(self, siblings: bool = True, ngram: bool = False, keeps: bool = False) -> None:
-        super().__init__(siblings=siblings, ngram=ngram, keeps=keeps)
+    def __init__(self, siblings: bool = True, ngram: bool = False) -> None:
+        super().__init__(siblings=siblings, ngram=ngram)
         self.written: dict[str, list[int]] = {}
         for request_id, prompt in {"a": PROMPT, "b": PROMPT, "other": [*PROMPT[:-1], 99]}.items():
             self.begin(request_id, prompt)
@@ -27,48 +29,47 @@ class Texts(RunningTexts):
         self.written[request_id] += tokens
         self.next_step()
 
-
-texts = Texts
-
-
-def tokens(made: RunningTexts, request_id: str, tail: list[int], strategy: Strategy = SIBLING) -> list[int]:
-    found = made.propose(request_id, tail, strategy, 3)
-    return found.tokens if found else []
+    def drafts(self, request_id: str, text: list[int], strategy: Strategy = SIBLING) -> list[int]:
+        """Draft for a request that has written `text`, prompt included."""
+        self.written[request_id][:] = text
+        found = self.propose(request_id, strategy, 3)
+        assert found is None or found.num_known == len(text)
+        return found.tokens if found else []
 
 
 def test_siblings_draft_for_each_other_and_for_nobody_else() -> None:
-    made = texts()
+    made = Texts()
     made.grow("a", [20, 21, 22, 23])
-    assert tokens(made, "b", [*PROMPT, 20, 21]) == [22, 23]
-    assert tokens(made, "b", PROMPT) == [20, 21, 22]
-    assert tokens(made, "other", [*PROMPT[:-1], 99, 20, 21]) == []
+    assert made.drafts("b", PROMPT) == [20, 21, 22]
+    assert made.drafts("b", [*PROMPT, 20, 21]) == [22, 23]
+    assert made.drafts("other", [*PROMPT[:-1], 99, 20, 21]) == []
     made.grow("a", [24])
-    assert tokens(made, "b", [*PROMPT, 20, 21]) == [22, 23, 24]
+    assert made.drafts("b", [*PROMPT, 20, 21]) == [22, 23, 24]
 
 
 def test_the_text_itself_is_looked_up_alone_when_asked_for() -> None:
-    made = texts(ngram=True)
+    made = Texts(ngram=True)
     made.grow("a", [20, 21, 22])
-    assert tokens(made, "b", [*PROMPT, 20, 21], NGRAM) == []
-    assert tokens(made, "b", [*PROMPT, 3, 4], NGRAM) == [5, 6, 7]
-    assert tokens(made, "b", [*PROMPT, 20, 21], SIBLING) == [22]
+    assert made.drafts("b", [*PROMPT, 20, 21], NGRAM) == []
+    assert made.drafts("b", [*PROMPT, 3, 4], NGRAM) == [5, 6, 7]
+    assert made.drafts("b", [*PROMPT, 20, 21], SIBLING) == [22]
 
 
-def test_answers_stay_until_the_rollout_ends_or_for_the_run() -> None:
-    for keeps in (False, True):
-        made = texts(keeps=keeps)
-        made.grow("a", [20, 21, 22])
-        made.remove("a")
-        assert tokens(made, "b", [*PROMPT, 20, 21]) == [22]
-        made.end_rollout()
-        made.begin("c", PROMPT)
-        assert tokens(made, "c", [*PROMPT, 20, 21]) == ([22] if keeps else [])
+def test_responses_are_looked_up_until_the_rollout_ends() -> None:
+    made = Texts()
+    made.grow("a", [20, 21, 22])
+    made.remove("a")
+    assert made.drafts("b", [*PROMPT, 20, 21]) == [22]
+    made.clear()
+    made.begin("c", PROMPT)
+    assert made.drafts("c", [*PROMPT, 20, 21]) == []
+    assert made.propose("b", SIBLING, 3) is None
 
 
 def test_nothing_is_read_before_it_is_looked_up_and_no_more_than_a_step_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = texts(ngram=True)
+    made = Texts(ngram=True)
     made.grow("a", list(range(100, 150)))
     made.grow("b", [20])
     assert {drafter: index.num_tokens for drafter, index in made.indices.items()} == {"sibling": 0, "ngram": 0}
@@ -76,32 +77,31 @@ def test_nothing_is_read_before_it_is_looked_up_and_no_more_than_a_step_allows(
     counts = []
     for _ in range(5):
         made.next_step()
-        tokens(made, "b", [20, 100, 101])
+        made.drafts("b", [*PROMPT, 20])
         counts.append(made.indices["sibling"].num_tokens)
     assert counts == [16, 32, 48, 64, 69]  # all of a, then b from the end of the prompt on
-    assert tokens(made, "b", [20, 148]) == []
-    assert tokens(made, "b", [20, 147, 148]) == [149]
+    assert made.drafts("b", [20, 148]) == []
+    assert made.drafts("b", [20, 147, 148]) == [149]
     assert made.indices["ngram"].num_tokens == 11
 
 
 def test_a_text_that_has_ended_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "READ_PER_STEP", 8)
-    made = texts()
+    made = Texts()
     made.grow("a", [20, 21, 22, 23])
     made.remove("a")
-    assert tokens(made, "b", [*PROMPT, 20, 21]) == []
+    assert made.drafts("b", [*PROMPT, 20, 21]) == []
     made.next_step()
-    assert tokens(made, "b", [*PROMPT, 20, 21]) == [22, 23]
+    assert made.drafts("b", [*PROMPT, 20, 21]) == [22, 23]
     assert [text.request_id for text in made._members[0]] == ["b"]
 
 
 def test_the_better_source_drafts() -> None:
-    made = texts(ngram=True)
+    made = Texts(ngram=True)
     made.grow("b", [20, 21, 22, 23, 24, 20, 21])
-    tail = [*PROMPT, 20, 21, 22, 23, 24, 20, 21]
 
     def source() -> tuple[str, int]:
-        found = made.propose("b", tail, SIBLING, 3)
+        found = made.propose("b", SIBLING, 3)
         assert found is not None
         assert found.tokens == [22, 23, 24]
         return found.source
@@ -115,23 +115,23 @@ def test_the_better_source_drafts() -> None:
 
 
 def test_mixed_with_a_head_only_what_is_expected_to_do_better_is_drafted() -> None:
-    made = texts()
+    made = Texts()
     made.grow("a", [20, 21, 22, 23])
-    tail = [*PROMPT, 20]
-    found = made.propose("b", tail, MIXED, 3)
+    made.grow("b", [20])
+    found = made.propose("b", MIXED, 3)
     assert found is not None
     assert found.source == ("sibling", 8)
     for _ in range(100):
         made.scores.update(found.source, 0)
         made.scores.update(LEARNED, 2)
-    assert made.propose("b", tail, MIXED, 3) is None
-    assert made.propose("b", tail, SIBLING, 3) is not None
-    tried = [made.propose("b", tail, MIXED, 3) is not None for _ in range(TRIAL_PERIOD)]
+    assert made.propose("b", MIXED, 3) is None
+    assert made.propose("b", SIBLING, 3) is not None
+    tried = [made.propose("b", MIXED, 3) is not None for _ in range(TRIAL_PERIOD)]
     assert sum(tried) == 1
 
 
 def test_scores_start_from_a_prior_and_forget() -> None:
-    scores, source = SourceScores(), ("sibling", 8)
+    scores, source = LookupScores(), ("sibling", 8)
     assert scores.expected(LEARNED, 5) == 1
     assert scores.expected(source, 5) == 4
     assert scores.expected(source, 2) == 2
@@ -145,20 +145,9 @@ def test_scores_start_from_a_prior_and_forget() -> None:
     assert scores.expected(source, 5) < 0.1
 
 
-def test_kept_texts_that_the_index_forgot_are_forgotten() -> None:
-    texts = RunningTexts(siblings=True, ngram=True, keeps=True)
-    texts.indices["sibling"].max_tokens = 40
-    for number in range(10):
-        texts.add(str(number), [*prompt_of(number), *range(8)])
-        texts.end_rollout()
-    assert len(texts._groups) <= 4
-    assert not texts._members
-    again, newest = [*prompt_of(0), *range(8)], [*prompt_of(9), *range(8)]
-    for request_id, tokens in (("again", again), ("newest", newest)):
-        texts.add(request_id, tokens)
-    assert texts._texts["again"].group != texts._texts["newest"].group
-    assert texts._texts["again"].read["sibling"] == 0  # read from its start: nobody remembers its prompt
-
-
-def prompt_of(number: int) -> list[int]:
-    return [100 + number, 200 + number]
+def test_scores_are_restored() -> None:
+    scores, again = LookupScores(), LookupScores()
+    scores.update(("sibling", 8), 0)
+    scores.update(LEARNED, 3)
+    again.load_state_dict(json.loads(json.dumps(scores.state_dict())))
+    assert again == scores

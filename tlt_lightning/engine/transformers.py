@@ -13,7 +13,7 @@ from typing_extensions import override
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.rng import seeded
+from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.policy import end_token_ids
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ class TransformersEngine(RolloutEngine):
         if self._model is None or self._policy_version < 0:
             raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
         check_requests(requests, max_model_len=self._max_model_len, vocab_size=self._model.config.vocab_size)
-        counter, num_left = ProgressCounter(), len(requests)
-        with seeded(seed):
-            for batch, limit in self._batches(requests, sampling):
+        counter, num_left, numbers = ProgressCounter(), len(requests), EngineRandom(seed)
+        for batch, limit in self._batches(requests, sampling):
+            with numbers.in_force():
                 responses = self._generate_batch(batch, limit, sampling)
-                num_left -= len(batch)
-                if on_progress is not None:
-                    on_progress(counter.after_step(responses, waiting=num_left))
-                yield from responses
+            num_left -= len(batch)
+            if on_progress is not None:
+                on_progress(counter.after_step(responses, waiting=num_left))
+            yield from responses
 
     def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[list[Request], int]]:
         """Requests of equal prompt length and limit together, so that no prompt needs padding; and that limit."""

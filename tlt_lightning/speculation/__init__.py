@@ -2,10 +2,8 @@
 
 from tlt_lightning.speculation.graphs.plan import CaptureReport as CaptureReport
 from tlt_lightning.speculation.graphs.plan import FullGraph as FullGraph
-from tlt_lightning.speculation.graphs.plan import GraphCosts as GraphCosts
 from tlt_lightning.speculation.graphs.plan import GraphPlan as GraphPlan
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool as BucketedGraphPool
-from tlt_lightning.speculation.graphs.pool import FullGraphPool as FullGraphPool
 from tlt_lightning.speculation.graphs.pool import GraphPool as GraphPool
 from tlt_lightning.speculation.graphs.pool import arms_by_batch as arms_by_batch
 from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector
@@ -18,5 +16,4 @@ from tlt_lightning.speculation.strategy import MeasuredStep as MeasuredStep
 from tlt_lightning.speculation.strategy import SelectorState as SelectorState
 from tlt_lightning.speculation.strategy import Strategy as Strategy
 from tlt_lightning.speculation.strategy import StrategySelector as StrategySelector
-from tlt_lightning.speculation.suffix_index import Proposal as Proposal
 from tlt_lightning.speculation.suffix_index import SuffixIndex as SuffixIndex

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,17 @@ class AcceptanceAlarm:
             self._verified,
             100 * self.floor,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was observed since the last `reset`, and how often it rang."""
+        return {"is_ringing": self.is_ringing, "num_rung": self.num_rung, "steps": [list(step) for step in self._steps]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` saved."""
+        self.is_ringing, self.num_rung = state_dict["is_ringing"], state_dict["num_rung"]
+        self._steps = deque((verified, accepted) for verified, accepted in state_dict["steps"])
+        self._verified = sum(verified for verified, _ in self._steps)
+        self._accepted = sum(accepted for _, accepted in self._steps)
 
     def reset(self) -> None:
         """Give the drafter another chance: its weights or the policy's have changed."""

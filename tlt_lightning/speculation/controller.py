@@ -1,45 +1,51 @@
-"""Which strategy each engine step follows, and what is learned from it. Pure: knows nothing of vLLM."""
+"""The strategy of every engine step, and everything that is learned from the steps. Pure: knows nothing of vLLM."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
+from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 from tlt_lightning.speculation.trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What was decided before an engine step.
+    """Decisions on an engine step: it verifies drafts of the step before and drafts for the step after.
+
+    ::
+
+        step n      drafts K=3  ------.
+        step n + 1  drafts K=0, verifies K=3    two strategies share it: it teaches acceptance, and no time
+        step n + 2  drafts K=0, verifies K=0    settled: it teaches what K=0 costs
 
     Args:
-        state: What the selector saw.
-        verifies: The strategy whose drafts, proposed at the end of the step before, are verified in this step.
+        state: What the selector saw; once the step is scheduled, with the requests that really run in it.
+        verifies: The strategy whose drafts are verified in this step.
         drafts: The strategy under which this step drafts for the next.
-        credits: The selector's choice that the step's outcome is credited to; None if two choices share the step. It
-            differs from `verifies` only while the learned drafter is kept off: by the alarm, or because it is cold.
+        learns_for: The arm that the step's outcome teaches about; None if two choices share the step.
     """
 
     state: SelectorState
     verifies: Strategy
     drafts: Strategy
-    credits: Strategy | None
+    learns_for: Strategy | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of an engine step.
+    """Outcome of an engine step.
 
     Args:
         plan: What had been decided before it.
         num_drafted: Drafts verified, of each request that decoded.
         num_emitted: Tokens emitted by each of them, bonus token included.
-        num_learned: Requests whose drafts were the learned drafter's, and how many of these kept the first draft.
+        sources: Whose drafts each of them verified; None where there were none, or only fillers. Empty: none at all.
         is_decode: True if no request read its prompt in the step.
         running: Requests left running.
         waiting: Requests left waiting.
@@ -48,25 +54,27 @@ class StepResult:
     plan: StepPlan
     num_drafted: Sequence[int]
     num_emitted: Sequence[int]
-    num_learned: tuple[int, int]
+    sources: Sequence[Source | None]
     is_decode: bool
     running: int
     waiting: int
 
 
-class SpeculationControl:
-    """Asks the selector before each step and tells it what the step achieved.
+class StrategyController:
+    """Owns the strategy in force: asks the selector before each step and tells it what the step achieved.
 
     A step drafts what the next one verifies, so one that follows a change of strategy pays for the drafts of one and
     the verification of another. Such steps count for acceptance, and their times teach the selector nothing; a choice
-    is therefore kept for `steps_per_choice` steps.
+    is therefore kept for `steps_per_choice` steps. While the head is silenced, by the alarm or because it is cold, its
+    arms decode plainly, and such steps teach about off.
 
     Args:
         selector: Chooses.
         steps_per_choice: Steps for which a choice stands.
-        alarm: Switches the learned drafter off when its acceptance collapses.
+        lookups: Looks drafts up; None without drafters that do.
+        alarm: Silences the head when its acceptance collapses.
         trace: Takes one row a step; None keeps none.
-        is_cold: The learned drafter has no weights worth trying before the first `weights_changed` that names them.
+        is_cold: The head has no weights worth trying before the first `weights_changed` that names them.
     """
 
     def __init__(
@@ -74,12 +82,14 @@ class SpeculationControl:
         selector: StrategySelector,
         *,
         steps_per_choice: int = 2,
+        lookups: LookupDrafter | None = None,
         alarm: AcceptanceAlarm | None = None,
         trace: StepTrace | None = None,
         is_cold: bool = False,
     ) -> None:
         self.selector = selector
         self.steps_per_choice = steps_per_choice
+        self.lookups = lookups
         self.alarm = alarm or AcceptanceAlarm()
         self.trace = trace
         self.is_cold = is_cold
@@ -89,62 +99,109 @@ class SpeculationControl:
         self._choice = OFF
         self._steps_left = 0
         self._result: StepResult | None = None
-        self._seconds = 0.0
+        self._seconds = self._paused = 0.0
         self._started = time.perf_counter()
 
     def begin_rollout(self) -> None:
-        """Forget the counts of the last rollout; what the selector has learned stays."""
+        """Forget the counts of the last rollout; what was learned stays."""
         self.counters = SpeculationCounters()
-        self._result, self._seconds, self._steps_left = None, 0.0, 0
+        self._result, self._seconds, self._paused, self._steps_left = None, 0.0, 0.0, 0
         self._started = time.perf_counter()
         if self.trace is not None:
             self.trace.begin_rollout()
 
+    def add(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Begin a response: `tokens` is its prompt, and by reference whatever is written after it."""
+        if self.lookups is not None:
+            self.lookups.add(request_id, tokens)
+
+    def remove(self, request_id: str) -> None:
+        """End a response."""
+        if self.lookups is not None:
+            self.lookups.remove(request_id)
+
+    def end_rollout(self) -> None:
+        """Forget the responses of the rollout and make its trace readable."""
+        if self.lookups is not None:
+            self.lookups.clear()
+        if self.trace is not None:
+            self.trace.flush()
+
+    @property
+    def is_silenced(self) -> bool:
+        """True while the head must not draft: it is cold, or the alarm rings."""
+        return self.is_cold or self.alarm.is_ringing
+
     def plan(self, batch_size: int, mean_context: float, waiting: int) -> StepPlan:
         """Decide what the step that is about to be scheduled drafts; O(1) beside the selector's own work."""
+        is_silenced = self.is_silenced
         state = SelectorState(
             batch_size=batch_size,
             mean_context=mean_context,
             drafter_version=self.drafter_version,
             waiting=waiting,
-            is_cold=self.is_cold,
+            is_silenced=is_silenced,
         )
-        verifies, last_choice = self.strategy, self._choice
+        verifies = self.strategy
         if self._steps_left == 0:
             choice = self.selector.select(state)
             self._choice = OFF if choice.is_off else choice
             self._steps_left = self.steps_per_choice
         self._steps_left -= 1
-        is_silenced = (self.alarm.is_ringing or self.is_cold) and self._choice.is_learned
-        self.strategy = OFF if is_silenced else self._choice
+        self.strategy = OFF if is_silenced and self._choice.is_learned else self._choice
         self.counters.switches += self.strategy.is_off != verifies.is_off
-        is_settled = self.strategy == verifies and self._choice == last_choice
-        return StepPlan(state, verifies, self.strategy, self._choice if is_settled else None)
+        if self.lookups is not None:
+            self.lookups.next_step()
+        return StepPlan(state, verifies, self.strategy, self.strategy if self.strategy == verifies else None)
+
+    def look_up(self, request_ids: Sequence[str], num_tokens: int) -> dict[str, LookupDraft]:
+        """Look up drafts of up to `num_tokens` tokens; none where the strategy in force does not look up.
+
+        None in a step of the head's alone, even for requests whose siblings know better: looking all of them up may
+        cost more than the better drafts gain (`benchmarks/results/fixes.md`), so the selector has an arm for either.
+        """
+        if self.lookups is None or not self.strategy.looks_up:
+            return {}
+        drafts = ((name, self.lookups.propose(name, self.strategy, num_tokens)) for name in request_ids)
+        return {name: draft for name, draft in drafts if draft is not None}
 
     def finished(self, result: StepResult) -> None:
-        """Take the result of a step; its time follows with `account`."""
+        """Take the result of a step; its time follows with `account`, before which the next step may look up."""
         self._result = result
+        if self.lookups is not None:
+            for source, emitted in zip(result.sources, result.num_emitted, strict=False):
+                if source is not None:
+                    self.lookups.scores.update(source, emitted - 1)
 
-    def account(self, seconds: float) -> None:
-        """Add the wall-clock seconds of a call of the engine; learn from the step that finished in it, if one did."""
-        self._seconds += seconds
+    def account(self, seconds: float, pause: float = 0.0) -> None:
+        """Add the wall-clock seconds of a call of the engine; learn from the step that finished in it, if one did.
+
+        Args:
+            seconds: What the call took.
+            pause: Seconds since the call before, in which an asynchronous engine's step ran on; 0 for others. They are
+                the step's own, unless they may have outlasted it: then its time teaches nothing.
+        """
+        self._seconds += seconds + pause
+        self._paused += pause
         result, self._result = self._result, None
         if result is None:
             return
-        seconds, self._seconds = self._seconds, 0.0
-        self._learn(result, seconds)
+        is_timed = 2 * self._paused <= self._seconds
+        seconds, self._seconds, self._paused = self._seconds, 0.0, 0.0
+        self._learn(result, seconds if is_timed else None)
         if self.trace is not None:
             self.trace.write(self._row(result, seconds))
 
-    def _learn(self, result: StepResult, seconds: float) -> None:
+    def _learn(self, result: StepResult, seconds: float | None) -> None:
         plan = result.plan
         if result.num_emitted:
             self.counters.count_step(plan.verifies, result.num_drafted, result.num_emitted)
-        if result.num_learned[0]:
-            self.alarm.observe(*result.num_learned)
-        if result.is_decode and result.num_emitted and plan.credits is not None:
+        kept = [n > 1 for source, n in zip(result.sources, result.num_emitted, strict=False) if source == LEARNED]
+        if kept:
+            self.alarm.observe(len(kept), sum(kept))
+        if result.is_decode and result.num_emitted and plan.learns_for is not None and seconds is not None:
             self.counters.count_time(plan.verifies, sum(result.num_emitted), seconds)
-            self.selector.record(plan.state, plan.credits, tuple(result.num_emitted), seconds)
+            self.selector.record(plan.state, plan.learns_for, tuple(result.num_emitted), seconds)
 
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
         drafted, emitted = sum(result.num_drafted), sum(result.num_emitted)
@@ -168,7 +225,7 @@ class SpeculationControl:
         }
 
     def weights_changed(self, drafter_version: int | None = None) -> None:
-        """The policy's or the drafter's weights have changed: a drafter that was switched off is tried again."""
+        """Try a head that failed again: the policy's weights have changed, or its own to `drafter_version`."""
         self.alarm.reset()
         if drafter_version is not None:
             self.drafter_version = drafter_version
@@ -181,3 +238,27 @@ class SpeculationControl:
             "speculation/alarms": float(self.alarm.num_rung),
             "speculation/drafter_version": float(self.drafter_version),
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned by this worker."""
+        return {
+            "selector": self.selector.state_dict(),
+            "alarm": self.alarm.state_dict(),
+            "drafter_version": self.drafter_version,
+            "lookup_scores": None if self.lookups is None else self.lookups.scores.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` saved."""
+        self.selector.load_state_dict(state_dict["selector"])
+        self.alarm.load_state_dict(state_dict["alarm"])
+        self.drafter_version = state_dict["drafter_version"]
+        if self.lookups is not None and state_dict["lookup_scores"] is not None:
+            self.lookups.scores.load_state_dict(state_dict["lookup_scores"])
+
+
+def with_batch(plan: StepPlan, batch_size: int) -> StepPlan:
+    """Return the plan with the number of requests that really run in its step."""
+    return (
+        plan if plan.state.batch_size == batch_size else replace(plan, state=replace(plan.state, batch_size=batch_size))
+    )

@@ -1,15 +1,16 @@
-"""The texts that are being written, and which of them says best how each may go on."""
+"""Drafts that are looked up in the responses being written, and which of them to expect most of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tlt_lightning.speculation.strategy import Drafter, Strategy
 from tlt_lightning.speculation.suffix_index import SuffixIndex
 
 Source = tuple[Drafter, int]
-"""Who drafted, and how many tokens the match had that was drafted from (0 for the learned head)."""
+"""Who drafted, and how many tokens the match had that was drafted from (0 for the head)."""
 
 LEARNED: Source = ("learned", 0)
 PRIOR_COUNT = 4
@@ -23,20 +24,29 @@ TRIAL_PERIOD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A draft that was looked up.
+class LookupDraft:
+    """A draft copied from text.
 
     Args:
         tokens: The draft.
-        source: Whose it is.
+        drafter: `ngram` or `sibling`.
+        match_length: Tokens of the response's end that the copied text shares.
+        num_known: Tokens of prompt and response that were known when it was looked up; the draft follows them.
     """
 
     tokens: list[int]
-    source: Source
+    drafter: Drafter
+    match_length: int
+    num_known: int
+
+    @property
+    def source(self) -> Source:
+        """The source under which its acceptance is scored."""
+        return self.drafter, self.match_length
 
 
 @dataclass(slots=True)
-class SourceScores:
+class LookupScores:
     """Mean accepted drafts of each source, by which the better one is told.
 
     Before a source was tried, a match is expected to go on half as long as it already has, and the head to have one
@@ -58,37 +68,42 @@ class SourceScores:
     def _score(self, source: Source) -> tuple[float, int]:
         return self.scores.get(source, (1.0 if source == LEARNED else source[1] / 2, PRIOR_COUNT))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned."""
+        return {"scores": [[*source, *score] for source, score in self.scores.items()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` saved."""
+        self.scores = {(drafter, length): (mean, count) for drafter, length, mean, count in state_dict["scores"]}
+
 
 @dataclass(slots=True, eq=False)
 class _Text:
     request_id: str
     group: int
-    tokens: Sequence[int]  # prompt and answer; grows while it is written
+    tokens: Sequence[int]  # prompt and response; grows while it is written
     read: dict[Drafter, int]  # tokens of it that each index holds
 
 
-class RunningTexts:
-    """Looks up how texts may go on, in other answers to the same prompt and in what they said themselves.
+class LookupDrafter:
+    """Looks up how responses may go on, in other responses to the same prompt and in what they said themselves.
 
-    Nothing is read before somebody looks it up, so that texts cost nothing while speculation is off. When it is
+    Nothing is read before somebody looks it up, so that responses cost nothing while speculation is off. When it is
     switched on, what was written meanwhile is read over the following steps.
 
     Args:
-        siblings: Look in other answers to the same prompt.
-        ngram: Look in the prompt and the answer itself.
-        keeps: Keep answers for later rollouts that meet the same prompt.
+        siblings: Look in other responses to the same prompt.
+        ngram: Look in the prompt and the response itself.
     """
 
-    def __init__(self, *, siblings: bool, ngram: bool, keeps: bool) -> None:
+    def __init__(self, *, siblings: bool, ngram: bool) -> None:
         self.indices: dict[Drafter, SuffixIndex] = {}
         if siblings:
             self.indices["sibling"] = SuffixIndex()
         if ngram:
             self.indices["ngram"] = SuffixIndex()
-        self.keeps = keeps
-        self.scores = SourceScores()
-        self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its answers
-        self._num_groups = 0  # ever made
+        self.scores = LookupScores()
+        self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its responses
         self._members: dict[int, list[_Text]] = {}  # texts of a group that run or are not read to their end
         self._texts: dict[str, _Text] = {}
         self._read_groups: set[int] = set()  # in this step
@@ -96,13 +111,11 @@ class RunningTexts:
         self._num_mixed = 0
 
     def add(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Begin a text: `tokens` is its prompt, and by reference whatever is written after it."""
+        """Begin a response: `tokens` is its prompt, and by reference whatever is written after it."""
         prompt = tuple(tokens)
         is_first = prompt not in self._groups
-        if is_first:
-            self._groups[prompt] = self._num_groups
-            self._num_groups += 1
-        group = self._groups[prompt]
+        group = self._groups.setdefault(prompt, len(self._groups))
+        # A prompt is read once a group; of the others its end alone, from which their first tokens are looked up.
         read = {
             drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - index.match_lengths[0])
             for drafter, index in self.indices.items()
@@ -116,20 +129,20 @@ class RunningTexts:
         self._read_groups.clear()
         self._allowance = READ_PER_STEP
 
-    def propose(self, request_id: str, tail: Sequence[int], strategy: Strategy, num_tokens: int) -> Found | None:
-        """The draft that most of is expected to be accepted, in a mixed step only if that is more than of the head's.
+    def propose(self, request_id: str, strategy: Strategy, num_tokens: int) -> LookupDraft | None:
+        """Return the draft with the most expected accepted tokens; in a mixed step None unless it beats the head.
 
         Args:
-            request_id: Whose text.
-            tail: Its last tokens.
-            strategy: The strategy in force: where siblings' drafts are asked for, also the text itself may draft, if it
-                is indexed, but not the other way round.
+            request_id: Whose response; None is returned where it has ended.
+            strategy: The strategy in force: where siblings' drafts are asked for, also the response itself may draft,
+                if it is indexed, but not the other way round.
             num_tokens: Longest draft.
         """
         text = self._texts.get(request_id)
         if text is None:
             return None
-        best, most = None, -1.0
+        num_known, best, most = len(text.tokens), None, -1.0
+        tail = text.tokens[max(0, num_known - max(index.match_lengths[0] for index in self.indices.values())) :]
         if strategy.drafter == "mixed":
             self._num_mixed += 1
             if self._num_mixed % TRIAL_PERIOD:
@@ -138,58 +151,34 @@ class RunningTexts:
             if strategy.drafter == "ngram" and drafter != "ngram":
                 continue
             self._read_for(text, drafter)
-            found = index.look_up(text.group if drafter == "sibling" else request_id, tail, num_tokens)
-            source = (drafter, found.match_length)
-            expected = self.scores.expected(source, len(found.tokens))
-            if found.tokens and expected > most:
-                best, most = Found(found.tokens, source), expected
+            group = text.group if drafter == "sibling" else request_id
+            tokens, match_length = index.look_up(group, tail, num_tokens)
+            expected = self.scores.expected((drafter, match_length), len(tokens))
+            if tokens and expected > most:
+                best, most = LookupDraft(tokens, drafter, match_length, num_known), expected
         return best
 
-    @property
-    def tail_length(self) -> int:
-        """Tokens of a text's end that a look-up compares at most."""
-        return max(index.match_lengths[0] for index in self.indices.values())
-
     def remove(self, request_id: str) -> None:
-        """End a text; its siblings can still look in it."""
+        """End a response; its siblings can still look in it."""
         if self._texts.pop(request_id, None) is not None and "ngram" in self.indices:
             self.indices["ngram"].clear(request_id)
 
-    def end_rollout(self) -> None:
-        """End all texts and, unless they are kept, forget them."""
-        for request_id in list(self._texts):
-            self.remove(request_id)
-        if not self.keeps:
-            self.clear()
-        else:
-            for members in self._members.values():
-                self._allowance = sum(len(text.tokens) for text in members)
-                self._read_group(members)
-            self._members.clear()
-            siblings = self.indices.get("sibling", ())
-            self._groups = {prompt: group for prompt, group in self._groups.items() if group in siblings}
-
     def clear(self) -> None:
-        """Forget all texts that have ended; call it between rollouts."""
+        """Forget all responses; what was learned about sources stays."""
         for index in self.indices.values():
             index.clear()
-        self._groups.clear()
-        self._members.clear()
+        for held in (self._texts, self._groups, self._members):
+            held.clear()
 
     def _read_for(self, text: _Text, drafter: Drafter) -> None:
         if drafter == "ngram":
             self._read(text, drafter)
         elif text.group not in self._read_groups:
             self._read_groups.add(text.group)
-            self._read_group(self._members[text.group])
-
-    def _read_group(self, members: list[_Text]) -> None:
-        for text in members:
-            self._read(text, "sibling")
-        members[:] = [text for text in members if text.request_id in self._texts or self._num_unread(text)]
-
-    def _num_unread(self, text: _Text) -> int:
-        return len(text.tokens) - text.read["sibling"]
+            members = self._members[text.group]
+            for member in members:
+                self._read(member, "sibling")
+            members[:] = [m for m in members if m.request_id in self._texts or len(m.tokens) > m.read["sibling"]]
 
     def _read(self, text: _Text, drafter: Drafter) -> None:
         start = text.read[drafter]

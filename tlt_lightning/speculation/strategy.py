@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Drafter = Literal["learned", "mixed", "ngram", "sibling"]
-"""Who drafts: the learned head; the text itself or its siblings, looked up; or the head for all and look-ups in its
-place wherever they are expected to be accepted more often."""
+"""Drafters, each with what it drafts from:
+
+========= ==========================================================================================================
+learned   the head
+ngram     look-ups in the prompt and the response itself
+sibling   look-ups in other responses to the same prompt, and in the response itself where `ngram` is there too
+mixed     the head, and look-ups in its place wherever they are expected to be accepted more often
+========= ==========================================================================================================
+"""
 
 LEARNED_DRAFTERS: tuple[Drafter, ...] = ("learned", "mixed")
 """Those in whose steps the learned head drafts."""
@@ -62,14 +69,15 @@ class SelectorState:
         mean_context: Mean tokens (prompt and response) of the running requests.
         drafter_version: Version of the drafter in the engine; -1 if none was pushed.
         waiting: Requests that have not started.
-        is_cold: True while the learned drafter waits for its first weights; its arms then decode plainly.
+        is_silenced: True while the head is kept from drafting, because it waits for its first weights or its acceptance
+            collapsed; its arms then decode plainly, and such steps are recorded as `OFF`.
     """
 
     batch_size: int
     mean_context: float = 0.0
     drafter_version: int = -1
     waiting: int = 0
-    is_cold: bool = False
+    is_silenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +89,14 @@ class MeasuredStep:
         strategy: What was verified and drafted in it.
         mean_context: Mean tokens of its requests.
         seconds: What it took.
+        error: Relative standard deviation of `seconds`.
     """
 
     batch_size: int
     strategy: Strategy
     mean_context: float
     seconds: float
+    error: float = 0.1
 
 
 class StrategySelector(ABC):
@@ -105,7 +115,7 @@ class StrategySelector(ABC):
         """Learn from a finished step.
 
         Args:
-            state: What `select` saw.
+            state: What `select` saw, with the requests that really ran in the step as `batch_size`.
             strategy: What was verified in the step.
             num_emitted: Tokens emitted by each running request, bonus token included (1 means nothing accepted).
             seconds: Wall-clock seconds of the step.
@@ -113,7 +123,7 @@ class StrategySelector(ABC):
 
     @property
     def wants_calibration(self) -> bool:
-        """True while measured steps would help: the engine then measures some before its first rollout."""
+        """True while measured steps would help: the engine then measures some before its next rollout."""
         return False
 
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:  # noqa: B027 - most selectors learn as they go

@@ -1,4 +1,4 @@
-"""Drafting by look-up: what followed the last few tokens the last times they were written.
+"""An index of written text that finds what followed the last few tokens the last times they were written.
 
 The paper's model-free drafter (arXiv 2511.16665, section 5.3) retrieves from the sibling responses of a prompt. What we
 do differently: the same index serves both look-ups. Give all responses to a prompt one group and it drafts from
@@ -22,24 +22,6 @@ MAX_CONTINUATIONS = 16
 """Continuations kept of one match; the rarest goes, so that common short matches stay cheap."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A draft and how far to trust it.
-
-    Args:
-        tokens: The draft; empty without a match.
-        match_length: Tokens of the tail that the matched text shares, up to `max_match`.
-        agreement: How often the matched text went on with the first of `tokens`.
-    """
-
-    tokens: list[int]
-    match_length: int
-    agreement: int
-
-
-NO_PROPOSAL = Proposal([], 0, 0)
-
-
 @dataclass(slots=True)
 class _Group:
     """Texts that draft for each other; a place is the arrival number of a token, whatever text it belongs to."""
@@ -53,10 +35,10 @@ class _Group:
 
 
 class SuffixIndex:
-    """Proposes the continuation of the longest match of a text's last tokens in the texts of its group.
+    """Finds the continuation of the longest match of a text's last tokens in the texts of its group.
 
-    Every proposal was written before, in one piece. Appending a token and proposing take some microseconds however many
-    tokens are held; a token takes 200 to 500 bytes of host memory.
+    Every continuation was written before, in one piece. Appending a token and looking up take some microseconds however
+    many tokens are held; a token takes 200 to 500 bytes of host memory.
 
     Args:
         min_match: Shortest match to draft from.
@@ -66,8 +48,8 @@ class SuffixIndex:
     Example:
         >>> index = SuffixIndex()
         >>> index.append("prompt 1", "response 1", [5, 6, 7, 8, 9])
-        >>> index.propose("prompt 1", [1, 6, 7], 2)
-        [8, 9]
+        >>> index.look_up("prompt 1", [1, 6, 7], 2)
+        ([8, 9], 2)
     """
 
     def __init__(self, min_match: int = 2, max_match: int = 8, max_tokens: int = 1_000_000) -> None:
@@ -110,12 +92,8 @@ class SuffixIndex:
         if self.num_tokens > self.max_tokens:
             self.clear(group)
 
-    def propose(self, group: Hashable, tail: Sequence[int], num_draft_tokens: int) -> list[int]:
-        """Up to `num_draft_tokens` tokens that followed the end of `tail`; none without a match."""
-        return self.look_up(group, tail, num_draft_tokens).tokens
-
-    def look_up(self, group: Hashable, tail: Sequence[int], num_draft_tokens: int) -> Proposal:
-        """The proposal with its match length and agreement.
+    def look_up(self, group: Hashable, tail: Sequence[int], num_draft_tokens: int) -> tuple[list[int], int]:
+        """Return the tokens that followed the longest match, and its length; ([], 0) without a match.
 
         Args:
             group: Whose texts to look in.
@@ -124,7 +102,7 @@ class SuffixIndex:
         """
         held = self._groups.get(group)
         if held is None or num_draft_tokens < 1:
-            return NO_PROPOSAL
+            return [], 0
         last = tuple(tail[-self.match_lengths[0] :])
         for length in self.match_lengths:
             if length > len(last):
@@ -136,8 +114,8 @@ class SuffixIndex:
             place = best & PLACE_MASK
             written, offset = held.texts[held.text_of[place]], held.offset_of[place]
             if tuple(written[offset - length : offset]) == last[-length:]:  # not another text with the same hash
-                return Proposal(written[offset : offset + num_draft_tokens].tolist(), length, best >> COUNT_BIT)
-        return NO_PROPOSAL
+                return written[offset : offset + num_draft_tokens].tolist(), length
+        return [], 0
 
     def clear(self, group: Hashable | None = None) -> None:
         """Forget `group`, or with None everything; a group that is not there is fine."""
@@ -148,7 +126,13 @@ class SuffixIndex:
             self.num_tokens -= len(self._groups.pop(group).text_of)
 
     def _note(self, held: _Group, written: array[int], token: int, place: int) -> None:
-        """Remember that `token`, at `place`, followed the end of `written`."""
+        """Remember that `token`, at `place`, followed the end of `written`.
+
+        For each match length, `follows` maps the hash of that many last tokens to what followed them. An entry is
+        ``count << 40 | place``: the greatest of several is the most frequent continuation, and of equals the latest,
+        and either part is read off without an object. As long as one token alone ever followed (nearly always, so the
+        dictionary is spared), the entry stands for itself and the token is the one at its place.
+        """
         follows = held.follows
         last = tuple(written[-self.match_lengths[0] :])
         for length in self.match_lengths:

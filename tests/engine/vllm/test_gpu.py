@@ -17,6 +17,7 @@ import pytest
 import torch
 from typing_extensions import override
 
+from benchmarks.common.full_graph_pool import FullGraphPool
 from tests.support.speculation_engines import (
     ScriptedSelector,
     engine_of,
@@ -29,7 +30,7 @@ from tests.support.speculation_engines import (
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.speculation import BucketedGraphPool, FullGraphPool
+from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.graphs.plan import GraphPlan
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
@@ -114,8 +115,7 @@ def test_switched_on_the_head_is_accepted_as_if_it_had_never_been_off(engine: VL
 def test_keeping_up_with_a_skipped_head_never_waits_for_the_device(
     engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = engine.inspect().speculative_runner.drafter
-    assert drafter is not None
+    runner = engine.inspect().speculative_runner
 
     def guarded(method: Any) -> Any:
         def called(*args: Any) -> None:
@@ -127,7 +127,7 @@ def test_keeping_up_with_a_skipped_head_never_waits_for_the_device(
 
         return called
 
-    monkeypatch.setattr(drafter, "_miss", guarded(drafter._miss))
+    monkeypatch.setattr(runner, "_skip", guarded(runner._skip))
     script(engine, lambda selector: setattr(selector, "script", lambda state: OFF))
     write(engine, siblings())
     assert engine.stats()["speculation/catch_ups"] > 1
@@ -151,8 +151,8 @@ class WithoutSmallFirstPasses(BucketedGraphPool):
     """Of the drafter's first pass only the graphs of full batches, as a budget might leave them."""
 
     @override
-    def plan(self, arms: Any, capture_sizes: Sequence[int], costs: Any = None) -> GraphPlan:
-        plan = super().plan(arms, capture_sizes, costs)
+    def plan(self, arms: Any, capture_sizes: Sequence[int]) -> GraphPlan:
+        plan = super().plan(arms, capture_sizes)
         kept = (graph for graph in plan.graphs if graph.kind != "drafter_prefill" or graph.num_requests == max(arms))
         return replace(plan, graphs=tuple(kept))
 

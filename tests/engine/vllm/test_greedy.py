@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 CASES: dict[str, dict[str, Any]] = {
     "qwen2, all drafters": {"architecture": "qwen2", "head": "trained", "siblings": True, "ngram": True},
     "qwen2, random head": {"architecture": "qwen2", "head": "random"},
-    "llama, trained head": {"architecture": "llama", "head": "trained", "catch_up": "reprefill"},
+    "llama, trained head": {"architecture": "llama", "head": "trained"},
     "llama, no head": {"architecture": "llama", "siblings": True, "ngram": True},
 }
 
@@ -93,8 +93,8 @@ def test_off_is_plain_decoding(setup: Setup) -> None:
 
 def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
     emitted: list[list[int]] = []
-    steering = setup.engine.inspect().speculative_runner
-    after_step = steering.after_step
+    runner: Any = setup.engine.inspect().speculative_runner
+    after_step = runner.after_step
 
     def spy(scheduler: Any, output: Any, result: Any) -> None:
         emitted.extend(list(tokens) for tokens in result.sampled_token_ids)
@@ -103,7 +103,7 @@ def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
     drafters = {arm.drafter for arm in setup.selector.all_arms if not arm.is_off}
     drafter: Drafter = next(name for name in ("mixed", "sibling", "learned") if name in drafters)
     setup.selector.script = lambda state: Strategy(5, drafter)
-    steering.after_step = spy
+    runner.after_step = spy
     try:
         for length in range(20, 26):
             requests = [Request(id=i, prompt_ids=PROMPTS[0], max_tokens=length + i) for i in range(3)]
@@ -117,7 +117,7 @@ def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
             assert write(setup.engine, requests, sampling) == [setup.texts[0][:end]] * 10
             stops_inside += any(stop in tokens[1:-1] for tokens in emitted)
     finally:
-        steering.after_step = after_step
+        runner.after_step = after_step
     assert stops_inside or "random" in setup.name  # in the middle of an accepted run
 
 

@@ -27,9 +27,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({}, "nobody to draft"),
         ({"ngram": True, "max_draft_tokens": 0}, "max_draft_tokens"),
         ({"ngram": True, "steps_per_choice": 0}, "steps_per_choice"),
-        ({"ngram": True, "keep_siblings": "ever"}, "keep_siblings"),
         ({"ngram": True, "draft_sampling": "typical"}, "draft_sampling"),
-        ({"ngram": True, "catch_up": "never"}, "catch_up"),
     ],
 )
 def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -148,7 +146,7 @@ def test_speculation_is_configured_by_name() -> None:
                     "init_args": {"drafters": ["sibling"], "num_draft_tokens": [2, 4]},
                 },
                 "siblings": True,
-                "graph_pool": {"class_path": "BucketedGraphPool", "init_args": {"memory_budget_mib": 500}},
+                "graph_pool": {"class_path": "BucketedGraphPool"},
             }
         },
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tlt_lightning.engine.vllm import kv_catch_up
-from tlt_lightning.engine.vllm.kv_catch_up import DrafterBacklog
+from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 
 WIDTH = 3
 
@@ -24,12 +24,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
     return batches
 
 
-def add(backlog: DrafterBacklog, step: int, names: str) -> None:
+def add(catch_up: KVCatchUp, step: int, names: str) -> None:
     """A step in which request r at position `step` was followed by token 100 * step + r; rows are in reverse."""
     numbers = [ord(name) - ord("a") for name in names]
     hidden = [torch.tensor([[step, number, part] for number in numbers], dtype=torch.float32) for part in range(2)]
     last = torch.arange(26).flip(0) + 100 * step  # of all requests, by their rows
-    backlog.add(
+    catch_up.add(
         list(names),
         hidden,
         last,
@@ -38,23 +38,24 @@ def add(backlog: DrafterBacklog, step: int, names: str) -> None:
     )
 
 
-def flush(backlog: DrafterBacklog, alive: str) -> None:
-    backlog.flush({name: ord(name) for name in alive}, lambda rows, positions: 1000 * rows + positions)
+def flush(catch_up: KVCatchUp, alive: str) -> None:
+    table = 1000 * torch.arange(128)[:, None] + torch.arange(8)  # a block a token
+    catch_up.flush({name: ord(name) for name in alive}, table, 1)
 
 
 def test_what_was_missed_is_written_once_for_those_still_there(written: list[tuple[torch.Tensor, ...]]) -> None:
-    backlog = DrafterBacklog(None, max_batch_size=4, max_steps=3, max_tokens=100)
+    catch_up = KVCatchUp(None, max_batch_size=4, max_steps=3, max_tokens=100)
     for alive, expected in [
         ("abc", [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2)]),
         ("ac", [("a", 1), ("c", 1), ("a", 2), ("c", 2)]),
         ("", []),
     ]:
         written.clear()
-        add(backlog, 1, "abc")
-        add(backlog, 2, "ac")
-        assert len(backlog) == 2
-        flush(backlog, alive)
-        assert len(backlog) == 0
+        add(catch_up, 1, "abc")
+        add(catch_up, 2, "ac")
+        assert len(catch_up) == 2
+        flush(catch_up, alive)
+        assert len(catch_up) == 0
         assert len(written) == bool(expected)
         for hidden, next_ids, positions, slots in written:
             numbers = [ord(name) - ord("a") for name, _ in expected]
@@ -64,39 +65,39 @@ def test_what_was_missed_is_written_once_for_those_still_there(written: list[tup
             assert next_ids.tolist() == [100 * step + n for n, (_, step) in zip(numbers, expected, strict=True)]
             assert positions.tolist() == [step for _, step in expected]
             assert slots.tolist() == [1000 * ord(name) + step for name, step in expected]
-    assert backlog.num_flushes == 2
+    assert catch_up.num_flushes == 2
 
 
 def test_rows_in_order_need_no_index(written: list[tuple[torch.Tensor, ...]]) -> None:
-    backlog = DrafterBacklog(None, max_batch_size=4)
-    backlog.add(["a", "b"], [torch.ones(2, WIDTH)], torch.tensor([7, 8]), torch.tensor([3, 4]))
-    flush(backlog, "ab")
+    catch_up = KVCatchUp(None, max_batch_size=4)
+    catch_up.add(["a", "b"], [torch.ones(2, WIDTH)], torch.tensor([7, 8]), torch.tensor([3, 4]))
+    flush(catch_up, "ab")
     assert written[0][1].tolist() == [7, 8]
 
 
 def test_room_ends_with_steps_or_with_tokens_but_a_batch_always_fits() -> None:
     def steps(batch_size: int, max_tokens: int) -> int:
-        backlog = DrafterBacklog.__new__(DrafterBacklog)
-        backlog.max_steps, backlog.max_tokens = 16, max(max_tokens, 4)
-        backlog._steps, backlog._num_tokens = [], 0
-        while backlog.has_room(batch_size):
-            backlog._steps.append([])
-            backlog._num_tokens += batch_size
-        return len(backlog._steps)
+        catch_up = KVCatchUp.__new__(KVCatchUp)
+        catch_up.max_steps, catch_up.max_tokens = 16, max(max_tokens, 4)
+        catch_up._steps, catch_up._num_tokens = [], 0
+        while catch_up.has_room(batch_size):
+            catch_up._steps.append([])
+            catch_up._num_tokens += batch_size
+        return len(catch_up._steps)
 
     assert [steps(1, 1024), steps(64, 1024), steps(128, 1024), steps(1024, 1024), steps(4, 1)] == [16, 16, 8, 1, 1]
 
 
 def test_the_buffer_is_used_again(written: list[tuple[torch.Tensor, ...]]) -> None:
-    backlog = DrafterBacklog(None, max_batch_size=2, max_tokens=4)
+    catch_up = KVCatchUp(None, max_batch_size=2, max_tokens=4)
     places = set()
     for step in range(1, 6):
-        if not backlog.has_room(2):
-            flush(backlog, "ab")
-        add(backlog, step, "ab")
-        places.add(backlog._hidden.data_ptr())
+        if not catch_up.has_room(2):
+            flush(catch_up, "ab")
+        add(catch_up, step, "ab")
+        places.add(catch_up._hidden.data_ptr())
     assert len(places) == 1
     assert [batch[2].tolist() for batch in written] == [[1, 1, 2, 2], [3, 3, 4, 4]]
-    backlog.clear()
-    flush(backlog, "ab")
+    catch_up.clear()
+    flush(catch_up, "ab")
     assert len(written) == 2

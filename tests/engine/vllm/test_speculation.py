@@ -23,7 +23,7 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
-from tlt_lightning.engine.vllm.kv_catch_up import DrafterBacklog
+from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation import BEGMABSelector, CostModelSelector, FixedSelector, ThresholdSelector
@@ -60,26 +60,26 @@ def trained_head(setup: Setup) -> None:
     setup.engine.update_drafter(setup.trained.items(), 0)
 
 
-def drafter_of(engine: VLLMEngine) -> Any:
-    return engine.inspect().speculative_runner.drafter
+def runner_of(engine: VLLMEngine) -> Any:
+    return engine.inspect().speculative_runner
 
 
-def stock_drafter(drafter: Any) -> Any:
-    """vLLM's own drafter behind ours, of either model runner."""
-    return drafter.speculator if hasattr(drafter, "speculator") else drafter.drafter
+def stock_drafter(runner: Any) -> Any:
+    """vLLM's own drafter, of either model runner."""
+    return runner.speculator if hasattr(runner, "speculator") else runner.drafter
 
 
 def test_off_runs_the_head_over_prompts_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = drafter_of(setup.engine)
+    runner = runner_of(setup.engine)
     passes = []
-    original = drafter._propose
+    original = runner._propose
 
     def propose(*args: Any, **inputs: Any) -> torch.Tensor:
         reads_prompts = args[0].has_prefill if args else inputs["common_attn_metadata"].max_query_len > 1
         passes.append(reads_prompts)
         return original(*args, **inputs)
 
-    monkeypatch.setattr(drafter, "_propose", propose)
+    monkeypatch.setattr(runner, "_propose", propose)
     setup.selector.script = lambda state: OFF
     write(setup.engine, siblings(2))
     assert all(passes)
@@ -90,8 +90,8 @@ def test_off_runs_the_head_over_prompts_alone(setup: Setup, monkeypatch: pytest.
 def test_switched_on_the_head_drafts_as_if_it_had_never_been_off(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     attentive = {name: tensor * (8 if "o_proj" in name else 1) for name, tensor in setup.random.items()}
     setup.engine.update_drafter(attentive.items(), 1)
-    drafter = drafter_of(setup.engine)
-    original, drafts = drafter._propose, []
+    runner = runner_of(setup.engine)
+    original, drafts = runner._propose, []
 
     def propose(*args: Any, **inputs: Any) -> torch.Tensor:
         proposed = original(*args, **inputs)
@@ -106,13 +106,13 @@ def test_switched_on_the_head_drafts_as_if_it_had_never_been_off(setup: Setup, m
         write(setup.engine, siblings())
         return list(drafts)
 
-    monkeypatch.setattr(drafter, "_propose", propose)
+    monkeypatch.setattr(runner, "_propose", propose)
     deferred = run()
     with monkeypatch.context() as patch:
-        patch.setattr(stock_drafter(drafter), "propose", propose)  # vLLM as it is: a pass in every step
+        patch.setattr(stock_drafter(runner), "propose", propose)  # vLLM as it is: a pass in every step
         always = run()
     with monkeypatch.context() as patch:
-        patch.setattr(DrafterBacklog, "flush", lambda backlog, *args: backlog.clear())
+        patch.setattr(KVCatchUp, "flush", lambda catch_up, *args: catch_up.clear())
         never = run()
     assert deferred == always
     assert len(always) > 20
@@ -123,13 +123,13 @@ def test_switched_on_the_head_drafts_as_if_it_had_never_been_off(setup: Setup, m
 def test_a_long_pause_is_worked_off_in_between(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt_lightning.engine.vllm import kv_catch_up
 
-    backlog, written = drafter_of(setup.engine).backlog, []
+    catch_up, written = runner_of(setup.engine).catch_up, []
     write_keys = kv_catch_up.write_keys
     monkeypatch.setattr(kv_catch_up, "write_keys", lambda *args: written.append(len(args[-1])) or write_keys(*args))
     setup.selector.script = lambda state: OFF
     write(setup.engine, siblings(1))
-    assert setup.engine.stats()["speculation/catch_ups"] == len(written) >= 60 // backlog.max_steps - 1
-    assert max(written) <= backlog.max_steps * 4
+    assert setup.engine.stats()["speculation/catch_ups"] == len(written) >= 60 // catch_up.max_steps - 1
+    assert max(written) <= catch_up.max_steps * 4
     assert sum(written) > 100
 
 
@@ -166,7 +166,7 @@ def test_the_selector_hears_of_settled_steps(setup: Setup) -> None:
         assert state.drafter_version == 0
         assert 0 < state.mean_context < 128
     assert {strategy for _, strategy, _, _ in setup.selector.records} == {OFF, Strategy(3)}
-    assert setup.engine.state_dict() == {"selector": {"records": len(setup.selector.records)}}
+    assert setup.engine.state_dict()["selector"] == {"records": len(setup.selector.records)}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,6 @@ def test_every_selector_steers_and_learns(
 def test_the_trace_has_a_row_for_every_step(setup: Setup) -> None:
     setup.selector.off_and_on(Strategy(4), steps=5)
     texts = write(setup.engine, siblings())
-    setup.engine.inspect().controller.trace.flush()
     rows = [json.loads(line) for line in setup.trace.read_text().splitlines()]
     rows = [row for row in rows if row["rollout"] == rows[-1]["rollout"]]
     assert [row["step"] for row in rows] == list(range(len(rows)))
@@ -210,7 +209,7 @@ def test_new_weights_of_the_head_arrive_and_the_policy_stays(setup: Setup) -> No
     setup.selector.script = lambda state: Strategy(4)
     expected = write(setup.engine, siblings())
     trained = setup.engine.stats()["speculation/acceptance_length"]
-    runner = drafter_of(setup.engine).runner
+    runner = setup.engine.inspect().model_runner
     before = {name: tensor.clone() for name, tensor in runner.model.state_dict().items()}
     places = {name: tensor.data_ptr() for name, tensor in runner.model.named_parameters()}
     setup.engine.update_drafter(setup.random.items(), 7)
@@ -223,20 +222,21 @@ def test_new_weights_of_the_head_arrive_and_the_policy_stays(setup: Setup) -> No
 
 
 def test_what_sleep_drops_of_the_head_comes_back_as_it_was_last(setup: Setup) -> None:
-    session, drafter = setup.engine._session, drafter_of(setup.engine)
-    policy = {id(parameter) for parameter in drafter.runner.model.parameters()}
-    own = {name: tensor for name, tensor in drafter.model.named_parameters() if id(tensor) not in policy}
-    session.keep_head()  # of an earlier sleep
+    parts = setup.engine.inspect()
+    head, weights = parts.speculative_runner.head, parts.speculative_runner.weights
+    policy = {id(parameter) for parameter in parts.model_runner.model.parameters()}
+    own = {name: tensor for name, tensor in head.named_parameters() if id(tensor) not in policy}
+    weights.keep()  # of an earlier sleep
     setup.engine.update_drafter(setup.random.items(), 1)
     expected = {name: tensor.clone() for name, tensor in own.items()}
-    session.keep_head()
+    weights.keep()
     with torch.no_grad():
-        for tensor in drafter.model.parameters():
+        for tensor in head.parameters():
             tensor.zero_()
-    session.restore_head()
+    weights.restore()
     assert sum(tensor.numel() for tensor in expected.values()) > 100
     assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
-    assert all(not tensor.any() for tensor in drafter.model.parameters() if id(tensor) in policy)
+    assert all(not tensor.any() for tensor in head.parameters() if id(tensor) in policy)
     setup.engine.update_weights(stream_weights(load_policy(setup.policy)), 0)
 
 

@@ -6,6 +6,7 @@ from statistics import median
 import pytest
 
 from tlt_lightning.speculation import OFF, BEGMABSelector, SelectorState, Strategy
+from tlt_lightning.speculation.selectors import beg_mab
 from tlt_lightning.speculation.selectors.windowed_median import WindowedMedian
 
 
@@ -89,8 +90,9 @@ def test_epsilon_is_the_share_of_random_pulls():
     assert pulled.count(1) / len(pulled) == pytest.approx(1 - 0.3 * 2 / 3, abs=0.03)
 
 
-def test_arm_that_lost_long_ago_is_tried_again():
-    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), epsilon=0.0, max_age=50)
+def test_arm_that_lost_long_ago_is_tried_again(monkeypatch):
+    monkeypatch.setattr(beg_mab, "MAX_AGE", 50)
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), epsilon=0.0)
     lost = [pull(selector, 16, {0: 2.0, 3: 1.0}).num_draft_tokens for _ in range(50)]
     assert lost.count(3) == 1
     won = [pull(selector, 16, {0: 2.0, 3: 4.0}).num_draft_tokens for _ in range(100)]

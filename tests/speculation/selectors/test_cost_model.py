@@ -15,7 +15,7 @@ def calibrated(**arguments) -> CostModelSelector:
     selector = CostModelSelector(**arguments)
     arms = selector.arms(1)
     selector.calibrate(
-        [MeasuredStep(b, arm, 350.0, COSTS.step(b, arm, 350.0)) for b in COSTS.batch_sizes for arm in arms]
+        [MeasuredStep(b, arm, 350.0, COSTS.step(b, arm, 350.0), 0.02) for b in COSTS.batch_sizes for arm in arms]
     )
     return selector
 
@@ -84,7 +84,7 @@ def test_a_new_head_is_doubted_alone_and_mixed():
 
 def test_cold_heads_draft_neither_alone_nor_mixed():
     selector = calibrated(drafters=("learned", "mixed", "sibling"))
-    rates = selector.expected_rates(SelectorState(8, 350.0, is_cold=True))
+    rates = selector.expected_rates(SelectorState(8, 350.0, is_silenced=True))
     assert {arm.drafter for arm in rates if not arm.is_off} == {"sibling"}
 
 

@@ -135,7 +135,6 @@ def test_threshold_without_a_band_is_the_rule_of_the_paper():
         (lambda: BEGMABSelector(groups=((3,), ()), thresholds=(1, 9)), "`groups` has an empty entry"),
         (lambda: BEGMABSelector(epsilon=1.0), r"`epsilon` is a share in \[0, 1\)"),
         (lambda: BEGMABSelector(window=0), "`window` must be at least 1"),
-        (lambda: BEGMABSelector(max_age=5), "`max_age` must be at least 6, got 5"),
         (lambda: CostModelSelector(num_draft_tokens=()), "`num_draft_tokens` is empty"),
         (lambda: CostModelSelector(num_draft_tokens=(0, 1)), "off is always an arm"),
         (lambda: CostModelSelector(num_draft_tokens=(1, 1)), "must not repeat"),

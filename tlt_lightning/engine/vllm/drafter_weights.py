@@ -1,4 +1,4 @@
-"""New weights for the learned drafter of a live engine: checked before anything is touched, read back afterwards."""
+"""The head's weights in a live engine: checked before anything is touched, read back afterwards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.speculation.eagle3_files import canonical_name
 
 if TYPE_CHECKING:
@@ -25,30 +26,69 @@ _STACKED = {
 _MAPS = ("d2t", "t2d")
 
 
-def update_head(
-    engine: LLMEngine, drafter: Any, shapes: Mapping[str, tuple[int, ...]], named_tensors: NamedTensors
-) -> None:
-    """Replace the drafter's trainable weights in place.
+class HeadWeights:
+    """The head's weights in a live engine: replaced when training has better ones, kept while the engine sleeps.
 
     Args:
         engine: The live engine.
-        drafter: The drafter's module in it.
+        head: The head's module in it.
         shapes: Names and shapes of the tensors the head was saved with.
-        named_tensors: The new tensors under those names: all that are trainable. The output head may be left out.
-
-    Raises:
-        ValueError: Nothing was touched: a tensor belongs to the policy, is unknown, missing or of the wrong shape.
-        RuntimeError: What the engine holds afterwards is not what was sent.
     """
-    target = internals.reach(internals.model_runner_of(engine), "get_model")()
-    device = next(target.parameters()).device  # where checks of hundreds of millions of numbers take no time
-    tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
-    check_tensors(tensors, shapes, shares_head=drafter.lm_head is getattr(target, "lm_head", None))
-    _load(engine, drafter, tensors)
-    for name, expected in _by_module(tensors):
-        held = held_weight(drafter.get_submodule(name))[: expected.shape[0]]
-        if not torch.equal(held, expected.to(held.device, held.dtype)):
-            raise RuntimeError(f"The drafter's {name!r} does not hold the weights that `update_drafter` was given.")
+
+    def __init__(self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.engine, self.head, self.shapes = engine, head, shapes
+        self._kept, self._is_kept = HostCopy(), False
+
+    @property
+    def _policy(self) -> nn.Module:
+        return internals.reach(internals.model_runner_of(self.engine), "get_model")()
+
+    @property
+    def shares_output(self) -> bool:
+        """True if the head's output layer is the policy's own."""
+        return self.head.lm_head is getattr(self._policy, "lm_head", None)
+
+    def update(self, named_tensors: NamedTensors) -> None:
+        """Replace the trainable weights in place.
+
+        Args:
+            named_tensors: The new tensors under the names the head was saved with: all that are trainable. The output
+                layer may be left out.
+
+        Raises:
+            ValueError: Nothing was touched: a tensor belongs to the policy, is unknown, missing or of the wrong shape.
+            RuntimeError: What the engine holds afterwards is not what was sent.
+        """
+        device = next(self._policy.parameters()).device  # where checks of hundreds of millions of numbers take no time
+        tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
+        check_tensors(tensors, self.shapes, shares_head=self.shares_output)
+        _load(self.engine, self.head, tensors)
+        self._is_kept = False
+        for name, expected in _by_module(tensors):
+            held = held_weight(self.head.get_submodule(name))[: expected.shape[0]]
+            if not torch.equal(held, expected.to(held.device, held.dtype)):
+                raise RuntimeError(f"The head's {name!r} does not hold the weights that `update_drafter` was given.")
+
+    def keep(self) -> None:
+        """Copy the head's own weights to the host; to be called before the engine sleeps, which drops them.
+
+        vLLM could keep them itself (`sleep_preserve_parameter_names`), in pageable memory, at a tenth of the speed.
+        """
+        if not self._is_kept:
+            self._kept.fill(self._own_parameters())
+            self._is_kept = True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what `keep` kept; to be called when the engine is awake again."""
+        if self._is_kept:
+            for name, parameter in self._own_parameters():
+                parameter.copy_(self._kept.tensors[name], non_blocking=True)
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that are not the policy's, which brings its own."""
+        shared = {id(parameter) for parameter in self._policy.parameters()}
+        return ((name, parameter) for name, parameter in self.head.named_parameters() if id(parameter) not in shared)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, shares_head: bool) -> None:

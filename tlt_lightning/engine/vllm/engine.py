@@ -6,9 +6,9 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,13 +25,14 @@ from tlt_lightning.engine.base import (
 )
 from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.rng import seeded
-from tlt_lightning.engine.vllm import calibration, internals
+from tlt_lightning.engine.rng import EngineRandom
+from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
-from tlt_lightning.engine.vllm.session import SpeculationSession
+from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import end_token_ids, policy_shapes
+from tlt_lightning.speculation import calibration
 from tlt_lightning.speculation.strategy import OFF
 
 if TYPE_CHECKING:
@@ -39,34 +40,11 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
-    from tlt_lightning.engine.vllm.steering import SpeculationSteering
-    from tlt_lightning.speculation.controller import SpeculationControl
+    from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 
 log = logging.getLogger(__name__)
 
 _NO_WEIGHTS = -1  # the version of an engine that holds none, or not all of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """The live parts of an engine, for benchmarks and tests: valid until `close`, and changed at one's own risk.
-
-    Args:
-        engine: vLLM's engine.
-        scheduler: vLLM's scheduler.
-        model_runner: vLLM's model runner.
-        controller: Chooses the strategies; None without speculation, as are the next two.
-        speculative_runner: Carries them out in the model runner.
-        graphs: CUDA graphs by plan; None also where none are planned.
-    """
-
-    engine: Any
-    scheduler: Any
-    model_runner: Any
-    controller: SpeculationControl | None = None
-    speculative_runner: SpeculationSteering | None = None
-    graphs: PlannedGraphs | None = None
 
 
 class VLLMEngine(RolloutEngine):
@@ -84,7 +62,6 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
         sleep: Free the engine's memory while the policy is trained; has no effect on a CPU. vLLM allows one such engine
             per process: to `fit` and then `validate` in one process, set it to false.
-        quiet: Show only vLLM's warnings.
         speculation: How to speculate; None decodes plainly.
     """
 
@@ -96,7 +73,6 @@ class VLLMEngine(RolloutEngine):
         kv_cache_gib: float | None = None,
         enforce_eager: bool = False,
         sleep: bool = True,
-        quiet: bool = True,
         speculation: Speculation | None = None,
     ) -> None:
         if max_num_seqs < 1:
@@ -111,9 +87,8 @@ class VLLMEngine(RolloutEngine):
         self.kv_cache_gib = kv_cache_gib
         self.enforce_eager = enforce_eager
         self.sleep_enabled = sleep
-        self.quiet = quiet
         self.speculation = speculation
-        self._session: SpeculationSession | None = None
+        self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None
         self._scheduler: Any = None  # vLLM's, of the engine; asked in every step
@@ -134,8 +109,7 @@ class VLLMEngine(RolloutEngine):
             return
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
-        if self.quiet:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._is_cpu = internals.is_cpu_build()
@@ -151,14 +125,14 @@ class VLLMEngine(RolloutEngine):
         with ExitStack() as patches:
             patches.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
             installed = nullcontext() if graphs is None else graphs.installed()
-            with seeded(seed), internals.quiet_loading(), installed:
+            with EngineRandom(seed).in_force(), internals.quiet_loading(), installed:
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)
         self.compute_dtype = str(internals.reach(self._engine, "vllm_config.model_config.dtype")).split(".")[-1]
         self._scheduler = internals.scheduler_of(self._engine)
         if self.speculation is not None:
-            self._session = SpeculationSession(self.speculation, self._engine, head, graphs)
+            self._speculative = self.speculation.install(self._engine, head, graphs)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
@@ -190,9 +164,9 @@ class VLLMEngine(RolloutEngine):
             self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
         engine, self._engine, self._scheduler, self._set_up_for = self._engine, None, None, None
         self._policy_version, self._asleep = _NO_WEIGHTS, False
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        speculative, self._speculative = self._speculative, None
+        if speculative is not None and speculative.controller.trace is not None:
+            speculative.controller.trace.close()
         if engine is not None:
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)
             self._patches.close()
@@ -204,8 +178,8 @@ class VLLMEngine(RolloutEngine):
     @override
     def sleep(self) -> None:
         if self._can_sleep and not self._asleep:
-            if self._session is not None:
-                self._session.keep_head()
+            if self._head_weights is not None:
+                self._head_weights.keep()
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self._policy_version, self._asleep = _NO_WEIGHTS, True
 
@@ -214,20 +188,24 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._live.wake_up()
             self._asleep = False
-            if self._session is not None:
-                self._session.restore_head()
+            if self._head_weights is not None:
+                self._head_weights.restore()
 
     def inspect(self) -> EngineParts:
         """Return the live parts; raises RuntimeError unless the engine is set up."""
-        engine, session = self._live, self._session
+        engine, speculative = self._live, self._speculative
         return EngineParts(
             engine=engine,
             scheduler=self._scheduler,
             model_runner=internals.model_runner_of(engine),
-            controller=None if session is None else session.control,
-            speculative_runner=None if session is None else session.steering,
-            graphs=None if session is None else session.graphs,
+            controller=None if speculative is None else speculative.controller,
+            speculative_runner=speculative,
+            graphs=None if speculative is None else speculative.graphs,
         )
+
+    @property
+    def _head_weights(self) -> HeadWeights | None:
+        return None if self._speculative is None else self._speculative.weights
 
     @property
     def _can_sleep(self) -> bool:
@@ -258,51 +236,55 @@ class VLLMEngine(RolloutEngine):
         reload_policy(engine, tensors)
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
-        if self._session is not None:
-            self._session.policy_changed()
+        if self._speculative is not None:
+            self._speculative.controller.weights_changed()
         self._policy_version = version
 
     @override
     def warm_up(self) -> None:
-        session = self._session
-        if session is None or not session.control.selector.wants_calibration:
+        if self._speculative is None or not self._speculative.controller.selector.wants_calibration:
             return
-        selector = session.control.selector
-        max_model_len = internals.reach(self._live, "vllm_config.model_config.max_model_len")
-        max_tokens = min(max_model_len - calibration.PROMPT_LENGTH, 256)
-        params = self._params(Sampling(), max_tokens)
+        room = self._live.vllm_config.model_config.max_model_len - calibration.PROMPT_LENGTH
+        params = self._params(Sampling(), min(room, 256))
         params.stop_token_ids, params.ignore_eos = [], True
 
-        def decode(requests: Sequence[Request], on_progress: OnProgress) -> Iterator[Response]:
-            return self._generate(requests, {None: params}, on_progress)
+        def decode(number: int) -> Generator[list[Response], None, None]:
+            requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(calibration.random_prompts(number))]
+            return self._steps(requests, {None: params}, EngineRandom(0))
 
-        with seeded(0), session.calibrating() as dial:
-            steps = calibration.measure_steps(dial, decode, selector, self.max_num_seqs)
-        selector.calibrate(steps)
+        try:
+            self._speculative.calibrate(decode, self.max_num_seqs)
+        finally:
+            self._live.reset_prefix_cache()
 
     @override
     def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
-        if self._session is None:
+        if self._speculative is None:
             raise RuntimeError("`update_drafter` has nothing to update: the engine runs without `speculation`.")
+        if self._speculative.weights is None:
+            raise RuntimeError("`update_drafter` has nothing to update: the engine speculates without a `head`.")
         if self._asleep:
             raise RuntimeError("`update_drafter` found the engine asleep; call `wake` first.")
-        self._session.update_head(named_tensors, version)
+        self._speculative.weights.update(named_tensors)
+        if not self._live.has_unfinished_requests():
+            self._live.reset_prefix_cache()  # of keys and values that the old head computed for prompts
+        self._speculative.controller.weights_changed(version)
         self.drafter_version = version
 
     # What speculation did and learned
 
     @override
     def stats(self) -> dict[str, float]:
-        return {} if self._session is None else self._session.stats()
+        return {} if self._speculative is None else self._speculative.stats()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.speculation is None else {"selector": self.speculation.selector.state_dict()}
+        return {} if self._speculative is None else self._speculative.controller.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.speculation is not None and "selector" in state_dict:
-            self.speculation.selector.load_state_dict(state_dict["selector"])
+        if self._speculative is not None and state_dict:
+            self._speculative.controller.load_state_dict(state_dict)
 
     # Writing
 
@@ -315,51 +297,61 @@ class VLLMEngine(RolloutEngine):
         config = self._live.vllm_config.model_config
         check_requests(requests, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
         params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
-        with seeded(seed):
-            yield from self._generate(requests, params, on_progress)
-
-    def _generate(
-        self,
-        requests: Sequence[Request],
-        params: Mapping[int | None, SamplingParams],
-        on_progress: OnProgress | None,
-    ) -> Iterator[Response]:
-        engine, session = self._live, self._session
-        counter = ProgressCounter()
-        if session is not None:
-            session.begin_rollout()
+        counter, steps = ProgressCounter(), self._steps(requests, params, EngineRandom(seed))
         try:
-            self._add(requests, params)
-            while engine.has_unfinished_requests():
-                step_started = time.perf_counter()
-                outputs: Any = engine.step()
-                if session is not None:
-                    session.account(time.perf_counter() - step_started)
-                finished = [self._response(output) for output in outputs if output.finished]
+            for finished in steps:
                 if on_progress is not None:
                     on_progress(self._progress(counter, finished))
                 yield from finished
         finally:
-            if engine.has_unfinished_requests():  # the consumer gave up, or an exception passed through
+            steps.close()
+
+    def _steps(
+        self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams], numbers: EngineRandom
+    ) -> Generator[list[Response], None, None]:
+        """Write responses; yield those that finished in each engine step. Between two steps the caller draws."""
+        engine, speculative = self._live, self._speculative
+        is_async = engine.vllm_config.scheduler_config.async_scheduling
+        if speculative is not None:
+            speculative.begin_rollout()
+        try:
+            with numbers.in_force():
+                self._add(requests, params)
+            ended = time.perf_counter()
+            while engine.has_unfinished_requests():
+                started = time.perf_counter()
+                pause = started - ended if is_async else 0.0
+                with numbers.in_force():
+                    outputs: Any = engine.step()
+                ended = time.perf_counter()
+                if speculative is not None:
+                    speculative.controller.account(ended - started, pause)
+                yield [self._response(output) for output in outputs if output.finished]
+        finally:
+            if engine.has_unfinished_requests():  # the caller gave up, or an exception passed through
                 engine.abort_request([str(request.id) for request in requests])
-            if session is not None:
-                session.end_rollout()
+            if speculative is not None:
+                speculative.end_rollout()
 
     def _add(self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams]) -> None:
         for request in requests:
             prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
             internal_id = self._live.add_request(str(request.id), prompt, params[request.max_tokens])
-            if self._session is not None:
-                self._session.add(internal_id)
+            if self._speculative is not None:
+                tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
+                self._speculative.controller.add(internal_id, tokens)
 
     def _progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
-        scheduler, session = self._scheduler, self._session
+        scheduler = self._scheduler
+        controller = None if self._speculative is None else self._speculative.controller
+        # Requests set back for lack of cache wait before all others, with what they have written.
+        set_back = list(takewhile(lambda request: request.num_output_tokens, scheduler.waiting))
         return counter.after_step(
             finished,
-            waiting=len(scheduler.waiting),
-            running=[request.num_output_tokens for request in scheduler.running],
-            strategy=OFF if session is None else session.strategy,
-            acceptance_length=1.0 if session is None else session.acceptance_length,
+            waiting=len(scheduler.waiting) - len(set_back),
+            running=[request.num_output_tokens for request in (*scheduler.running, *set_back)],
+            strategy=OFF if controller is None else controller.strategy,
+            acceptance_length=1.0 if controller is None else controller.counters.acceptance_length,
         )
 
     def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:

@@ -70,11 +70,10 @@ class PlannedGraphs:
     def attach(self, runner: Any) -> None:
         """Keep counting and dispatching by plan in a started engine; raises if it drafts in another way."""
         speculator = runner.speculator
-        fused = getattr(speculator, "supports_decode_metadata_update", self.pool.fused_decode)
-        if fused != self.pool.fused_decode:
+        if not getattr(speculator, "supports_decode_metadata_update", True):
             raise RuntimeError(
-                f"`speculation.graph_pool` was made with `fused_decode={self.pool.fused_decode}`, but the attention "
-                f"backend drafts with {'one graph a step' if fused else 'one graph a token'}; set it to {fused}."
+                "CUDA graphs by plan draft all tokens of a step in one graph, which this attention backend of vLLM "
+                "cannot; choose another backend, or set `enforce_eager: true`."
             )
         managers = {"target": runner.cudagraph_manager}
         managers["drafter_prefill"] = getattr(speculator, "prefill_cudagraph_manager", None)

@@ -1,6 +1,6 @@
-"""What a skipped drafter has missed, and how it catches up in one small batch.
+"""Catching up of a skipped head with the tokens written meanwhile, in one small batch.
 
-While speculation is off the drafter reads nothing, and its attention cache gets a hole at every token emitted
+While speculation is off the head reads nothing, and its attention cache gets a hole at every token emitted
 meanwhile. vLLM's own remedy is a drafter pass in every step. A drafter of one layer needs far less: the key and the
 value at a position depend only on the token there and on the target's hidden states, not on the drafter's attention,
 its MLP or its head. So the hidden states are kept, and once in a while the missing keys and values are computed for
@@ -9,7 +9,7 @@ all of them together: two matrix products that cost about as much for a few hund
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from tlt_lightning.engine.vllm.internals import reach
 
-SlotsOf = Callable[[Tensor, Tensor], Tensor]
 
-
-class DrafterBacklog:
-    """Hidden states of the tokens emitted since the drafter last ran, at most `max_steps` steps of them.
+class KVCatchUp:
+    """Keeps hidden states of the tokens emitted since the head last ran, at most `max_steps` steps of them.
 
     They are kept in one buffer on the device that is filled step by step, so that a step costs three small copies and
     nothing is allocated or waited for. It holds `max_steps` steps of small batches and fewer of large ones: the time of
@@ -30,8 +28,7 @@ class DrafterBacklog:
     Args:
         model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer.
         max_batch_size: Most requests of a step.
-        max_steps: Steps after which the backlog is worked off even though speculation is still off: bounds the time of
-            catching up.
+        max_steps: Steps after which the head catches up even though speculation is still off: bounds the time it takes.
         max_tokens: Tokens after which it is, if `max_batch_size` is not more (a 7B policy has 21 KB of hidden states a
             token).
     """
@@ -47,11 +44,11 @@ class DrafterBacklog:
         self._hidden = self._next_ids = self._positions = torch.empty(0)
 
     def __len__(self) -> int:
-        """Steps in the backlog."""
+        """Steps to catch up with."""
         return len(self._steps)
 
     def has_room(self, batch_size: int) -> bool:
-        """False if the backlog must be worked off before a step of `batch_size` requests is added."""
+        """False if the head must catch up before a step of `batch_size` requests is added."""
         return len(self._steps) < self.max_steps and self._num_tokens + batch_size <= self.max_tokens
 
     def add(
@@ -93,13 +90,18 @@ class DrafterBacklog:
         """Forget everything: the requests are gone or are read again from the start."""
         self._steps, self._num_tokens = [], 0
 
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Forget requests that were preempted: they lose their blocks, and read everything anew when they come back."""
+        self._steps = [["" if name in request_ids else name for name in step] for step in self._steps]
+
     @torch.inference_mode()
-    def flush(self, row_of: Mapping[str, int], slots_of: SlotsOf) -> None:
+    def flush(self, row_of: Mapping[str, int], block_table: Tensor, block_size: int) -> None:
         """Write the missing keys and values of the requests that are still there.
 
         Args:
             row_of: Row of each live request in the block table; others have nothing left to catch up with.
-            slots_of: Cache slots for rows (N,) and positions (N,).
+            block_table: Blocks of each request, (rows, blocks).
+            block_size: Tokens of a block.
         """
         rows = [row_of.get(request_id, -1) for request_ids in self._steps for request_id in request_ids]
         kept = [index for index, row in enumerate(rows) if row >= 0]
@@ -113,7 +115,8 @@ class DrafterBacklog:
         else:
             picked = _to_device(kept, device)
             hidden, next_ids, positions = (tensor[picked] for tensor in inputs)
-        slots = slots_of(_to_device([rows[index] for index in kept], device), positions)
+        live = _to_device([rows[index] for index in kept], device)
+        slots = block_table[live, positions // block_size].long() * block_size + positions % block_size
         write_keys(self.model, hidden, next_ids, positions, slots)
         self.num_flushes += 1
 
@@ -152,8 +155,8 @@ def check_catches_up(model: Any) -> None:
     layers = reach(model, "model.layers")
     if type(model).__name__ != "Eagle3LlamaForCausalLM" or len(layers) != 1:
         raise ValueError(
-            f"`speculation.catch_up` is 'deferred', which needs an EAGLE-3 head of one Llama layer; this one is a "
-            f"{type(model).__name__} of {len(layers)} layers. Use 'reprefill'."
+            f"`speculation.head` must be an EAGLE-3 head of one Llama layer, to catch up after being off; this one is "
+            f"a {type(model).__name__} of {len(layers)} layers."
         )
     for path in (
         "self_attn.qkv_proj",

@@ -1,15 +1,18 @@
-"""The drafter of vLLM's V1 model runner, which the CPU build uses: skips passes, takes foreign drafts."""
+"""Speculation on vLLM's V1 model runner, which the CPU build uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tlt_lightning.engine.vllm.internals import reach
-from tlt_lightning.engine.vllm.kv_catch_up import DrafterBacklog
+from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+from tlt_lightning.speculation.controller import StrategyController
+from tlt_lightning.speculation.lookup import LookupDraft
 
 
 class NoDrafter:
@@ -71,76 +74,67 @@ def step_plainly_without_drafts(runner: Any, is_off: Callable[[], bool]) -> None
     runner.execute_model, runner.sample_tokens = executed, sampled
 
 
-class V1Drafter:
-    """Steers the learned drafter of a V1 model runner.
+class RunnerV1(SpeculativeRunner):
+    """Speculates on a V1 model runner, where the host knows every token between two steps and looks up there.
 
     Args:
-        runner: The model runner.
-        defers: Keep what a skipped drafter misses and catch up later; without it the requests must be read again.
+        runner: vLLM's model runner.
+        controller: Chooses the strategies.
+        has_head: True if its drafter is a head; `NoDrafter` otherwise.
     """
 
-    def __init__(self, runner: Any, *, defers: bool) -> None:
-        self.runner = runner
+    def __init__(self, runner: Any, controller: StrategyController, *, has_head: bool) -> None:
         self.drafter = reach(runner, "drafter")
-        self.backlog = DrafterBacklog(self.model, reach(runner, "max_num_reqs")) if defers else None
-        self.num_skipped = 0
-        self.has_holes = False
+        head: Any = reach(self.drafter, "model") if has_head else None
+        super().__init__(runner, controller, head=head.unwrap() if hasattr(head, "unwrap") else head)
+        self._foreign: Mapping[str, LookupDraft] = {}  # looked up, in the step that is verified next
+        sample_plainly_without_drafts(runner)
+        if not has_head:
+            step_plainly_without_drafts(runner, lambda: self.controller.strategy.is_off)
+            return
         reach(self.drafter, "_last_draft_probs")
-        self._propose = reach(self.drafter, "propose")
-        self.drafter.propose = self.propose
+        self._propose, self.drafter.propose = reach(self.drafter, "propose"), self.propose
         self._draft_probs = reach(runner, "_get_spec_decode_draft_probs")
         runner._get_spec_decode_draft_probs = self.draft_probs
-        self._foreign: Container[str] = ()
+        self._block_table: Any = None
 
     @property
-    def model(self) -> Any:
-        """The drafter's module."""
-        model = reach(self.drafter, "model")
-        return model.unwrap() if hasattr(model, "unwrap") else model
+    @override
+    def num_engine_drafts(self) -> int:
+        strategy = self.controller.strategy
+        return strategy.num_draft_tokens if strategy.is_learned and self.has_head else 0
+
+    @override
+    def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:
+        drafts = super().drafts(scheduler, request_ids, drafts)
+        requests = ((name, scheduler.requests.get(name)) for name in request_ids)
+        writing = [name for name, request in requests if request is not None and not request.is_prefill_chunk]
+        self._lookups = self.controller.look_up(writing, self.controller.strategy.num_draft_tokens)
+        for place, name in enumerate(request_ids):
+            if name in self._lookups:
+                drafts[place] = self._lookups[name].tokens
+        self._foreign = self._lookups
+        return drafts
 
     def propose(self, **inputs: Any) -> Tensor:
         """Run vLLM's drafter, or skip it in a step that drafts nothing."""
-        metadata = inputs["common_attn_metadata"]
-        if inputs["num_speculative_tokens"] == 0 and (self.backlog is None or metadata.max_query_len == 1):
-            self.num_skipped += 1
-            self.drafter._last_draft_probs = None  # the runner takes what is there for this step's
-            self._miss(inputs)
-            batch_size = inputs["next_token_ids"].shape[0]
-            return torch.empty(batch_size, 0, dtype=torch.int64, device=inputs["next_token_ids"].device)
-        self._catch_up(metadata)
-        return self._propose(**inputs)
-
-    def _miss(self, inputs: dict[str, Any]) -> None:
-        if self.backlog is None:
-            self.has_holes = True
-            return
-        next_ids = inputs["next_token_ids"]
+        metadata, next_ids = inputs["common_attn_metadata"], inputs["next_token_ids"]
+        self._block_table = metadata.block_table_tensor
+        if inputs["num_speculative_tokens"] or metadata.max_query_len > 1:
+            self._catch_up()
+            return self._propose(**inputs)
+        self.drafter._last_draft_probs = None  # the runner takes what is there for this step's
         rows = next_ids.shape[0]
-        if not self.backlog.has_room(rows):
-            self._catch_up(inputs["common_attn_metadata"])
-        self.backlog.add(
-            self.runner.input_batch.req_ids[:rows],
-            [inputs["target_hidden_states"][:rows]],
-            next_ids,
-            inputs["target_positions"][:rows],
-        )
+        hidden, positions = inputs["target_hidden_states"][:rows], inputs["target_positions"][:rows]
+        self._skip(self.runner.input_batch.req_ids[:rows], [hidden], next_ids, positions)
+        return torch.empty(rows, 0, dtype=torch.int64, device=next_ids.device)
 
-    def _catch_up(self, metadata: Any) -> None:
-        if self.backlog is None or not len(self.backlog):
-            return
-        table, block_size = metadata.block_table_tensor, self.drafter.block_size
-
-        def slots_of(rows: Tensor, positions: Tensor) -> Tensor:
-            return table[rows, positions // block_size].long() * block_size + positions % block_size
-
-        self.backlog.flush(self.runner.input_batch.req_id_to_index, slots_of)
-
-    def replace(self, request_ids: Container[str]) -> None:
-        """Tell the verification which requests verify drafts that the learned drafter did not sample."""
-        self._foreign = request_ids
+    @override
+    def _cache(self) -> tuple[Mapping[str, int], Tensor, int]:
+        return self.runner.input_batch.req_id_to_index, self._block_table, self.drafter.block_size
 
     def draft_probs(self, metadata: Any) -> Tensor | None:
-        """Probabilities of the drafts, (N, V): one-hot rows where the drafts are not the learned drafter's."""
+        """Return the drafts' probabilities, (N, V): one-hot rows where the drafts are not the head's."""
         probs = self._draft_probs(metadata)
         if probs is None or not self._foreign:
             return probs

@@ -1,80 +1,54 @@
-"""The drafter of vLLM's V2 model runner, the GPU's default: skips passes, takes lookups, never waits for the device."""
+"""Speculation on vLLM's V2 model runner, the GPU's default, where nothing waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 from tlt_lightning.engine.vllm.internals import reach
-from tlt_lightning.engine.vllm.kv_catch_up import DrafterBacklog
+from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+from tlt_lightning.speculation.controller import StrategyController
+from tlt_lightning.speculation.lookup import LookupDraft, Source
 from tlt_lightning.speculation.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What a text said after the words a request had written when the host last heard of it.
-
-    Args:
-        num_known: Tokens of the request (prompt and response) known to the host.
-        continuation: What may follow them.
-    """
-
-    num_known: int
-    continuation: list[int]
-
-
-LookUp = Callable[[list[str]], Mapping[str, Lookup]]
-
-
-class V2Drafter:
-    """Steers the speculator of a V2 model runner.
+class RunnerV2(SpeculativeRunner):
+    """Speculates on a V2 model runner.
 
     The host runs one to two steps ahead of the device, so it looks up continuations of texts whose last tokens it does
     not know yet. The device, which knows them, keeps a continuation only where it begins with these very tokens, and
     drafts what comes next in it. Nothing waits.
 
     Args:
-        runner: The model runner.
-        has_head: True if its speculator is a learned head; otherwise it only stands in.
-        defers: Keep what a skipped head misses and catch up later; without it the requests must be read again.
-        strategy: Tells under which strategy the step being launched drafts.
-        look_up: Continuations for requests of the step; None without lookups.
+        runner: vLLM's model runner.
+        controller: Chooses the strategies.
+        has_head: True if its speculator is a head; otherwise it only stands in.
+        graphs: The CUDA graphs captured by plan; None without.
     """
 
     def __init__(
-        self,
-        runner: Any,
-        *,
-        has_head: bool,
-        defers: bool,
-        strategy: Callable[[], Strategy],
-        look_up: LookUp | None,
+        self, runner: Any, controller: StrategyController, *, has_head: bool, graphs: PlannedGraphs | None = None
     ) -> None:
-        self.runner = runner
         self.speculator = reach(runner, "speculator")
         self.states = reach(runner, "req_states")
-        self.has_head = has_head
-        self.backlog = None
-        if has_head and defers:
-            self.backlog = DrafterBacklog(self.model, reach(runner, "max_num_reqs"))
-        self.num_skipped = 0
-        self.has_holes = False
-        self._defers = defers
-        self._strategy, self._look_up = strategy, look_up
+        super().__init__(runner, controller, head=reach(self.speculator, "model") if has_head else None, graphs=graphs)
         self._drafts = torch.zeros_like(reach(self.states, "draft_tokens"))
         self._group, self._block_size = self._find_cache() if has_head else (0, 0)
         self._propose = reach(self.speculator, "propose")
+        self._signature = inspect.signature(self._propose)
         self.speculator.propose = self.propose
 
     @property
-    def model(self) -> Any:
-        """The drafter's module."""
-        return reach(self.speculator, "model")
+    @override
+    def num_engine_drafts(self) -> int:
+        return self.controller.strategy.num_draft_tokens
 
     def _find_cache(self) -> tuple[int, int]:
         """Which of the runner's block tables the head's cache uses, and the tokens a block holds."""
@@ -83,98 +57,42 @@ class V2Drafter:
         index = next(index for index, group in enumerate(groups) if layers & set(group.layer_names))
         return index, reach(self.speculator, "block_tables.block_sizes")[index]
 
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        last_sampled: Tensor,
-        next_prefill_tokens: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        *,
-        num_speculative_tokens: int | None = None,
-        dummy_run: bool = False,
-        **rest: Any,
-    ) -> Tensor:
-        """Drafts for each request, (B, longest draft); stands in front of the speculator's own `propose`."""
-        strategy = self._strategy()
-        is_learned = strategy.is_learned
-        drafts = self._drafts[: input_batch.num_reqs]
-        if dummy_run or self._must_run(input_batch, is_learned):
-            if self.backlog is not None and not dummy_run:
+    @override
+    def _cache(self) -> tuple[Mapping[str, int], Tensor, int]:
+        return self.states.req_id_to_index, self.speculator.block_tables.block_tables[self._group].gpu, self._block_size
+
+    def propose(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return drafts for each request, (B, longest draft); stands in front of the speculator's own `propose`."""
+        bound = self._signature.bind(*args, **kwargs)
+        given = bound.arguments
+        batch, last_sampled = given["input_batch"], given["last_sampled"].view(-1)
+        if given.get("dummy_run"):
+            return self._propose(*args, **kwargs)
+        strategy = self.controller.strategy
+        drafts = self._drafts[: batch.num_reqs]
+        if self.has_head:
+            is_plain_decode = not batch.has_prefill and int(batch.num_scheduled_tokens.max()) == 1
+            if strategy.is_learned or not is_plain_decode:
                 self._catch_up()
-            drafts = self._propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                num_sampled,
-                num_rejected,
-                last_sampled,
-                next_prefill_tokens,
-                temperature,
-                seeds,
-                num_speculative_tokens=num_speculative_tokens if is_learned or dummy_run else 0,
-                dummy_run=dummy_run,
-                **rest,
-            )
-        elif self.has_head:
-            self._miss(input_batch, aux_hidden_states, last_sampled)
-        if dummy_run or strategy.is_off:
+                given["num_speculative_tokens"] = given["num_speculative_tokens"] if strategy.is_learned else 0
+                drafts = self._propose(*bound.args, **bound.kwargs)
+            else:
+                rows = batch.num_reqs
+                hidden = [states[:rows] for states in given["aux_hidden_states"]]
+                self._skip(batch.req_ids, hidden, last_sampled, batch.positions[:rows], batch.idx_mapping)
+        if strategy.is_off:
             return drafts
-        if not is_learned:
-            drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping][:, None])  # any token will do: it is verified
-        return (
-            drafts if self._look_up is None else self._splice(input_batch, drafts, self._look_up(input_batch.req_ids))
-        )
+        if not strategy.is_learned:
+            drafts.copy_(last_sampled[batch.idx_mapping][:, None])  # any token will do: it is verified
+        # Long enough to outlast two steps under way, which emit K + 1 tokens each at most.
+        self._lookups = self.controller.look_up(batch.req_ids, 3 * strategy.num_draft_tokens + 2)
+        return self._splice(batch, drafts) if self._lookups else drafts
 
-    def _must_run(self, input_batch: Any, is_learned: bool) -> bool:
-        if not self.has_head:
-            return False
-        is_plain_decode = not input_batch.has_prefill and int(input_batch.num_scheduled_tokens.max()) == 1
-        return is_learned or (self._defers and not is_plain_decode)
-
-    def _miss(self, input_batch: Any, aux_hidden_states: list[Tensor] | None, last_sampled: Tensor) -> None:
-        self.num_skipped += 1
-        if self.backlog is None:
-            self.has_holes = True
-            return
-        rows = input_batch.num_reqs
-        if not self.backlog.has_room(rows):
-            self._catch_up()
-        assert aux_hidden_states is not None
-        self.backlog.add(
-            input_batch.req_ids,
-            [hidden[:rows] for hidden in aux_hidden_states],
-            last_sampled.view(-1),
-            input_batch.positions[:rows],
-            input_batch.idx_mapping,
-        )
-
-    def _catch_up(self) -> None:
-        if self.backlog is None or not len(self.backlog):
-            return
-        table = self.speculator.block_tables.block_tables[self._group].gpu
-        size = self._block_size
-
-        def slots_of(rows: Tensor, positions: Tensor) -> Tensor:
-            return table[rows, positions // size].long() * size + positions % size
-
-        self.backlog.flush(self.states.req_id_to_index, slots_of)
-
-    def _splice(self, input_batch: Any, drafts: Tensor, lookups: Mapping[str, Lookup]) -> Tensor:
-        if not lookups:
-            return drafts
-        packed = torch.from_numpy(pack_lookups(input_batch.req_ids, lookups))
+    def _splice(self, batch: Any, drafts: Tensor) -> Tensor:
+        packed = torch.from_numpy(pack_lookups(batch.req_ids, self._lookups))
         if drafts.is_cuda:
             packed = packed.pin_memory().to(drafts.device, non_blocking=True)
-        rows = input_batch.idx_mapping
+        rows = batch.idx_mapping
         width = packed.shape[1] - 2
         known = packed[:, 0]
         last = self.states.all_token_ids.gpu.shape[1] - 1
@@ -182,16 +100,25 @@ class V2Drafter:
         written = self.states.all_token_ids.gpu[rows[:, None], columns]
         return splice(drafts, packed, written, self.states.total_len.gpu[rows])
 
+    @override
+    def source(self, strategy: Strategy, lookup: LookupDraft | None, request: Any) -> Source | None:
+        """Find out, now that the host knows as much, whether the device kept the look-up."""
+        if lookup is not None:
+            since = list(request.all_token_ids[lookup.num_known :])
+            if lookup.tokens[: len(since)] != since or len(lookup.tokens) <= len(since):
+                lookup = None
+        return super().source(strategy, lookup, request)
 
-def pack_lookups(request_ids: list[str], lookups: Mapping[str, Lookup]) -> np.ndarray:
-    """One row per request: tokens known, length of the continuation, the continuation, padded; (B, 2 + longest)."""
-    longest = max(len(lookup.continuation) for lookup in lookups.values())
+
+def pack_lookups(request_ids: list[str], lookups: Mapping[str, LookupDraft]) -> np.ndarray:
+    """Pack look-ups, a row per request: tokens known, length of the draft, the draft, padded; (B, 2 + longest)."""
+    longest = max(len(lookup.tokens) for lookup in lookups.values())
     packed = np.zeros((len(request_ids), 2 + longest), dtype=np.int64)
     for row, request_id in zip(packed, request_ids, strict=True):
         lookup = lookups.get(request_id)
         if lookup is not None:
-            row[0], row[1] = lookup.num_known, len(lookup.continuation)
-            row[2 : 2 + len(lookup.continuation)] = lookup.continuation
+            row[0], row[1] = lookup.num_known, len(lookup.tokens)
+            row[2 : 2 + len(lookup.tokens)] = lookup.tokens
     return packed
 
 

@@ -9,20 +9,33 @@ long as the same strategies are chosen at the same steps, which selectors that l
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool, GraphPool, arms_by_batch
+from tlt_lightning.speculation.lookup import LookupDrafter
 from tlt_lightning.speculation.strategy import Drafter, StrategySelector
+from tlt_lightning.speculation.trace import StepTrace
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
     """Speculative decoding that is chosen anew for every engine step and never changes what is sampled.
 
-    At least one of `head`, `cold_head`, `siblings` and `ngram` must be given: they are who can draft.
+    At least one of `head`, `cold_head`, `siblings` and `ngram` must be given: somebody must draft.
 
     Args:
         selector: Chooses, before each step, how many tokens are drafted and by whom.
@@ -30,19 +43,15 @@ class Speculation:
         cold_head: The head is worth nothing until training brings it weights (`update_drafter`), and drafts nothing
             before. `LongTailIdleCallback` sets this and `head` where it starts from nothing; give it yourself if nobody
             but that head is to draft.
-        siblings: Draft what other answers to the same prompt said after the same words, in steps for which the selector
-            asks for the drafter `sibling`, or for `mixed`, where the head drafts for requests without a good match.
-            Needs no training.
-        ngram: Draft what the prompt and the answer itself said after the same words, in steps for `ngram`, and in those
-            for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
+        siblings: Draft what other responses to the same prompt said after the same words, in steps for which the
+            selector asks for the drafter `sibling`, or for `mixed`, where the head drafts for requests without a good
+            match. Needs no training.
+        ngram: Draft what the prompt and the response itself said after the same words, in steps for `ngram`, and in
+            those for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
-        keep_siblings: How long answers are looked up: `rollout`, until the rollout is over; `run`, also in later
-            rollouts that meet the same prompt.
         draft_sampling: How the head drafts at a temperature above 0: `greedy` takes its likeliest token,
             `probabilistic` samples, which is accepted more often and on a GPU costs memory of `max_num_seqs` *
             `max_draft_tokens` * vocabulary * 4 bytes. Both leave what is sampled unchanged.
-        catch_up: How a head that was skipped catches up when it is needed again: `deferred` computes its missing keys
-            and values in one small batch, `reprefill` reads all running requests anew.
         steps_per_choice: Steps for which a choice of the selector stands.
         graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
             the selector can reach (`BucketedGraphPool`).
@@ -55,9 +64,7 @@ class Speculation:
     siblings: bool = False
     ngram: bool = False
     max_draft_tokens: int = 7
-    keep_siblings: Literal["rollout", "run"] = "rollout"
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
-    catch_up: Literal["deferred", "reprefill"] = "deferred"
     steps_per_choice: int = 2
     graph_pool: GraphPool | None = None
     trace: str | None = None
@@ -70,17 +77,14 @@ class Speculation:
         for name in ("max_draft_tokens", "steps_per_choice"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`speculation.{name}` must be at least 1, got {getattr(self, name)}.")
-        for name, allowed in (
-            ("keep_siblings", ("rollout", "run")),
-            ("draft_sampling", ("greedy", "probabilistic")),
-            ("catch_up", ("deferred", "reprefill")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`speculation.{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.draft_sampling not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"`speculation.draft_sampling` must be 'greedy' or 'probabilistic', got {self.draft_sampling!r}."
+            )
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
-        """Who can draft."""
+        """The drafters that are there."""
         has_head = self.head is not None or self.cold_head
         possible: tuple[tuple[Drafter, bool], ...] = (
             ("learned", has_head),
@@ -91,7 +95,7 @@ class Speculation:
         return tuple(drafter for drafter, is_there in possible if is_there)
 
     def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
-        """The head's shape; raises ValueError unless it fits the policy and the selector's arms can be run."""
+        """Return the head's shape; raises ValueError unless it fits the policy and the selector's arms can be run."""
         by_batch = arms_by_batch(self.selector, max_num_seqs)
         for batch_size, arms in by_batch.items():
             for arm in arms:
@@ -125,11 +129,11 @@ class Speculation:
         return head
 
     def planned_graphs(self, max_num_seqs: int) -> PlannedGraphs:
-        """The graphs to capture for batches up to `max_num_seqs`."""
+        """Return the graphs to capture for batches up to `max_num_seqs`."""
         return PlannedGraphs(self.graph_pool or BucketedGraphPool(), arms_by_batch(self.selector, max_num_seqs))
 
     def engine_args(self, *, is_v2: bool) -> dict[str, Any]:
-        """The arguments of a vLLM engine that this asks for.
+        """Return the arguments of a vLLM engine that this asks for.
 
         Args:
             is_v2: Whether the engine will run vLLM's V2 model runner.
@@ -158,3 +162,39 @@ class Speculation:
             "scheduler_cls": SteeredAsyncScheduler if is_async else SteeredScheduler,
             "async_scheduling": is_async,
         }
+
+    def install(self, engine: LLMEngine, head: HeadShape | None, graphs: PlannedGraphs | None) -> SpeculativeRunner:
+        """Speculate in a live engine for as long as it lives.
+
+        Args:
+            engine: An engine started with these arguments.
+            head: The head's shape, from `check`.
+            graphs: The graphs it captured by plan; None if it has none.
+        """
+        from tlt_lightning.engine.vllm.runner_v1 import RunnerV1
+        from tlt_lightning.engine.vllm.runner_v2 import RunnerV2
+
+        is_v2 = internals.runs_v2()
+        internals.check_runner(engine, is_v2=is_v2)
+        looks_up = self.siblings or self.ngram
+        controller = StrategyController(
+            self.selector,
+            steps_per_choice=self.steps_per_choice,
+            lookups=LookupDrafter(siblings=self.siblings, ngram=self.ngram) if looks_up else None,
+            trace=None if self.trace is None else StepTrace(self.trace),
+            is_cold=self.cold_head,
+        )
+        model_runner, has_head = internals.model_runner_of(engine), head is not None
+        runner: SpeculativeRunner = (
+            RunnerV2(model_runner, controller, has_head=has_head, graphs=graphs)
+            if is_v2
+            else RunnerV1(model_runner, controller, has_head=has_head)
+        )
+        if head is not None:
+            runner.weights = HeadWeights(engine, runner.head, head.tensors)
+        if graphs is not None and graphs.plan is not None:
+            graphs.attach(model_runner)
+            log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
+        scheduler: Any = internals.scheduler_of(engine)
+        scheduler.speculative_runner = runner
+        return runner

@@ -38,6 +38,9 @@ from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Stra
 FIRST_OFF_PULLS = 3
 """Pulls of off in a new bucket, where the others get one: were its only pull paused, every arm would look better."""
 
+MAX_AGE = 200
+"""Pulls of a bucket after which a reward is forgotten; an arm without rewards is tried again."""
+
 OPTIMISM = 0.3
 """Added to an arm's value, as a share of it and over the root of its pulls: two standard deviations of a reward."""
 
@@ -52,7 +55,6 @@ class BEGMABSelector(StrategySelector):
         drafters: Who may propose; every draft length is an arm with each of them.
         epsilon: Share of pulls spent on an arm drawn at random.
         window: Pulls remembered of each arm; the median over them is its value.
-        max_age: Pulls of a bucket after which a reward is forgotten; an arm without rewards is tried again.
         pull_size: Requests to step before a pull ends; with batches of at least that many, one step.
         seed: Of the draws.
 
@@ -69,19 +71,16 @@ class BEGMABSelector(StrategySelector):
         drafters: tuple[Drafter, ...] = ("learned",),
         epsilon: float = 0.02,
         window: int = 12,
-        max_age: int = 200,
         pull_size: int = 12,
         seed: int = 0,
     ) -> None:
         check_groups(groups, thresholds)
         check_share("epsilon", epsilon)
         check_at_least("window", window, 1)
-        check_at_least("max_age", max_age, FIRST_OFF_PULLS + max(map(len, groups)) * len(drafters))
         check_at_least("pull_size", pull_size, 1)
         self.thresholds = tuple(thresholds)
         self.epsilon = epsilon
         self.window = window
-        self.max_age = max_age
         self.pull_size = pull_size
         self._arms = tuple(make_arms(group, drafters) for group in groups)
         self._rewards = [{arm: WindowedMedian(window) for arm in arms} for arms in self._arms]
@@ -105,9 +104,9 @@ class BEGMABSelector(StrategySelector):
     @override
     def select(self, state: SelectorState) -> Strategy:
         bucket = self._bucket_of(state.batch_size)
-        if bucket != self._bucket or self._stepped >= self.pull_size:
+        if bucket != self._bucket or self._stepped >= self.pull_size or (state.is_silenced and self._pulled.is_learned):
             self._bucket = bucket
-            self._pulled = self._choose(bucket)
+            self._pulled = self._choose(bucket, state.is_silenced)
             self._stepped, self._tokens, self._request_seconds = 0, 0, 0.0
         return self._pulled
 
@@ -154,10 +153,12 @@ class BEGMABSelector(StrategySelector):
     def _bucket_of(self, batch_size: int) -> int:
         return max(0, bisect_right(self.thresholds, batch_size) - 1)
 
-    def _choose(self, bucket: int) -> Strategy:
-        rewards = self._rewards[bucket]
+    def _choose(self, bucket: int, is_silenced: bool) -> Strategy:
+        rewards = {
+            arm: rewards for arm, rewards in self._rewards[bucket].items() if not (is_silenced and arm.is_learned)
+        }
         for reward in rewards.values():
-            reward.expire(self._num_pulls[bucket] - self.max_age)
+            reward.expire(self._num_pulls[bucket] - MAX_AGE)
         is_new = self._num_pulls[bucket] <= FIRST_OFF_PULLS + len(rewards)
         untried = [
             arm
@@ -167,7 +168,7 @@ class BEGMABSelector(StrategySelector):
         if untried:
             return min(untried, key=lambda arm: len(rewards[arm]))
         if self._random.random() < self.epsilon:
-            return self._random.choice(self._arms[bucket])
+            return self._random.choice(list(rewards))
         return max(rewards, key=lambda arm: rewards[arm].median * (1 + OPTIMISM / sqrt(len(rewards[arm]))))
 
 

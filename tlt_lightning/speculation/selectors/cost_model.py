@@ -117,7 +117,7 @@ class CostModelSelector(StrategySelector):
         for arm, seconds in zip(
             arms, self.step_time.seconds_of_each(state.batch_size, arms, state.mean_context), strict=True
         ):
-            if not (state.is_cold and arm.is_learned):
+            if not (state.is_silenced and arm.is_learned):
                 rates[arm] = self._emitted(arm) / (seconds + self._switch_seconds(arm) / CATCH_UP_STEPS)
         return rates
 

@@ -40,9 +40,6 @@ DRAFTER_SPREAD = (0.2, 0.2, 0.005)
 NOISE = 0.1
 """Relative standard deviation of a single step's time around the model."""
 
-CALIBRATION_NOISE = 0.02
-"""The same for a calibration step, which is the fastest of several."""
-
 LEAST_UNITS = 0.05
 """No step is cheaper: far from anything seen, negative costs can come out."""
 
@@ -139,7 +136,7 @@ class StepTimeModel:
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
         """Learn from steps measured on purpose, for instance by dummy runs when the engine starts."""
         for step in steps:
-            self.update(step.batch_size, step.strategy, step.mean_context, step.seconds, CALIBRATION_NOISE)
+            self.update(step.batch_size, step.strategy, step.mean_context, step.seconds, step.error)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned."""

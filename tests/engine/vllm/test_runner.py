@@ -1,4 +1,4 @@
-"""What is collected of a step, with and without looking at each request, and what a V1 runner is spared while off."""
+"""Collecting of a step, with and without looking at each request; what a V1 runner is spared while off."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning.engine.vllm import steering
+from tlt_lightning.engine.vllm import runner
+from tlt_lightning.engine.vllm.runner import SpeculativeRunner, num_admissible
 from tlt_lightning.engine.vllm.runner_v1 import step_plainly_without_drafts
-from tlt_lightning.engine.vllm.steering import DeviceSteering
-from tlt_lightning.speculation.controller import SpeculationControl, StepResult
+from tlt_lightning.speculation.controller import StepResult, StrategyController
+from tlt_lightning.speculation.lookup import LEARNED
+from tlt_lightning.speculation.strategy import Strategy
 
 
 def request(num_tokens: int = 10, stale: int = 0, drops: bool = False) -> SimpleNamespace:
@@ -18,41 +20,83 @@ def request(num_tokens: int = 10, stale: int = 0, drops: bool = False) -> Simple
     )
 
 
+class HeadlessRunner(SpeculativeRunner):
+    """A runner around no model runner."""
+
+    @property
+    def num_engine_drafts(self) -> int:
+        return self.controller.strategy.num_draft_tokens
+
+    def _cache(self) -> Any:
+        raise NotImplementedError
+
+
+def scheduler_of(requests: dict[str, Any], waiting: tuple[Any, ...] = (), free_blocks: int = 100) -> Any:
+    manager = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: free_blocks),
+    )
+    return SimpleNamespace(
+        running=list(requests.values()),
+        waiting=list(waiting),
+        max_num_running_reqs=8,
+        requests=requests,
+        kv_cache_manager=manager,
+        block_size=4,
+    )
+
+
 def step(
     scheduled: dict[str, int], requests: dict[str, Any], sampled: list[list[int]], drafts: dict[str, int] | None = None
 ) -> list[StepResult]:
-    """What the control hears of a step of `scheduled` tokens."""
-    steering = DeviceSteering(SpeculationControl(ScriptedSelector(), steps_per_choice=1), None)
+    """What the controller hears of a step of `scheduled` tokens that verifies three learned drafts at most."""
+    selector = ScriptedSelector()
+    selector.script = lambda state: Strategy(3)
+    made = HeadlessRunner(None, StrategyController(selector, steps_per_choice=1))
     heard: list[StepResult] = []
-    steering.control.finished = heard.append  # type: ignore[method-assign]
-    scheduler: Any = SimpleNamespace(
-        running=list(requests.values()), waiting=[], max_num_running_reqs=8, requests=requests
-    )
+    made.controller.finished = heard.append  # type: ignore[method-assign]
+    scheduler = scheduler_of(requests)
     output = SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens={name: [0] * count for name, count in (drafts or {}).items()},
         finished_req_ids=set(),
+        preempted_req_ids=set(),
     )
-    steering.before_schedule(scheduler)
-    steering.after_schedule(output)
+    made.before_schedule(scheduler)
+    made.before_schedule(scheduler)  # the second verifies what the first drafted
+    made.after_schedule(output)
     result = SimpleNamespace(req_id_to_index={name: i for i, name in enumerate(scheduled)}, sampled_token_ids=sampled)
-    steering.after_step(scheduler, output, result)
+    made.after_step(scheduler, output, result)
     return heard
+
+
+def test_only_requests_that_fit_into_the_cache_are_taken_for_admitted() -> None:
+    waiting = tuple(request(num_tokens) for num_tokens in (8, 8, 5, 1))  # of 2, 2, 2 and 1 blocks
+    running = {name: request() for name in "ab"}
+    assert [num_admissible(scheduler_of(running, waiting, free)) for free in (2, 3, 4, 6, 8, 9)] == [0, 0, 1, 2, 3, 4]
+    assert num_admissible(scheduler_of({name: request() for name in "abcdefgh"}, waiting)) == 0
+    assert num_admissible(scheduler_of({name: request() for name in "abcdefg"}, waiting)) == 1
+
+
+def test_the_selector_learns_with_the_requests_that_really_ran() -> None:
+    (result,) = step({"a": 4, "b": 4}, {name: request() for name in "abcdef"}, [[5], [6]], drafts={"a": 3, "b": 3})
+    assert result.plan.state.batch_size == 2
 
 
 def test_a_plain_step_is_collected_without_looking_at_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = {name: request() for name in "abc"}
     scheduled, sampled = dict.fromkeys("abc", 1), [[5], [6], [7]]
     with monkeypatch.context() as patch:
-        patch.setattr(steering, "_is_plain_decode", lambda *args: False)
+        patch.setattr(runner, "_is_plain_decode", lambda *args: False)
         (slow,) = step(scheduled, requests, sampled)
-    monkeypatch.setattr(DeviceSteering, "_collect", lambda *args: pytest.fail("looked at each request"))
+    monkeypatch.setattr(runner.SpeculativeRunner, "source", lambda *args: pytest.fail("looked at each request"))
     (fast,) = step(scheduled, requests, sampled)
     for result in (slow, fast):
         assert list(result.num_drafted) == [0, 0, 0]
         assert list(result.num_emitted) == [1, 1, 1]
-        assert (result.num_learned, result.is_decode, result.running, result.waiting) == ((0, 0), True, 3, 0)
+        assert not any(result.sources)
+        assert (result.is_decode, result.running, result.waiting) == (True, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +125,7 @@ def test_a_preempted_request_whose_token_still_counts_is_counted() -> None:
 def test_verified_drafts_are_counted_by_request() -> None:
     (result,) = step({"a": 4, "b": 1}, {"a": request(), "b": request()}, [[5, 6], [7]], drafts={"a": 3})
     assert (list(result.num_drafted), list(result.num_emitted), result.is_decode) == ([3, 0], [2, 1], True)
+    assert list(result.sources) == [LEARNED, None]
 
 
 def test_a_step_that_everybody_has_left_is_forgotten() -> None:
@@ -102,14 +147,14 @@ def test_a_v1_runner_without_a_head_is_a_plain_one_in_plain_steps() -> None:
             if grammar:
                 raise RuntimeError("broken")
 
-    runner, is_off = Runner(), {"value": True}
-    step_plainly_without_drafts(runner, lambda: is_off["value"])
+    plain, is_off = Runner(), {"value": True}
+    step_plainly_without_drafts(plain, lambda: is_off["value"])
 
     def run(drafts: dict[str, Any], scheduled: dict[str, int], grammar: Any = None) -> list[Any]:
         seen.clear()
-        runner.execute_model(SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts))
-        runner.sample_tokens(grammar)
-        assert runner.speculative_config is config
+        plain.execute_model(SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts))
+        plain.sample_tokens(grammar)
+        assert plain.speculative_config is config
         return list(seen)
 
     assert run({}, {"a": 1}) == [None, None]
@@ -120,4 +165,4 @@ def test_a_v1_runner_without_a_head_is_a_plain_one_in_plain_steps() -> None:
     is_off["value"] = True
     with pytest.raises(RuntimeError, match="broken"):
         run({}, {"a": 1}, grammar=True)
-    assert runner.speculative_config is config
+    assert plain.speculative_config is config

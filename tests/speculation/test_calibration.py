@@ -1,0 +1,129 @@
+"""Measuring steps: interleaved, with an error, within the time, and loud where nothing comes of it."""
+
+import logging
+import time
+from collections.abc import Callable, Generator
+
+import pytest
+
+from tlt_lightning.speculation import CostModelSelector, FixedSelector, calibration
+from tlt_lightning.speculation.calibration import LEAST_ERROR, CalibrationSelector, FillerDrafter, measure_steps
+from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
+
+
+class Machine:
+    """An engine of which only the times are there.
+
+    Args:
+        seconds: What a step takes, by batch size and strategy.
+        settle: Steps of a strategy, after the first, that teach nothing.
+        fits: Requests that run at once.
+        sleeps: Seconds that pass in a step.
+    """
+
+    def __init__(
+        self, seconds: Callable[[int, Strategy], float], settle: int = 0, fits: int = 10**9, sleeps: float = 0.0
+    ) -> None:
+        self.seconds, self.settle, self.fits, self.sleeps = seconds, settle, fits, sleeps
+        self.misses = self.num_steps = self.num_open = 0
+        self.dial = CalibrationSelector(lambda: self.misses)
+        self.drafted: list[Strategy] = []
+
+    def decode(self, size: int) -> Generator[object, None, None]:
+        last, steps = None, 0
+        self.num_open += 1
+        try:
+            for _ in range(1000):
+                time.sleep(self.sleeps)
+                self.num_steps += 1
+                state = SelectorState(min(size, self.fits), 20.0)
+                strategy = self.dial.select(state)
+                steps, last = steps + 1 if strategy == last else 0, strategy
+                self.drafted.append(strategy)
+                if steps > self.settle:
+                    self.dial.record(state, strategy, (1,) * size, self.seconds(size, strategy))
+                yield
+        finally:
+            self.num_open -= 1
+
+    def measure(self, selector: CostModelSelector | FixedSelector, size: int) -> dict[tuple[int, Strategy], float]:
+        self.steps = measure_steps(self.dial, self.decode, selector, size)
+        assert self.num_open == 0
+        return {(step.batch_size, step.strategy): step.seconds for step in self.steps}
+
+
+def test_every_arm_is_measured_between_two_turns_of_off() -> None:
+    machine = Machine(lambda size, strategy: 1.0 + strategy.num_draft_tokens)
+    measured = machine.measure(CostModelSelector((1, 3)), 1)
+    assert measured == {(1, OFF): 1.0, (1, Strategy(1)): 2.0, (1, Strategy(3)): 4.0}
+    turns = [a for a, b in zip(machine.drafted, [*machine.drafted[1:], None], strict=True) if a != b]
+    assert turns[-5:] == [OFF, Strategy(1), OFF, Strategy(3), OFF]
+    assert {step.error for step in machine.steps} == {LEAST_ERROR}
+    assert {step.mean_context for step in machine.steps} == {20.0}
+
+
+def test_a_machine_that_slows_down_meanwhile_does_not_make_later_arms_look_slower() -> None:
+    machine = Machine(lambda size, arm: (1.0 + (machine.num_steps > 60)) * (1.5 if arm.num_draft_tokens else 1))
+    measured = machine.measure(CostModelSelector((1, 2, 3, 5, 7)), 1)
+    plain = measured[1, OFF]
+    factors = sorted(measured[1, Strategy(k)] / plain for k in (1, 2, 3, 5, 7))
+    assert factors[2:] == pytest.approx([1.5] * 3)  # one turn at most has a slow half
+    assert factors[0] > 0.9
+
+
+def test_what_scatters_is_trusted_less() -> None:
+    times = iter(range(10**6))
+    machine = Machine(lambda size, strategy: 1.0 + (0.5 * (next(times) % 3) if strategy.num_draft_tokens else 0.0))
+    machine.measure(FixedSelector(3), 1)
+    errors = {step.strategy: step.error for step in machine.steps}
+    assert errors[OFF] == LEAST_ERROR
+    assert errors[Strategy(3)] == pytest.approx(0.5)
+
+
+def test_strategies_that_miss_a_graph_are_left_out() -> None:
+    def seconds(size: int, strategy: Strategy) -> float:
+        machine.misses += not strategy.is_off and size > 4
+        return 0.001
+
+    machine = Machine(seconds)
+    assert {(size, arm.num_draft_tokens) for size, arm in machine.measure(FixedSelector(3), 16)} == {
+        (1, 0), (1, 3), (4, 0), (4, 3), (16, 0)
+    }  # fmt: skip
+
+
+def test_batches_that_do_not_fit_into_the_cache_are_skipped() -> None:
+    machine = Machine(lambda size, strategy: 1.0, fits=9)
+    assert {size for size, _ in machine.measure(FixedSelector(3), 256)} == {1, 4}
+    assert machine.num_steps < 400
+
+
+def test_what_never_settles_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(lambda size, strategy: 1.0, settle=50)
+    with caplog.at_level(logging.WARNING):
+        assert machine.measure(FixedSelector(3), 4) == {}
+    assert "No step could be measured" in caplog.text
+
+
+def test_the_time_is_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "MAX_SECONDS", 0.1)
+    for fits in (1, 10**9):
+        machine = Machine(lambda size, strategy: 1.0, fits=fits, sleeps=0.005)
+        started = time.perf_counter()
+        machine.measure(CostModelSelector(), 256)
+        assert time.perf_counter() - started < 1
+        assert machine.num_steps < 60
+
+
+def test_batches_grow_up_to_the_largest() -> None:
+    assert [calibration.batch_sizes(number) for number in (1, 4, 6, 256)] == [
+        [1], [1, 4], [1, 4, 6], [1, 4, 16, 64, 256]
+    ]  # fmt: skip
+
+
+def test_a_filler_is_found_for_every_look_up_and_replaces_no_head() -> None:
+    drafter = FillerDrafter(siblings=True, ngram=True)
+    drafter.add("a", [1, 2, 3])
+    found = drafter.propose("a", Strategy(3, "sibling"), 3)
+    assert found is not None
+    assert (len(found.tokens), found.num_known) == (3, 3)
+    assert drafter.propose("a", Strategy(3, "mixed"), 3) is None

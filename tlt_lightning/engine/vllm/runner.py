@@ -1,0 +1,247 @@
+"""The meeting point of vLLM's scheduler, its model runner and the strategy controller, once a step."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tlt_lightning.engine.vllm.internals import reach
+from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
+from tlt_lightning.speculation.alarm import AcceptanceAlarm
+from tlt_lightning.speculation.calibration import CalibrationSelector, Decode, FillerDrafter, measure_steps
+from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
+from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, Source
+from tlt_lightning.speculation.strategy import Strategy
+
+if TYPE_CHECKING:
+    from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
+    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+
+_num_tokens, _num_stale_tokens = attrgetter("num_tokens"), attrgetter("num_stale_output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _StepRecord:
+    """A scheduled step, which may finish only after the next one is planned."""
+
+    plan: StepPlan
+    lookups: Mapping[str, LookupDraft]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The live parts of an engine, for benchmarks and tests: valid until `close`, and changed at one's own risk.
+
+    Args:
+        engine: vLLM's engine.
+        scheduler: vLLM's scheduler.
+        model_runner: vLLM's model runner.
+        controller: Chooses the strategies; None without speculation, as are the next two.
+        speculative_runner: Carries them out in the model runner.
+        graphs: CUDA graphs by plan; None also where none are planned.
+    """
+
+    engine: Any
+    scheduler: Any
+    model_runner: Any
+    controller: StrategyController | None = None
+    speculative_runner: SpeculativeRunner | None = None
+    graphs: PlannedGraphs | None = None
+
+
+class SpeculativeRunner(ABC):
+    """Carries the controller's strategies out: tells the scheduler draft lengths, steers the drafter, collects results.
+
+    The calls of a step, in this order: `before_schedule`, `after_schedule`, the drafter's `propose` (of the subclass),
+    `after_step`, and where drafts visit the host `drafts`.
+
+    Args:
+        runner: vLLM's model runner.
+        controller: Chooses the strategies and learns from the steps.
+        head: The head's module in it; None without one.
+        graphs: The CUDA graphs captured by plan; None without.
+    """
+
+    def __init__(
+        self, runner: Any, controller: StrategyController, *, head: Any = None, graphs: PlannedGraphs | None = None
+    ) -> None:
+        self.runner, self.controller, self.head, self.graphs = runner, controller, head, graphs
+        self.weights: HeadWeights | None = None
+        self.has_head = head is not None
+        self.catch_up = None if head is None else KVCatchUp(head, reach(runner, "max_num_reqs"))
+        self.num_skipped = 0
+        self._plan: StepPlan | None = None
+        self._lookups: dict[str, LookupDraft] = {}  # verified in the step that is scheduled next
+
+    def calibrate(self, decode: Decode, max_num_seqs: int) -> None:
+        """Measure steps for the selector under a controller made for it; they leave nothing but keys and values.
+
+        Args:
+            decode: Writes with the live engine.
+            max_num_seqs: Largest batch.
+        """
+        mine, graphs = self.controller, self.graphs
+        dial = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses())
+        self.controller = StrategyController(
+            dial,
+            steps_per_choice=1,
+            lookups=FillerDrafter(siblings=True, ngram=True),
+            alarm=AcceptanceAlarm(window=sys.maxsize),  # random texts are not what the head was trained on
+        )
+        try:
+            steps = measure_steps(dial, decode, mine.selector, max_num_seqs)
+        finally:
+            self.controller = mine
+        if steps:
+            mine.selector.calibrate(steps)
+
+    def begin_rollout(self) -> None:
+        """Start the counts of a new rollout."""
+        self.controller.begin_rollout()
+        self.num_skipped = 0
+        if self.catch_up is not None:
+            self.catch_up.num_flushes = 0
+        if self.graphs is not None:
+            self.graphs.hits.clear()
+
+    def end_rollout(self) -> None:
+        """Forget what belongs to the rollout that is over."""
+        self.controller.end_rollout()
+        if self.catch_up is not None:
+            self.catch_up.clear()
+
+    def before_schedule(self, scheduler: Any) -> int:
+        """Plan a step; return the draft length that vLLM's own drafter is asked for in it."""
+        running = scheduler.running
+        admitted = num_admissible(scheduler)
+        context = sum(map(_num_tokens, running)) / len(running) if running else 0.0
+        self._plan = self.controller.plan(len(running) + admitted, context, len(scheduler.waiting) - admitted)
+        return self.num_engine_drafts
+
+    @property
+    @abstractmethod
+    def num_engine_drafts(self) -> int:
+        """Tokens that vLLM's own drafter is asked for."""
+
+    def after_schedule(self, output: Any) -> None:
+        """Attach the plan to the scheduled step, with the requests that really run in it."""
+        assert self._plan is not None
+        num_requests = len(output.num_scheduled_tokens)
+        output.speculation = _StepRecord(
+            with_batch(self._plan, num_requests) if num_requests else self._plan, self._lookups
+        )
+        self._lookups = {}
+        if self.catch_up is not None and output.preempted_req_ids:
+            self.catch_up.drop(output.preempted_req_ids)  # whoever comes back reads everything anew
+        for request_id in output.finished_req_ids:
+            self.controller.remove(request_id)
+
+    def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:
+        """Return the drafts to verify in the next step, given what vLLM's own drafter proposed."""
+        strategy = self.controller.strategy
+        if strategy.is_off and not any(drafts):
+            return drafts
+        return [draft[: strategy.num_draft_tokens] for draft in drafts]
+
+    def after_step(self, scheduler: Any, output: Any, result: Any) -> None:
+        """Collect what each request drafted and emitted in a step."""
+        if scheduler.requests.keys().isdisjoint(output.num_scheduled_tokens):
+            return  # nothing was scheduled, or all whom it was scheduled for have left
+        record: _StepRecord = output.speculation
+        drafted, emitted, sources, is_decode = [], [], [], True
+        if _is_plain_decode(scheduler, output, result):
+            emitted = [1] * len(output.num_scheduled_tokens)
+            drafted = [0] * len(emitted)
+        else:
+            for request_id, num_scheduled in output.num_scheduled_tokens.items():
+                index, request = result.req_id_to_index.get(request_id), scheduler.requests.get(request_id)
+                tokens = result.sampled_token_ids[index] if result.sampled_token_ids and index is not None else ()
+                num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                is_dropped = request is None or (request.num_stale_output_tokens > 0 and request.drop_stale_output)
+                if not tokens or is_dropped or num_scheduled > 1 + num_drafts:
+                    is_decode = False  # a prompt, a part of one, or a response nobody waits for
+                    continue
+                drafted.append(num_drafts)
+                emitted.append(len(tokens))
+                lookup = record.lookups.get(request_id)
+                sources.append(self.source(record.plan.verifies, lookup, request) if num_drafts else None)
+        self.controller.finished(
+            StepResult(
+                plan=record.plan,
+                num_drafted=drafted,
+                num_emitted=emitted,
+                sources=sources,
+                is_decode=is_decode,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+            )
+        )
+
+    def source(self, strategy: Strategy, lookup: LookupDraft | None, request: Any) -> Source | None:
+        """Return whose drafts a request verified; None if they were fillers."""
+        if lookup is not None:
+            return lookup.source
+        return LEARNED if strategy.is_learned else None
+
+    def _skip(self, request_ids: list[str], *tensors: Any) -> None:
+        """Keep what the head would have read in a step in which every request decoded one token."""
+        assert self.catch_up is not None
+        self.num_skipped += 1
+        if not self.catch_up.has_room(len(request_ids)):
+            self._catch_up()
+        self.catch_up.add(request_ids, *tensors)
+
+    def _catch_up(self) -> None:
+        """Give the head the keys and values that it has skipped."""
+        if self.catch_up is not None and len(self.catch_up):
+            self.catch_up.flush(*self._cache())
+
+    @abstractmethod
+    def _cache(self) -> tuple[Mapping[str, int], Tensor, int]:
+        """Return the rows of requests in the head's block table, the table (rows, blocks), and tokens per block."""
+
+    def stats(self) -> dict[str, float]:
+        """Metrics of the rollout."""
+        stats = self.controller.stats()
+        if self.catch_up is not None:
+            stats["speculation/skipped_passes"] = float(self.num_skipped)
+            stats["speculation/catch_ups"] = float(self.catch_up.num_flushes)
+        if self.graphs is not None:
+            stats["speculation/graph_hits"] = self.graphs.hit_share()
+        return stats
+
+
+def num_admissible(scheduler: Any) -> int:
+    """Return how many waiting requests the next step can take in: there must be a seat and cache for each."""
+    seats = scheduler.max_num_running_reqs - len(scheduler.running)
+    if seats <= 0 or not scheduler.waiting:
+        return 0
+    manager, admitted = scheduler.kv_cache_manager, 0
+    groups = len(manager.kv_cache_config.kv_cache_groups)
+    # What is running takes a block at most each first; prompts in the prefix cache need less, and pass for whole ones.
+    free = manager.block_pool.get_num_free_blocks() - groups * len(scheduler.running)
+    for request in islice(scheduler.waiting, seats):
+        free -= groups * -(-request.num_tokens // scheduler.block_size)
+        if free < 0:
+            break
+        admitted += 1
+    return admitted
+
+
+def _is_plain_decode(scheduler: Any, output: Any, result: Any) -> bool:
+    """True if every request of the step emitted one token and somebody waits for it; no loop of Python's own."""
+    scheduled, requests = output.num_scheduled_tokens, scheduler.requests
+    return (
+        not output.scheduled_spec_decode_tokens
+        and output.total_num_scheduled_tokens == len(scheduled) == len(result.sampled_token_ids)
+        and all(result.sampled_token_ids)
+        and scheduled.keys() <= requests.keys()
+        and not any(map(_num_stale_tokens, map(requests.__getitem__, scheduled)))
+    )

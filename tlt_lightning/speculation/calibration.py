@@ -1,0 +1,185 @@
+"""Measuring what steps cost on this machine before the first rollout, for selectors that want to know.
+
+The live engine writes a few tokens after random prompts under one fixed strategy after the other, through the same loop
+as a rollout: what is timed is what will be chosen among. Looked-up drafts are stood in for by fillers, as random texts
+have nothing in common. A rollout afterwards cannot tell that this has been: it draws its own random numbers, and
+counters, texts, alarm and trace are others.
+
+A shared machine may be twice as slow in one second as in the next, so every arm is measured between two turns of off,
+and its ratio to them counts: ``seconds(arm) = min(arm) / mean(min(off before), min(off after)) * median(min(off))``,
+minima because others only ever add time. The scatter of the steps is the measurement's error.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from statistics import median
+
+from typing_extensions import override
+
+from tlt_lightning.speculation.counters import arm_name
+from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
+from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
+
+log = logging.getLogger(__name__)
+
+Decode = Callable[[int], Generator[object, None, None]]
+"""Starts so many responses, none of which ends early; `next` takes one engine step."""
+
+MAX_SECONDS = 3.0
+"""Time for all measurements; a step under way is finished."""
+
+STEPS = 3
+"""Steps timed in each turn of a strategy, after one that is dropped."""
+
+MAX_STEPS = 20
+"""Steps after which a turn is given up: it never settled. The first batch takes as many to warm up."""
+
+PROMPT_LENGTH = 8
+
+LEAST_ERROR = 0.1
+"""Relative error below which no measurement is trusted: what was the same in all its turns does not scatter."""
+
+
+class CalibrationSelector(StrategySelector):
+    """Chooses what it is set to and keeps the seconds of the steps that ran under it.
+
+    Args:
+        num_misses: Counts the steps so far that ran without a CUDA graph where others have one.
+    """
+
+    def __init__(self, num_misses: Callable[[], int] = lambda: 0) -> None:
+        self.num_misses = num_misses
+        self.strategy = OFF
+        self.batch_size = 0
+        self.seconds: list[float] = []
+        self.context = 0.0
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        return (OFF,) if self.strategy.is_off else (OFF, self.strategy)
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        return self.strategy
+
+    @override
+    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+        if (state.batch_size, strategy) == (self.batch_size, self.strategy):
+            self.seconds.append(seconds)
+            self.context = state.mean_context
+
+    def turn(self, strategy: Strategy, steps: Iterator[object], deadline: float) -> list[float]:
+        """Time some steps of `strategy`; none if it does not settle, the time is up, or it misses a CUDA graph."""
+        self.strategy, self.seconds = strategy, []
+        misses = None
+        for _ in range(MAX_STEPS):
+            next(steps, None)
+            if misses is None and self.seconds:
+                misses = self.num_misses()
+            if len(self.seconds) > STEPS:
+                break
+            if time.perf_counter() > deadline:
+                return []
+        return self.seconds[1:] if misses == self.num_misses() else []
+
+
+class FillerDrafter(LookupDrafter):
+    """Finds something in every look-up where no head drafts too; nobody will accept it."""
+
+    @override
+    def propose(self, request_id: str, strategy: Strategy, num_tokens: int) -> LookupDraft | None:
+        draft = super().propose(request_id, strategy, num_tokens)
+        if strategy.drafter == "mixed" or request_id not in self._texts:
+            return draft
+        return LookupDraft([0] * num_tokens, strategy.drafter, 0, len(self._texts[request_id].tokens))
+
+
+def random_prompts(number: int) -> list[list[int]]:
+    """Prompts of tokens that every vocabulary has."""
+    draw = random.Random(0)
+    return [[draw.randrange(16) for _ in range(PROMPT_LENGTH)] for _ in range(number)]
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Where steps are measured: batches that grow fourfold, and the largest."""
+    return sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs})
+
+
+def measure_steps(
+    dial: CalibrationSelector, decode: Decode, selector: StrategySelector, max_num_seqs: int
+) -> list[MeasuredStep]:
+    """Measure each arm of `selector` at several batch sizes, small ones first, until the time is up.
+
+    Args:
+        dial: The selector in force in the engine.
+        decode: Writes with it.
+        selector: Whose arms are measured.
+        max_num_seqs: Largest batch.
+    """
+    started = time.perf_counter()
+    deadline = started + MAX_SECONDS
+    measured: list[MeasuredStep] = []
+    for size in batch_sizes(max_num_seqs):
+        dial.batch_size = size
+        steps = decode(size)
+        try:
+            if not measured:  # the machine's first steps are slow
+                dial.turn(OFF, steps, deadline - MAX_SECONDS / 2)
+                dial.turn(selector.arms(size)[-1], steps, deadline - MAX_SECONDS / 2)
+            found = _measure_batch(dial, steps, size, selector.arms(size), deadline)
+        finally:
+            steps.close()
+        measured += found
+        if not found or time.perf_counter() > deadline:
+            break  # so many do not fit into the cache together, and more neither; or there is no time left
+    seconds = time.perf_counter() - started
+    if measured:
+        log.info("Measured steps in %.1f s. %s", seconds, table(measured))
+    else:
+        log.warning(
+            "No step could be measured in %.1f s: `speculation.selector` starts from the step times of another machine "
+            "and learns in the rollout. The KV cache may be too small for a single request, or the machine too busy; "
+            "it is tried again after the next sync.",
+            seconds,
+        )
+    return measured
+
+
+def _measure_batch(
+    dial: CalibrationSelector, steps: Iterator[object], size: int, arms: Sequence[Strategy], deadline: float
+) -> list[MeasuredStep]:
+    """Measure off, an arm, off, the next arm, ..., off."""
+    before = dial.turn(OFF, steps, deadline)
+    plain, ratios, errors = [before], {}, {}
+    for arm in arms:
+        if arm.is_off or not plain[-1]:
+            continue
+        during, after = dial.turn(arm, steps, deadline), dial.turn(OFF, steps, deadline)
+        if during and after:
+            ratios[arm] = 2 * min(during) / (min(before) + min(after))
+            errors[arm] = max(median(turn) / min(turn) - 1 for turn in (before, during, after))
+        plain.append(after)
+        before = after
+    fastest = [min(turn) for turn in plain if turn]
+    if not fastest:
+        return []
+    off = median(fastest)
+    ratios[OFF], errors[OFF] = 1.0, (max(fastest) - min(fastest)) / 2 / off
+    return [
+        MeasuredStep(size, arm, dial.context, ratios[arm] * off, max(LEAST_ERROR, errors[arm]))
+        for arm in arms
+        if arm in ratios
+    ]
+
+
+def table(measured: Sequence[MeasuredStep]) -> str:
+    """Milliseconds by batch size and strategy, in one line."""
+    rows: dict[int, list[str]] = defaultdict(list)
+    for step in measured:
+        rows[step.batch_size].append(f"{arm_name(step.strategy)} {1e3 * step.seconds:.2f}")
+    return "; ".join(f"batch {size}, ms: {', '.join(cells)}" for size, cells in rows.items())
