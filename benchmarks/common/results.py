@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def hardware(*, on_cpu: bool = False) -> str:
 
 
 def about(size: str, note: str, seed: int, *, on_cpu: bool = False) -> dict[str, Any]:
-    """Return command, hardware, versions and seed."""
+    """Return command, date, hardware, versions and seed."""
     import tlt_lightning
 
     versions = {"python": platform.python_version(), "tlt_lightning": tlt_lightning.__version__}
@@ -35,7 +36,8 @@ def about(size: str, note: str, seed: int, *, on_cpu: bool = False) -> dict[str,
         except PackageNotFoundError:
             continue
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
-    record = {"size": size, "note": note, "command": command, "hardware": hardware(on_cpu=on_cpu)}
+    date = datetime.now(UTC).date().isoformat()
+    record = {"size": size, "note": note, "command": command, "date": date, "hardware": hardware(on_cpu=on_cpu)}
     return record | {"versions": versions, "seed": seed}
 
 
@@ -53,7 +55,7 @@ def heading(title: str, record: dict[str, Any]) -> list[str]:
     """Return the first lines of a report: title, command, hardware, versions, seed and note."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines = [f"# {title}: {record['size']}", "", f"`{record['command']}`", ""]
-    lines += [f"{record['hardware']}; {versions}; seed {record['seed']}.", ""]
+    lines += [f"{record.get('date', 'undated')}; {record['hardware']}; {versions}; seed {record['seed']}.", ""]
     return [*lines, f"**{record['note']}**", ""] if record["note"] else lines
 
 

@@ -135,20 +135,15 @@ def row_of(iteration: int, metrics: Mapping[str, float], devices: int, learning:
     }
 
 
-def neighbour_ratios(paces: Mapping[int, float], others: Mapping[int, float], distance: int) -> list[float]:
-    """Return each pace over the mean of `others` `distance` iterations before and after it: slow drift cancels."""
-    around = {i: [others[j] for j in (i - distance, i + distance) if j in others] for i in paces}
-    return [paces[i] / statistics.mean(beside) for i, beside in around.items() if beside]
-
-
 def summarise(rows: Rows) -> dict[str, list[float]]:
-    """Return the late rank's paces by what the others did, their ratios, and those of waiting iterations alone."""
+    """Return the late rank's paces by what the others did, and each that trained over its neighbours that waited."""
     waiting, training = (
         {row["iteration"]: row["pace"] for row in rows if row["kind"] == kind and row["pace"] is not None}
         for kind in ("waiting", "training")
     )
-    ratios = {"ratio": neighbour_ratios(training, waiting, 1), "noise": neighbour_ratios(waiting, waiting, 2)}
-    return {"others wait": list(waiting.values()), "others train": list(training.values()), **ratios}
+    beside = {i: [waiting[j] for j in (i - 1, i + 1) if j in waiting] for i in training}  # slow drift cancels
+    ratios = [training[i] / statistics.mean(paces) for i, paces in beside.items() if paces]
+    return {"others wait": list(waiting.values()), "others train": list(training.values()), "ratio": ratios}
 
 
 def verdict(rows: Rows) -> list[str]:
@@ -173,8 +168,8 @@ def render(results: dict[str, Any]) -> list[str]:
         f"last rank {work['long']} tokens long, the others {work['short']}, {NUM_DRAFT_TOKENS} drafts a step. In "
         f"the first {work['learning']} iterations policy (rate {work['lr']:g}) and drafter learn; then both rates "
         "are 0, and the drafter is trained in every second idle window with all else the same. A ratio is the pace of "
-        "an iteration that trains over the mean of those beside it, in which the others only waited; `noise` compares "
-        "the latter among themselves. Medians with quartiles. The first iteration warms up.",
+        "an iteration that trains over the mean of those beside it, in which the others only waited. Medians with "
+        "quartiles. The first iteration warms up.",
         "",
     ]
     paces = summarise(rows)

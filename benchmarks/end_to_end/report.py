@@ -77,9 +77,8 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
     lines: list[list[Any]] = []
     for run in runs:
         rows = timed(run, warmup)
-        halves = rows[: (len(rows) + 1) // 2], rows[(len(rows) + 1) // 2 :]
-        rates = [[middle(values(half, f"speculation/acceptance_rate_pos_{k}")) for half in halves] for k in (1, 3)]
-        if rates[0][0] is None:
+        rates = [middle(values(rows, f"speculation/acceptance_rate_pos_{k}")) for k in (1, 3)]
+        if rates[0] is None:
             continue
         published = values(run["iterations"], "drafter/published")
         before, after = (values(run["iterations"], f"drafter/acceptance_{when}") for when in ("before", "after"))
@@ -87,7 +86,7 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
         lines.append(
             [
                 f"{run['arm']} {run['mode']} {run['seed']}",
-                *(" -> ".join(rounded(rate, 3) or "-" for rate in pair) for pair in rates),
+                *(rounded(rate, 3) for rate in rates),
                 f"{before[0]:.2f} -> {after[-1]:.2f}" if published else None,
                 f"{sum(published):.0f} of {len(published)}" if published else None,
                 rounded(middle(values(rows, "drafter/idle_seconds_used")), 2),
@@ -98,8 +97,8 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
         return []
     header = ["run", "draft 1 accepted", "draft 3 accepted", "held-out tokens per step", "published", "idle s used"]
     lead = (
-        "Acceptance in the engine, median over the first and the second half of the iterations that count; on held-out "
-        "text before the first decision to publish and after the last; the policy's drift (KL, nats) at the end."
+        "Acceptance in the engine, median over the iterations that count; on held-out text before the first decision "
+        "to publish and after the last; the policy's drift (KL, nats) at the end."
     )
     return ["## The drafter in the course of the run", "", lead, "", *table([*header, "policy drift"], lines)]
 

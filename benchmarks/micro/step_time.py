@@ -32,15 +32,12 @@ from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 
-COMMON = {
+SEVEN_B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-}
-SEVEN_B: dict[str, Any] = {
-    **COMMON,
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "num_hidden_layers": 28,
@@ -54,7 +51,7 @@ SEVEN_B: dict[str, Any] = {
     "bos_token_id": 151643,
 }
 TINY_SHAPE: dict[str, Any] = {
-    **COMMON,
+    **SEVEN_B,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,

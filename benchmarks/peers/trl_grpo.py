@@ -20,27 +20,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.common.results import hardware
 from benchmarks.end_to_end.work import Diary, Work, score
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-LOGGED = {
-    "reward": "reward/mean",
-    "frac_reward_zero_std": "reward/zero_std_groups",
-    "completions/mean_length": "rollout/length_mean",
-    "completions/max_length": "rollout/length_max",
-    "completions/clipped_ratio": "rollout/truncated",
-    "entropy": "train/entropy",
-    "grad_norm": "train/grad_norm",
-    "sampling/sampling_logp_difference/mean": "mismatch/logp_abs_diff",
-    "step_time": "trl/step_time",
-}
+LOGGED = {"reward": "reward/mean", "completions/mean_length": "rollout/length_mean"}
 """What TRL logs under which of our names."""
 
 _BLOCKS = {"sync_weights": "sync", "vLLM.generate": "rollout", "_calculate_rewards": "reward"}
@@ -89,7 +74,7 @@ class Stages:
         return {f"time/{stage}": round(seconds, 6) for stage, seconds in stages.items()}
 
 
-def dataset(work: Work) -> Dataset:
+def dataset(work: Work) -> Any:
     """The prompts in the order in which `RolloutDataModule` would take them."""
     from datasets import Dataset
 
@@ -108,7 +93,7 @@ def reward(prompts: list[str], completions: list[str], row: list[str], **_: Any)
     return [score(*each, json.loads(text)) for *each, text in zip(prompts, completions, row, strict=True)]
 
 
-def settings(work: Work, folder: str) -> GRPOConfig:
+def settings(work: Work, folder: str) -> Any:
     """The same hyper-parameters under TRL's names."""
     from trl import GRPOConfig
 
@@ -161,7 +146,7 @@ def as_bfloat16(policy: str, folder: str) -> str:
     return str(target)
 
 
-def callback(work: Work, stages: Stages, diary: Diary) -> TrainerCallback:
+def callback(work: Work, stages: Stages, diary: Diary) -> Any:
     """Return what writes each iteration into the diary, as `end_to_end/arm.py`'s `Recorder` does."""
     import torch
     from transformers import TrainerCallback
@@ -190,7 +175,7 @@ def callback(work: Work, stages: Stages, diary: Diary) -> TrainerCallback:
     return Teller()
 
 
-def replay_lengths(trainer: GRPOTrainer, lengths: list[list[int]]) -> None:
+def replay_lengths(trainer: Any, lengths: list[list[int]]) -> None:
     """Give every request its recorded length, whatever end tokens say. Nothing else of the rollout changes."""
     llm = trainer.vllm_generation.llm
     generate: Callable[..., Any] = llm.generate
@@ -206,7 +191,7 @@ def replay_lengths(trainer: GRPOTrainer, lengths: list[list[int]]) -> None:
     llm.generate = replayed
 
 
-def reload_on_cpu(trainer: GRPOTrainer) -> None:
+def reload_on_cpu(trainer: Any) -> None:
     """Update weights by vLLM's own reload: its CPU build packs them, after which TRL cannot write them in place."""
     from tlt_lightning.engine.vllm.internals import reload_weights
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -18,7 +19,7 @@ from tlt_lightning.speculation import (
     StrategySelector,
     ThresholdSelector,
 )
-from tlt_lightning.speculation.strategy import Drafter, MeasuredStep
+from tlt_lightning.speculation.strategy import MeasuredStep
 
 KS = (1, 3, 5, 7)
 FIXED = ("K=3", "K=5", "K=1", "K=7")
@@ -66,28 +67,21 @@ def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
     if heads:
         add("adaptive", "core", "head", CostModelSelector)
         for name in FIXED:
-            add(name, "core", "head", _fixed(int(name[2:])))
-        add("TLT rule", "core", "head", lambda: ThresholdSelector(7, max_running=32))
+            add(name, "core", "head", partial(FixedSelector, int(name[2:])))
+        add("TLT rule", "core", "head", partial(ThresholdSelector, 7, max_running=32))
         add("BEG-MAB", "core", "head", BEGMABSelector)
-        add("off", "core", "head", _fixed(0))
+        add("off", "core", "head", partial(FixedSelector, 0))
         arms.append(Arm(name="vLLM table", part="others", engine="table"))
-        for name, selector in (("adaptive", CostModelSelector), ("K=3", _fixed(3))):
+        for name, selector in (("adaptive", CostModelSelector), ("K=3", partial(FixedSelector, 3))):
             add(f"{name}, sampled drafts", "others", "sampled", selector)
         for head in heads[1:]:
             add(f"adaptive, {Path(head).name}", "heads", f"head {Path(head).name}", CostModelSelector)
-            add(f"K=3, {Path(head).name}", "heads", f"head {Path(head).name}", _fixed(3))
-        add("adaptive, siblings too", "lookups", "mixed", _adaptive("learned", "mixed", "sibling"))
-    add("siblings", "lookups", "siblings", _adaptive("sibling"))
-    add("n-gram", "lookups", "ngram", _adaptive("ngram"))
+            add(f"K=3, {Path(head).name}", "heads", f"head {Path(head).name}", partial(FixedSelector, 3))
+        drafters = ("learned", "mixed", "sibling")
+        add("adaptive, siblings too", "lookups", "mixed", partial(CostModelSelector, drafters=drafters))
+    add("siblings", "lookups", "siblings", partial(CostModelSelector, drafters=("sibling",)))
+    add("n-gram", "lookups", "ngram", partial(CostModelSelector, drafters=("ngram",)))
     return {arm.name: arm for arm in arms}
-
-
-def _fixed(k: int) -> Callable[[], StrategySelector]:
-    return lambda: FixedSelector(k)
-
-
-def _adaptive(*drafters: Drafter) -> Callable[[], StrategySelector]:
-    return lambda: CostModelSelector(drafters=drafters)
 
 
 class WarmUpSelector(StrategySelector):

@@ -38,8 +38,6 @@ from benchmarks.rollout.report import by_arm, render
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
 
 PARTS = ("core", "others", "heads", "lookups")
-FIRST_TABLE = [[1, 8, 7], [9, 32, 5], [33, 64, 3], [65, 128, 1], [129, 256, 0]]
-"""vLLM's table where `core` has measured none."""
 
 
 class Job(NamedTuple):
@@ -130,8 +128,6 @@ class Campaign:
             self.engines.table = self.results["limit"]["best_k"]
         except ValueError as error:
             print(f"no limit yet: {error}", flush=True)
-        if all(k == 0 for *_, k in self.engines.table):
-            self.engines.table = FIRST_TABLE
 
     def write(self) -> None:
         """Write everything measured so far."""

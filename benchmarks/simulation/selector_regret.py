@@ -104,53 +104,34 @@ def measure(scenarios: Mapping[str, Workload], seeds: Sequence[int]) -> Results:
 
 
 def regrets(makespans: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The best fixed arm, and by what share of time everything else is slower than it and than the oracle."""
-    fixed = {name: mean(values) for name, values in makespans.items() if name.startswith("K=")}
-    best = min(fixed, key=lambda name: fixed[name])
-
-    def slower(than: Sequence[float]) -> dict[str, list[float]]:
-        return {
-            name: [value / reference - 1 for value, reference in zip(values, than, strict=True)]
-            for name, values in makespans.items()
-        }
-
-    best_of_each_seed = [min(values) for values in zip(*(makespans[name] for name in fixed), strict=True)]
-    return {
-        "best_fixed": best,
-        "slower_than_best_fixed": slower(best_of_each_seed),
-        "slower_than_oracle": slower(makespans["oracle"]),
+    """Return the best fixed arm, and by what share of time everything is slower than each seed's best fixed arm."""
+    fixed = {name: values for name, values in makespans.items() if name.startswith("K=")}
+    least = [min(values) for values in zip(*fixed.values(), strict=True)]
+    slower = {
+        name: [value / reference - 1 for value, reference in zip(values, least, strict=True)]
+        for name, values in makespans.items()
     }
-
-
-def regret_table(results: Results, reference: str, columns: Sequence[str]) -> list[str]:
-    """Return a table of mean regrets in percent, the worst seed's in parentheses."""
-    rows = []
-    for name, result in results.items():
-        of = {column: [100 * value for value in result[reference][column]] for column in columns}
-        cells = [f"{mean(values):+.1f} ({max(values):+.1f})" for values in of.values()]
-        rows.append([name, result["best_fixed"], *cells])
-    return table(["scenario", "best fixed", *columns], rows)
+    return {"best_fixed": min(fixed, key=lambda name: mean(fixed[name])), "slower": slower}
 
 
 def render(results: Mapping[str, Any]) -> list[str]:
     """Return the report in Markdown."""
     selectors = [f"{name}, {order}" for name in SELECTORS for order in ("first", "second")]
     selectors.remove("ThresholdSelector, second")  # it does not learn
-    found = results["scenarios"]
+    columns, rows = ["K=0", *selectors, "oracle"], []
+    for name, result in results["scenarios"].items():
+        of = {column: [100 * value for value in result["slower"][column]] for column in columns}
+        rows.append([name, result["best_fixed"], *(f"{mean(x):+.1f} ({max(x):+.1f})" for x in of.values())])
     return [
         *heading("Regret of the strategy selectors", dict(results)),
         "Simulated rollouts of 128 responses (8 and 256 where said) of up to 4096 tokens with log-normal lengths,",
         "on the step times of a 7B model with an EAGLE-3 head on an H200 (`StepCosts`). Numbers are percent of",
-        "makespan, mean over seeds and in parentheses the worst seed; positive is slower. A selector's first",
-        "rollout starts from nothing, neither calibrated nor warmed up; the second goes on with what the first",
-        "taught it and is told of a new drafter. The defaults were tuned on other seeds (10 to 30).",
+        "makespan against the best fixed draft length of each seed, known in hindsight; mean over seeds and in",
+        "parentheses the worst seed; positive is slower. A selector's first rollout starts from nothing, neither",
+        "calibrated nor warmed up; the second goes on with what the first taught it and is told of a new drafter.",
+        "The oracle knows the true acceptance and cost of every step. The defaults were tuned on seeds 10 to 30.",
         "",
-        "## Against the best fixed draft length of each seed, known in hindsight",
-        "",
-        *regret_table(found, "slower_than_best_fixed", ["K=0", *selectors, "oracle"]),
-        "## Against the oracle, which knows the true acceptance and cost of every step",
-        "",
-        *regret_table(found, "slower_than_oracle", selectors),
+        *table(["scenario", "best fixed", *columns], rows),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_results_say_command_hardware_versions_and_seed(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.argv", ["benchmarks", "rollout", "--tiny"])
     record = about("tiny", "a note", 7, on_cpu=True)
     text = "\n".join(heading("Rollout", record))
+    assert re.search(r"^20\d\d-\d\d-\d\d; ", text, re.MULTILINE)
     for part in ("# Rollout: tiny", "`python -m benchmarks rollout --tiny`", "CPU cores", "torch ", "seed 7", "a note"):
         assert part in text
 
