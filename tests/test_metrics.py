@@ -8,7 +8,7 @@ import torch
 
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine import Response
-from tlt_lightning.metrics import IterationLog, PassAtK, combine, log_rollouts, pass_at_k, tail_share
+from tlt_lightning.metrics import IterationLog, PassAtK, combine, log_rollouts, mean_of_step, pass_at_k, tail_share
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
@@ -48,6 +48,21 @@ def test_tail_share_is_the_time_with_few_unfinished() -> None:
     trace = [(1.0, 20), (2.0, 10), (4.0, 2), (10.0, 0)]
     assert tail_share(trace, 20) == pytest.approx(0.6)
     assert tail_share([], 20) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("trace", "num_requests", "share"),
+    [([(0.0, 0)], 20, 0.0), ([(1.0, 2), (3.0, 1), (4.0, 0)], 5, 1 / 4), ([(1.0, 4), (4.0, 2), (5.0, 0)], 20, 1 / 5)],
+)
+def test_tail_share_of_few_requests_is_that_of_the_last(
+    trace: list[tuple[float, int]], num_requests: int, share: float
+) -> None:
+    assert tail_share(trace, num_requests) == pytest.approx(share)
+
+
+def test_a_metric_that_a_micro_batch_leaves_out_gets_nothing_from_it() -> None:
+    one, three = torch.tensor(1.0), torch.tensor(3.0)
+    assert mean_of_step([{"a": one}, {"a": three, "b": three}]) == {"a": 2.0, "b": 1.5}
 
 
 def test_ranks_are_combined_as_each_number_says_even_where_one_lacks_it() -> None:

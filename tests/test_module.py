@@ -2,6 +2,7 @@
 
 import math
 import time
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import (
@@ -34,6 +41,7 @@ from tlt_lightning import (
     TransformersEngine,
 )
 from tlt_lightning.checks import check_trainer
+from tlt_lightning.critic import Critic
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
@@ -336,6 +344,10 @@ def test_weights_of_the_engine_follow_validation_and_prediction(
         ({"strategy": "fsdp", "accelerator": "cpu"}, "strategy|FSDP"),
         ({"limit_train_batches": 1}, "prompts_per_iteration"),
         ({"accumulate_grad_batches": 3}, "not divisible by 12 per optimizer step"),
+        ({"fast_dev_run": True}, r"`Trainer\(fast_dev_run\)`"),
+        ({"callback": StochasticWeightAveraging(1e-3)}, "use `EMAWeightAveraging`"),
+        ({"callback": ModelCheckpoint(every_n_train_steps=2)}, r"every_n_train_steps=2.*`every_n_epochs`"),
+        ({"callback": ModelCheckpoint(train_time_interval=timedelta(1))}, r"train_time_interval.*`every_n_epochs`"),
     ],
 )
 def test_unsupported_trainer_settings_are_refused_before_anything_loads(
@@ -345,8 +357,12 @@ def test_unsupported_trainer_settings_are_refused_before_anything_loads(
         def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
             raise AssertionError("the engine was loaded")
 
+    callbacks = [trainer.pop("callback")] if "callback" in trainer else []
+    trainer = {"enable_checkpointing": True, **trainer}
     with pytest.raises((MisconfigurationException, ValueError), match=message):
-        make_trainer(tmp_path, **trainer).fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
+        make_trainer(tmp_path, *callbacks, **trainer).fit(
+            make_module(policy_path), make_data(prompts_path, NeverLoaded())
+        )
 
 
 def test_spawned_processes_are_refused() -> None:
@@ -488,7 +504,7 @@ def test_dynamic_sampling_replaces_groups_without_a_signal(policy_path: str, pro
     assert all(len(batch.groups.unique()) == 4 for batch in filtered.batches)
     assert metrics["rollout/groups_drawn"] > 4
     assert metrics["rollout/groups_without_signal_kept"] == 0
-    assert filtered.calls.count("start") > filtered.calls.count("end") == 3  # one end an iteration, with all of it
+    assert filtered.calls.count("start") == filtered.calls.count("end") == 3  # once an iteration, however many rounds
     assert len(filtered.rollouts[-1]) == metrics["rollout/groups_drawn"] * 4
     assert len({rollout.group for rollout in filtered.rollouts[-1]}) == metrics["rollout/groups_drawn"]
 
@@ -566,3 +582,181 @@ def test_a_broken_update_ends_the_run_before_a_checkpoint_holds_it(
     with pytest.raises(RuntimeError, match="`train/loss` is nan in iteration 2"):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0.ckpt"]
+
+
+class Watched(TransformersEngine):
+    """Remembers the seed and the sampling of each rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, Sampling]] = []
+
+    def generate(self, requests, sampling, *, seed, on_progress=None):  # type: ignore[no-untyped-def]
+        self.asked.append((seed, sampling))
+        return super().generate(requests, sampling, seed=seed, on_progress=on_progress)
+
+
+def test_weights_swapped_for_a_validation_do_not_stay_for_training(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    class Copying(TransformersEngine):
+        """Keeps weights of its own, as vLLM does, and compares them with the policy's when it writes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: dict[str, torch.Tensor] = {}
+            self.stale: list[bool] = []
+            self.syncs = 0
+
+        def update_weights(self, named_tensors, version):  # type: ignore[no-untyped-def]
+            self.syncs += 1
+            self.held = {name: tensor.clone() for name, tensor in named_tensors}
+            super().update_weights(self.held.items(), version)
+
+        def generate(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            live = module.policy_weights()
+            self.stale.append(any(not torch.equal(self.held[name], tensor) for name, tensor in live))
+            return super().generate(*args, **kwargs)
+
+    module, engine = make_module(policy_path), Copying()
+    averaging = EMAWeightAveraging(decay=0.5)
+    trainer = make_trainer(tmp_path, averaging, limit_val_batches=1.0, check_val_every_n_epoch=1, max_epochs=3)
+    trainer.fit(module, make_data(prompts_path, engine))
+    assert engine.stale == [False] * 6
+    assert engine.syncs == 6  # the averaged weights differ from the policy's, and the policy's from the averaged
+    engine = Copying()
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, check_val_every_n_epoch=1, max_epochs=3)
+    module = make_module(policy_path)
+    trainer.fit(module, make_data(prompts_path, engine))
+    assert engine.syncs == 4  # a validation and the next rollout have the same weights
+
+
+def test_every_validation_samples_with_the_same_noise_and_as_it_is_told(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    engine, greedy = Watched(), Sampling(max_tokens=8, temperature=0)
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, check_val_every_n_epoch=1, max_epochs=3)
+    trainer.fit(make_module(policy_path), make_data(prompts_path, engine, val_sampling=greedy))
+    train, held_out = engine.asked[0::2], engine.asked[1::2]
+    assert len({seed for seed, _ in train}) == 3
+    assert len(set(held_out)) == 1
+    assert held_out[0][1] == greedy
+
+
+def test_held_out_prompts_are_needed_to_validate_and_not_to_fit(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), make_data(prompts_path, val=None))
+    with pytest.raises(MisconfigurationException, match=r"`data\.val` is not set"):
+        make_trainer(tmp_path).validate(make_module(policy_path), make_data(prompts_path, val=None))
+
+
+def test_the_test_loop_is_the_validation_under_another_name(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    module, data = make_module(policy_path), make_data(prompts_path, val_group_size=2)
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0)
+    (held_out,) = trainer.validate(module, data, verbose=False)
+    (tested,) = trainer.test(module, data, verbose=False)
+    assert tested == {name.replace("val/", "test/"): value for name, value in held_out.items()}
+    assert set(tested) == {"test/accuracy", "test/pass@2", "test/reward", "test/length"}
+    assert 0 < tested["test/reward"] < 1  # a mean of eighths, not a share of correct ones
+    assert 1 <= tested["test/length"] <= 8
+
+
+def test_policy_and_critic_are_clipped_apart(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    norms: list[list[float]] = []
+
+    class Norms(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            loss = closure()
+            norms.append(
+                [float(torch.nn.utils.get_total_norm([p.grad for p in g["params"]])) for g in self.param_groups]
+            )
+            return loss
+
+    module = make_module(
+        policy_path, objective=PPO(), critic=CriticConfig(lr=1e-3), optimizer=lambda p: Norms(p, lr=0.1)
+    )
+    trainer = make_trainer(tmp_path, max_epochs=1, gradient_clip_val=1e-3)
+    trainer.fit(module, make_data(prompts_path))
+    for policy, critic in norms:
+        assert policy == pytest.approx(1e-3, rel=1e-2)
+        assert critic == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_the_step_that_breaks_the_policy_is_noticed_before_a_checkpoint_holds_it(
+    value: float, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    class Breaking(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            if trainer.current_epoch == 1 and trainer.is_last_batch:
+                next(pl_module.policy.parameters()).data.fill_(value)
+
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = make_trainer(tmp_path, Breaking(), checkpoints, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match=r"`norm of the weights` is (nan|inf) in iteration 2"):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0.ckpt"]
+
+
+def test_a_masked_span_shortens_nothing(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Mask(RolloutCallback):
+        def on_rollout_scored(self, trainer, pl_module, batch):  # type: ignore[no-untyped-def]
+            batch.response_mask[:, 2:5] = 0.0  # what a tool wrote, for instance
+            self.left = batch.response_mask.sum()
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
+            seen.append((float(batch.response_mask.sum()), batch.num_loss_tokens))
+
+    mask = Mask()
+    make_trainer(tmp_path, mask, max_epochs=1, accumulate_grad_batches=4).fit(
+        make_module(policy_path), make_data(prompts_path)
+    )
+    assert sum(tokens for tokens, _ in seen) == mask.left == seen[0][1]
+
+
+def test_a_critic_with_tied_embeddings_keeps_learning_them(policy_path: str) -> None:
+    critic = Critic(CriticConfig(path=policy_path), 64)
+    assert causal_lm(critic.trunk).get_input_embeddings().weight.requires_grad
+
+
+def test_accumulation_that_does_not_divide_is_refused_whenever_it_changes(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    def fit_with(callback: L.Callback) -> None:
+        trainer = make_trainer(tmp_path, callback, accumulate_grad_batches=1)
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+    class Change(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
+
+    fit_with(GradientAccumulationScheduler({0: 1, 1: 4}))
+    with pytest.raises(MisconfigurationException, match="not divisible by 12 per optimizer step"):
+        fit_with(GradientAccumulationScheduler({0: 1, 7: 3}))
+    with pytest.raises(MisconfigurationException, match="not divisible by 12 per optimizer step"):
+        fit_with(Change())
+
+
+def test_a_scheduler_that_follows_a_metric_names_it(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return ReduceLROnPlateau(optimizer, monitor="train/grad_norm", mode="min", patience=0, threshold=1e9)
+
+    module = make_module(policy_path, lr_scheduler=plateau)
+    fit(policy_path, prompts_path, tmp_path, module=module, max_epochs=3)
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] < 3e-3
+    module = make_module(policy_path, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(MisconfigurationException, match=r"lightning\.pytorch\.cli\.ReduceLROnPlateau"):
+        fit(policy_path, prompts_path, tmp_path, module=module)
+
+
+def test_filters_of_the_distribution_are_warned_of(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = make_data(prompts_path, sampling=Sampling(max_tokens=4, top_k=5))
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
+    assert "`top_k` 5) cuts the distribution" in caplog.text

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import lightning as L
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
+    from tlt_lightning.engine.base import Sampling
     from tlt_lightning.objectives.base import PolicyObjective
+
+log = logging.getLogger(__name__)
 
 PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def check_trainer(trainer: L.Trainer) -> None:
     """Raise MisconfigurationException for a setting under which a run would be wrong or could not resume exactly."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            "`Trainer(fast_dev_run)` would cut an iteration short. For a quick try, run one small iteration instead: "
+            "`trainer.max_epochs` 1, with `data.prompts_per_iteration` and `data.sampling.max_tokens` lowered."
+        )
     if trainer.max_steps != -1:
         raise MisconfigurationException(
             f"`Trainer(max_steps={trainer.max_steps})` counts optimizer steps and cannot resume an iteration exactly; "
@@ -47,9 +60,57 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`Trainer(limit_train_batches, overfit_batches)` would drop part of every iteration's rollouts; lower "
             "`data.prompts_per_iteration` instead."
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _check_callback(callback)
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
+        )
+
+
+def check_has_data(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException if a Trainer was given no data module to fit with."""
+    if trainer.datamodule is None:  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
+            "`trainer.fit(module, data)`."
+        )
+
+
+def _check_callback(callback: L.Callback) -> None:
+    if isinstance(callback, StochasticWeightAveraging):
+        raise MisconfigurationException(
+            "`StochasticWeightAveraging` copies the module before the policy is loaded and would average nothing; use "
+            "`EMAWeightAveraging`, which averages the policy's weights."
+        )
+    if isinstance(callback, ModelCheckpoint):
+        intervals = {
+            "every_n_train_steps": callback._every_n_train_steps or None,
+            "train_time_interval": callback._train_time_interval,
+        }
+        for name, value in intervals.items():
+            if value is not None:
+                raise MisconfigurationException(
+                    f"`ModelCheckpoint({name}={value})` saves within iterations, before their metrics are known; give "
+                    "`every_n_epochs` instead: one epoch is one policy iteration."
+                )
+
+
+def accumulations(trainer: L.Trainer) -> list[int]:
+    """Return every value that `accumulate_grad_batches` is planned to have."""
+    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    planned = [steps for each in schedulers for steps in each.scheduling.values()]
+    return planned or [trainer.accumulate_grad_batches]
+
+
+def warn_of_filters(sampling: Sampling) -> None:
+    """Warn that importance ratios are biased where the engine samples from a part of the distribution."""
+    if sampling.top_p < 1 or sampling.top_k:
+        log.warning(
+            "`data.sampling` (`top_p` %g, `top_k` %d) cuts the distribution that responses are sampled from, and the "
+            "loss is taken under the whole of it: importance weights average below 1 and scale the loss down. Leave "
+            "`top_p` 1 and `top_k` 0 to learn on-policy.",
+            *(sampling.top_p, sampling.top_k),
         )
 
 
@@ -94,6 +155,22 @@ def check_sizes(
             f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare the "
             f"responses to one prompt: use at least {objective.min_group_size}."
         )
+
+
+def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
+    """Raise RuntimeError if an iteration's update has broken the policy, before a checkpoint holds it.
+
+    Loss and gradient come before a step, so that the weights that the last one has left must be looked at, too.
+    """
+    norms = {name: metrics.get(name, 0.0) for name in ("train/loss", "train/grad_norm")}
+    norms["norm of the weights"] = float(torch.nn.utils.get_total_norm([p.detach() for p in module.parameters()]))
+    for name, value in norms.items():
+        if not isfinite(value):
+            raise RuntimeError(
+                f"`{name}` is {value} in iteration {module.current_epoch + 1}: the update has broken the policy. "
+                "Resume from the last checkpoint, which is older, with a lower learning rate, or clip gradients "
+                "(`trainer.gradient_clip_val`)."
+            )
 
 
 def check_context(policy: str, max_model_len: int) -> None:

@@ -45,7 +45,9 @@ class Critic(nn.Module):
         self.trunk = None if config.path is None else load_policy(config.path, lora=config.lora)
         if self.trunk is not None:
             hidden_size = causal_lm(self.trunk).config.hidden_size
-            causal_lm(self.trunk).get_output_embeddings().requires_grad_(False)  # the vocabulary is not predicted
+            output = causal_lm(self.trunk).get_output_embeddings()
+            if output.weight is not causal_lm(self.trunk).get_input_embeddings().weight:
+                output.requires_grad_(False)  # the vocabulary is not predicted
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)  # start from value 0 everywhere: no wrong opinion to unlearn
         nn.init.zeros_(self.head.bias)

@@ -48,7 +48,7 @@ class RolloutCallback(L.Callback):
         """Called on every rank before the engine is loaded: its arguments may still be changed."""
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Called when the engine holds the current weights and is about to write."""
+        """Called when the engine holds the current weights and is about to write, once however many rounds follow."""
 
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
         """Called after each engine step; return fast, the engine waits."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import comb
+from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from tlt_lightning.data.batch import Rollout
@@ -70,6 +71,28 @@ class PassAtK(Metric):
             results[f"pass@{k}"] = sum(pass_at_k(n, c, k) for n, c in counts) / len(counts)
             k *= 2
         return {name: torch.tensor(value, device=self.device) for name, value in results.items()}
+
+
+class HeldOutMetrics(nn.Module):
+    """Accuracy, pass@k, mean reward and mean length over held-out prompts; a module, so that it finds its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.reward, self.length = PassAtK(), MeanMetric(), MeanMetric()
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Take in whole groups."""
+        self.accuracy.update([(rollout.group, rollout.is_correct) for rollout in rollouts])
+        self.reward.update(torch.tensor([rollout.reward for rollout in rollouts]))
+        self.length.update(torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts]))
+
+    def read(self, stage: str) -> dict[str, float]:
+        """Return the metrics under `stage`/ over all ranks, and start over."""
+        means = {"reward": self.reward.compute(), "length": self.length.compute()}
+        metrics = {f"{stage}/{name}": float(value) for name, value in {**self.accuracy.compute(), **means}.items()}
+        for metric in (self.accuracy, self.reward, self.length):
+            metric.reset()
+        return metrics
 
 
 def _cat(state: list[Tensor] | Tensor) -> Tensor:
@@ -188,6 +211,16 @@ class IterationLog:
         """Begin the next iteration, which takes the time since the last lap."""
         self._is_open = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the iteration has so far, as primitives, for a checkpoint within it."""
+        numbers = {name: (kind, [float(value) for value in values]) for name, (kind, values) in self._numbers.items()}
+        return {"numbers": numbers, "seconds": dict(self._seconds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with an iteration that was saved by `state_dict`."""
+        self._numbers = {name: (kind, list(values)) for name, (kind, values) in state["numbers"].items()}
+        self._seconds = dict(state["seconds"])
+
     def _note(self, kind: str, name: str, value: float | Tensor) -> None:
         if not self._is_open:
             raise RuntimeError(
@@ -211,3 +244,9 @@ def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
             parts.setdefault(name, []).append(value)
             kinds[name] = kind
     return {name: REDUCTIONS[kinds[name]](parts[name]) for name in sorted(parts)}
+
+
+def mean_of_step(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the metrics of an optimizer step; to one that a micro-batch leaves out it contributes 0."""
+    names, zero = set().union(*micro_batches), torch.zeros(())
+    return {name: sum((part.get(name, zero) for part in micro_batches), zero) / len(micro_batches) for name in names}

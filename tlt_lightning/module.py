@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
-from math import isfinite
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_type
-from tlt_lightning.checks import check_trainer
+from tlt_lightning.checks import check_has_data, check_trainer
 from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.engine.base import NamedTensors
-from tlt_lightning.engine.probe import warn_of_mismatch
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import IterationLog, PassAtK
+from tlt_lightning.iteration_end import CloseIteration, log_of_iteration
+from tlt_lightning.metrics import HeldOutMetrics, IterationLog, mean_of_step
 from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.optimization import apply_changed, clip_apart, settings_of, with_schedule
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
+from tlt_lightning.reference import Reference
+from tlt_lightning.resume import Requeue, UpdateState, hand_over, take_up
 
 
 class RLModule(L.LightningModule):
@@ -92,27 +92,25 @@ class RLModule(L.LightningModule):
         self.critic: Critic | None = None
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
-        self._reference: list[nn.Module] = []  # a list hides it from checkpoints, optimizers and DDP
-        self._skip_updates = False
+        self._reference: Reference | None = None
+        self._update = UpdateState()
         self._micro_batches: list[dict[str, Tensor]] = []  # metrics since the last optimizer step
-        self._metrics: dict[str, float] = {}  # of the iteration that has ended
-        self._validated: dict[str, float] = {}  # in this iteration
+        self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
         """Takes what anybody, a callback above all, wants logged of the iteration."""
-        self.val_accuracy = PassAtK()
+        self.held_out = HeldOutMetrics()
+        self._optimizer_settings: list[dict[str, Any]] = []
+        self._saved: dict[str, Any] | None = None  # of the run that is resumed
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
 
     @override
     def setup(self, stage: str) -> None:
         check_trainer(self.trainer)
-        if not any(isinstance(callback, _CloseIteration) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            self.trainer.callbacks.insert(0, _CloseIteration())  # type: ignore[attr-defined]
-        if stage == "fit" and self.trainer.datamodule is None:  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
-                "`trainer.fit(module, data)`."
-            )
+        CloseIteration.put_first(self.trainer)
+        Requeue.install(self.trainer)
+        if stage == "fit":
+            check_has_data(self.trainer)
 
     @override
     def configure_model(self) -> None:
@@ -126,10 +124,9 @@ class RLModule(L.LightningModule):
         self.policy = policy
         if self.objective.needs_critic and self.critic_config is not None:
             self.critic = Critic(self.critic_config, causal_lm(policy).config.hidden_size)
-        if self.objective.needs_reference and (self.lora is None or self.reference_path is not None):
-            path = self.reference_path or self.policy_path
-            reference = load_policy(path, attn_implementation=self.attn_implementation)
-            self._reference = [reference.eval().requires_grad_(False)]
+        if self.objective.needs_reference:
+            path = self.reference_path or (self.policy_path if self.lora is None else None)
+            self._reference = Reference(path, self.attn_implementation)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -140,9 +137,18 @@ class RLModule(L.LightningModule):
             critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = self.optimizer(groups)
-        if self.lr_scheduler is None:
-            return optimizer
-        return [optimizer], [{"scheduler": self.lr_scheduler(optimizer), "interval": "step"}]
+        self._optimizer_settings = settings_of(optimizer)
+        return with_schedule(optimizer, self.lr_scheduler)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if gradient_clip_val:
+            clip_apart(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def policy_weights(self) -> NamedTensors:
         """Stream the policy's weights for an engine, adapters merged, under their Hugging Face names."""
@@ -184,14 +190,10 @@ class RLModule(L.LightningModule):
             if values is not None:
                 results["values"] = values
         if self.objective.needs_reference:
-            results["ref_logps"] = self._reference_logps(part)
+            assert self.policy is not None
+            assert self._reference is not None
+            results["ref_logps"] = self._reference.logps(self.policy, part)
         return results
-
-    def _reference_logps(self, part: RolloutBatch) -> Tensor:
-        assert self.policy is not None
-        model = self._reference[0].to(self.device) if self._reference else self.policy
-        with nullcontext() if self._reference else model.disable_adapter():  # type: ignore[operator]
-            return response_logps(model, part)[0]
 
     def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute log-probs, entropies and values of the response tokens, (B, T) each."""
@@ -201,9 +203,7 @@ class RLModule(L.LightningModule):
             logps, entropy, states, index = response_logps(self.policy, batch)
         if not self.objective.needs_entropy_grad:
             entropy = entropy.detach()
-        values = None
-        if self.critic is not None:
-            values = self.critic(batch, states, index)
+        values = None if self.critic is None else self.critic(batch, states, index)
         return logps, entropy, values
 
     # Training
@@ -232,82 +232,60 @@ class RLModule(L.LightningModule):
         if self.objective.stop_at_kl is None:
             return
         if self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > self.objective.stop_at_kl:
-            self._skip_updates = True
-
-    @property
-    def _critic_warming_up(self) -> bool:
-        config = self.critic_config
-        return self.critic is not None and config is not None and self.current_epoch < config.warmup_iterations
+            self._update.is_stopped = True
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
-        parts, self._micro_batches = self._micro_batches, []
-        zero = torch.zeros(())
-        metrics = {
-            name: sum((part.get(name, zero) for part in parts), zero) / len(parts) for name in set().union(*parts)
-        }
+        metrics = mean_of_step(self._micro_batches)
+        self._micro_batches.clear()
         self.iteration_log.update(metrics)
         self._check_kl(metrics)
-        if self._skip_updates:
+        if self._update.is_stopped:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
             return
-        if self._critic_warming_up:
+        if self.critic_config is not None and self.current_epoch < self.critic_config.warmup_iterations:
             for parameter in self.policy.parameters():
                 parameter.grad = None
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        if gradients:
+        if gradients := [p.grad for p in self.policy.parameters() if p.grad is not None]:
             self.iteration_log.mean("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
 
     @override
     def on_train_start(self) -> None:
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
+        self._finish_iteration()
+        if self._saved is not None:
+            apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
+            if self._saved["is_within"]:
+                self.iteration_log.load_state_dict(self._saved["log"])
+                self._update = UpdateState(**self._saved["update"])
+            self._saved = None
 
     @override
     def on_train_epoch_start(self) -> None:
-        self._skip_updates = False
+        self._update = UpdateState(first_step=self.trainer.global_step)
         self._micro_batches.clear()
-        self._validated = {}
+        self._finish_iteration()
 
-    def close_iteration(self) -> None:
-        """Close the iteration's log and give its metrics to the loggers and to `trainer.callback_metrics`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.iteration_log.lap("update")
-        self._metrics = self.iteration_log.close(self.trainer)
-        self._check_finite(self._metrics)
-        warn_of_mismatch(self._metrics.get("mismatch/kl", 0.0), self.current_epoch + 1)
-        self._log(self._metrics)
+    def _finish_iteration(self) -> None:
+        """Have the Trainer finish this iteration before it obeys `should_stop`: a part of one cannot be resumed."""
+        loop = self.trainer.fit_loop
+        loop.min_epochs = max(loop.min_epochs or 0, self.current_epoch + 1)
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = {**self._metrics, **self._validated}
+        metrics = {**self.iteration_metrics, **self._update.validated}
         call_rollout_hook(self.trainer, "on_iteration_end", self.current_epoch + 1, metrics)
         self.iteration_log.open()
-
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        """Log over the iterations, not over micro-batches as Lightning would, and before a checkpoint is written."""
-        self.log_dict(dict(metrics), logger=False)
-        for logger in self.trainer.loggers:
-            logger.log_metrics(dict(metrics), step=self.current_epoch)
-            logger.save()
-
-    def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Raise RuntimeError if the update has broken the policy, before a checkpoint holds it."""
-        for name in ("train/loss", "train/grad_norm"):
-            if not isfinite(metrics.get(name, 0.0)):
-                raise RuntimeError(
-                    f"`{name}` is {metrics[name]} in iteration {self.current_epoch + 1}: the update has broken the "
-                    "policy. Resume from the last checkpoint, which is older, with a lower learning rate, or clip "
-                    "gradients (`trainer.gradient_clip_val`)."
-                )
 
     # Evaluation
 
     @override
     def validation_step(self, batch: list[Rollout], batch_idx: int) -> None:
-        self.val_accuracy.update([(rollout.group, rollout.is_correct) for rollout in batch])
+        self.held_out.add(batch)
+
+    test_step = validation_step
 
     @override
     def on_validation_start(self) -> None:
@@ -328,13 +306,16 @@ class RLModule(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        accuracy = {f"val/{name}": float(value) for name, value in self.val_accuracy.compute().items()}
-        self.val_accuracy.reset()
+        metrics = self.held_out.read("val")
         if self._is_fitting:
-            self._validated = accuracy
-            self._log(accuracy)
+            self._update.validated = metrics
+            log_of_iteration(self, metrics)
         else:
-            self.log_dict(accuracy)
+            self.log_dict(metrics)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.log_dict(self.held_out.read("test"))
 
     @override
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:
@@ -344,11 +325,11 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["iteration"] = hand_over(self.trainer, self._update, self.iteration_log, self._optimizer_settings)
         checkpoint["policy"] = {"path": self.policy_path, "lora": None if self.lora is None else asdict(self.lora)}
         if self.lora is not None:
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
             state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
+            checkpoint["state_dict"] = {name: state[name] for name in state if name in self._trained_names}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -358,16 +339,11 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"The checkpoint was written with `lora` {saved}, this run has {self.lora}; make them equal."
             )
-        if self.lora is not None:
-            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            if missing := trained - checkpoint["state_dict"].keys():
-                raise ValueError(f"The checkpoint lacks trained weights, among them {sorted(missing)[:3]}.")
+        if self.lora is not None and (missing := self._trained_names - checkpoint["state_dict"].keys()):
+            raise ValueError(f"The checkpoint lacks trained weights, among them {sorted(missing)[:3]}.")
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            self._saved = take_up(checkpoint)
 
-
-class _CloseIteration(L.Callback):
-    """Closes the log before the `on_train_epoch_end` of all other callbacks, which find the metrics there."""
-
-    @override
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if isinstance(pl_module, RLModule):
-            pl_module.close_iteration()
+    @property
+    def _trained_names(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}

@@ -10,11 +10,13 @@ import pytest
 from tlt_lightning import RewardTerm
 from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.collector import RolloutCollector
+from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.rewards import RewardPool
 
+SPECIAL = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": 0}
 PROMPTS = [Prompt(f"q{number}", [2], question=f"q{number}") for number in range(5)]
 
 
@@ -35,7 +37,7 @@ class Scripted(RolloutEngine):
         for running, seconds in ((1, self.fast), (0, self.fast + self.slow)):
             on_progress(RolloutProgress(0, running, len(requests) - running, 0, 2, seconds))
         for request in requests[self.num_unanswered :]:
-            yield Response(request.id, [1, 1], [-1.0, self.logp], "stop", (0,))
+            yield Response(request.id, [5, 1], [-1.0, self.logp], "stop", (0,))
 
     def wake(self) -> None:
         self.calls.append("wake")
@@ -62,6 +64,12 @@ class Idle:
         yield IdleWindow(lambda: False, self.num_writing)
 
 
+class NoSync(WeightSync):
+    """Leaves the engine as it is."""
+
+    def sync(self, trainer: Any) -> None: ...
+
+
 @pytest.fixture
 def hooks() -> list[str]:
     return []
@@ -71,10 +79,11 @@ def hooks() -> list[str]:
 def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
     callback = SimpleNamespace(**{name: lambda *_, name=name: hooks.append(name) for name in ROLLOUT_HOOKS})
     trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, global_step=0, predicting=False)
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: f"text of {ids}", **SPECIAL)
     pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
     idle: Any = Idle()
-    yield RolloutCollector(trainer, Scripted(), tokenizer, pool, IterationLog(), idle)
+    engine = Scripted()
+    yield RolloutCollector(trainer, engine, NoSync(engine), tokenizer, [9], pool, IterationLog(), idle)
     pool.close()
 
 
@@ -88,6 +97,11 @@ def test_responses_come_in_order_by_group_with_their_rewards(collector: RolloutC
     assert all(rollout.rewards == {"one": 1.0} and rollout.reward == 0.5 for rollout in rollouts)
     assert hooks == ["on_rollout_start", "on_rollout_progress", "on_rollout_progress", "on_rollout_idle"]
     assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+def test_rewards_see_special_tokens_but_not_those_that_end_a_response(collector: RolloutCollector) -> None:
+    assert {rollout.text for rollout in collect(collector)} == {"text of [5]"}
+    assert collector._decode([0, 5, 7, 9, 1]) == "text of [5, 7]"
 
 
 def test_without_prompts_only_the_others_are_waited_for(collector: RolloutCollector, hooks: list[str]) -> None:

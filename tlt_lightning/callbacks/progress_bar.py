@@ -54,6 +54,7 @@ class RolloutProgressBar(RolloutCallback):
         self.show_completions = show_completions
         self.refresh_seconds = refresh_seconds
         self._display: _Display | None = None
+        self._total = 0
         self._next_update = float("inf")
 
     @override
@@ -66,7 +67,10 @@ class RolloutProgressBar(RolloutCallback):
         now = time.perf_counter()
         if now < self._next_update:
             return
+        if progress.total != self._total:  # another round of dynamic sampling
+            self._hide()
         if self._display is None:  # only now is the number of requests known
+            self._total = progress.total
             self._display = _display(trainer, rollout_label(trainer), progress.total, self.refresh_seconds)
         self._next_update = now + self._display.seconds
         self._display.update(progress)
@@ -100,6 +104,9 @@ class RolloutProgressBar(RolloutCallback):
 
     def _close(self) -> None:
         self._next_update = float("inf")
+        self._hide()
+
+    def _hide(self) -> None:
         if self._display is not None:
             self._display.close()
             self._display = None

@@ -94,12 +94,13 @@ class RolloutBatch:
     Args:
         input_ids: Prompt then response then padding. (B, S), int64
         prompt_lengths: Tokens of each prompt. (B,), int64
-        response_mask: 1 for response tokens that count in the loss. (B, T), float32
+        response_mask: 1 for response tokens that count in the loss, 0 for padding and what is masked. (B, T), float32
         rollout_logps: Log-probability of each token in the distribution it was sampled from. (B, T), float32
         rewards: Weighted reward of each sequence. (B,), float32
         groups: Sequences with equal numbers answer the same prompt. (B,), int64
         policy_versions: Oldest weights that wrote each sequence. (B,), int64
         truncated: Sequences that hit the length limit. (B,), bool
+        response_lengths: Response tokens of each sequence, masked ones included; None takes the mask's. (B,), int64
         temperature: Sampling temperature; the trainer's log-probs are computed at it.
         old_logps: Log-probs under the policy before this iteration's first update; None until they are known.
             (B, T), float32
@@ -123,6 +124,7 @@ class RolloutBatch:
     groups: Tensor
     policy_versions: Tensor
     truncated: Tensor
+    response_lengths: Tensor = None  # type: ignore[assignment]
     temperature: float = 1.0
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
@@ -134,13 +136,12 @@ class RolloutBatch:
     num_shares: int = 1
     rows: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.response_lengths is None:
+            self.response_lengths = self.response_mask.sum(-1).long()
+
     def __len__(self) -> int:
         return self.input_ids.shape[0]
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """Response tokens of each sequence, (B,) in int64."""
-        return self.response_mask.sum(-1).long()
 
     @property
     def lengths(self) -> Tensor:

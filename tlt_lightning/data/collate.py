@@ -26,6 +26,7 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> 
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         groups=torch.tensor([rollout.group for rollout in rollouts]),
         policy_versions=torch.tensor([rollout.response.policy_versions[0] for rollout in rollouts]),
+        response_lengths=torch.tensor([len(part) for part in logps]),
         truncated=torch.tensor([rollout.is_truncated for rollout in rollouts]),
         temperature=temperature,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
 import lightning as L
 
 from tlt_lightning.data.batch import Prompt, Rollout
+from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog, tail_share
@@ -27,7 +28,9 @@ class RolloutCollector:
     Args:
         trainer: Whose callbacks are told and whose module is the policy.
         engine: Writes the responses.
+        weights: Keeps its weights equal to the policy's.
         tokenizer: Decodes them.
+        end_tokens: Token ids that end a response besides the tokenizer's own.
         rewards: Scores them while others are still being written.
         log: Takes the time of the stages sync, rollout, idle and reward, failed rewards, and what the engine says.
         idle: Finds out whether other workers still write; None with a single worker.
@@ -38,7 +41,9 @@ class RolloutCollector:
         self,
         trainer: L.Trainer,
         engine: RolloutEngine,
+        weights: WeightSync,
         tokenizer: PreTrainedTokenizerBase,
+        end_tokens: Collection[int],
         rewards: RewardPool,
         log: IterationLog,
         idle: IdleWindows | None = None,
@@ -46,12 +51,14 @@ class RolloutCollector:
     ) -> None:
         self.trainer = trainer
         self.engine = engine
+        self.weights = weights
         self.tokenizer = tokenizer
         self.rewards = rewards
         self.log = log
         self.idle = idle
         self.probe = probe
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
+        self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int, seed: int, first_group: int = 0
@@ -64,15 +71,18 @@ class RolloutCollector:
         if not prompts:
             self._spend_idle_time()
             return []
-        self._sync_weights()
+        self.engine.wake()
+        self.weights.sync(self.trainer)
+        self.log.lap("sync")
         groups = [(first_group + number, prompt) for number, prompt in enumerate(prompts) for _ in range(group_size)]
         requests = [Request(id=i, prompt_ids=prompt.ids, group=group) for i, (group, prompt) in enumerate(groups)]
-        call_rollout_hook(self.trainer, "on_rollout_start")
+        if not self._num_tokens:  # dynamic sampling rolls out several times an iteration
+            call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts: dict[int, Rollout] = {}
         for response in self._write(requests, sampling, seed):
             _check_finite(response)
             group, prompt = groups[response.request_id]
-            text = str(self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
+            text = self._decode(response.token_ids)
             rollouts[response.request_id] = Rollout(prompt=prompt, response=response, text=text, group=group)
             self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
         if missing := len(requests) - len(rollouts):
@@ -93,15 +103,9 @@ class RolloutCollector:
         self.log.lap("reward")
         return [rollouts[number] for number in range(len(requests))]
 
-    def _sync_weights(self) -> None:
-        """Give the engine its memory and the policy's current weights; their version is the optimizer step."""
-        self.engine.wake()
-        version = self.trainer.global_step
-        if self.engine.policy_version != version:
-            self.engine.update_weights(self.trainer.lightning_module.policy_weights(), version)  # type: ignore[operator]
-            self.engine.warm_up()
-            call_rollout_hook(self.trainer, "on_weights_synced", version)
-        self.log.lap("sync")
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text without what ends or pads it; other special tokens, `<think>` perhaps, are for rewards."""
+        return str(self.tokenizer.decode([token for token in token_ids if token not in self._unseen]))
 
     def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:
         trace: list[tuple[float, int]] = []

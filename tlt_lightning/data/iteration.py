@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
+from tlt_lightning.checks import check_sizes
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate, plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
     from tlt_lightning.data.prompts import PromptCursor
     from tlt_lightning.module import RLModule
+    from tlt_lightning.objectives.base import PolicyObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,41 +38,92 @@ class IterationSettings:
     inner_epochs: int
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
-    pad_id: int
+
+    def check(self, objective: PolicyObjective, *, accumulate_grad_batches: int, num_ranks: int) -> None:
+        """Raise MisconfigurationException unless an iteration splits evenly."""
+        check_sizes(
+            prompts_per_iteration=self.prompts_per_iteration,
+            group_size=self.group_size,
+            micro_batch_size=self.micro_batch_size,
+            accumulate_grad_batches=accumulate_grad_batches,
+            num_ranks=num_ranks,
+            max_tokens=self.sampling.max_tokens,
+            objective=objective,
+        )
 
 
 class PolicyIteration:
     """Makes the minibatches of one policy iteration with the policy's current weights.
+
+    A checkpoint within it is exact: until the first optimizer step it names the iteration's first prompt, with which a
+    resumed run begins anew; afterwards it holds the scored batch.
 
     Args:
         trainer: Runs the iteration; its `current_epoch` is the iteration's number.
         module: The policy, its objective and the log of the iteration.
         collector: Writes and rewards the responses.
         settings: Sizes and sampling.
+        cursor: Draws the prompts.
+        saved: What `state` returned in the run that is resumed within this iteration.
     """
 
     def __init__(
-        self, trainer: L.Trainer, module: RLModule, collector: RolloutCollector, settings: IterationSettings
+        self,
+        trainer: L.Trainer,
+        module: RLModule,
+        collector: RolloutCollector,
+        settings: IterationSettings,
+        cursor: PromptCursor,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.trainer = trainer
         self.module = module
         self.log = module.iteration_log
         self.collector = collector
         self.settings = settings
+        self.cursor = cursor
+        self.first_prompt = cursor.position
+        self.first_step = trainer.global_step if saved is None else saved["first_step"]
+        self._batch = None if saved is None else RolloutBatch(**saved["batch"])
 
-    def minibatches(self, prompts: Sequence[Prompt], cursor: PromptCursor) -> Iterator[RolloutBatch]:
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken in this iteration so far."""
+        return self.trainer.global_step - self.first_step
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what the rest of the update needs, as tensors and primitives; None before it and after it."""
+        if (
+            self._batch is None
+            or not 0 < self.num_steps < self._steps_per_pass(self._batch) * self.settings.inner_epochs
+        ):
+            return None
+        batch = {item.name: getattr(self._batch, item.name) for item in fields(self._batch)}
+        return {"first_step": self.first_step, "batch": batch}
+
+    def minibatches(self, prompts: Sequence[Prompt]) -> Iterator[RolloutBatch]:
         """Roll out, score, and yield one micro-batch after the other, `inner_epochs` times over all responses."""
+        accumulate = self.trainer.accumulate_grad_batches  # a callback may have changed it
+        self.settings.check(
+            self.module.objective, accumulate_grad_batches=accumulate, num_ranks=self.trainer.world_size
+        )
         self.log.lap("other")
-        rollouts = self._collect(prompts, cursor)
-        batch = collate(rollouts, pad_id=self.settings.pad_id, temperature=self.settings.sampling.temperature)
+        if self._batch is None:
+            self._batch = self._roll_out(prompts)
+        yield from islice(self._cut(self._batch), self.num_steps * accumulate, None)
+
+    def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
+        tokenizer = self.collector.tokenizer
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        batch = collate(self._collect(prompts), pad_id=pad_id, temperature=self.settings.sampling.temperature)
         self.log.lap("other")
         batch = self._score(batch)
         self.log.lap("logprobs")
         call_rollout_hook(self.trainer, "on_rollout_scored", batch)
         self.log.lap("other")
-        yield from self._cut(batch)
+        return batch
 
-    def _collect(self, prompts: Sequence[Prompt], cursor: PromptCursor) -> list[Rollout]:
+    def _collect(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Roll out this rank's share of groups; with dynamic sampling, of groups with a learning signal."""
         trainer, settings, dynamic = self.trainer, self.settings, self.settings.dynamic_sampling
         wanted = settings.prompts_per_iteration // trainer.world_size
@@ -81,7 +135,7 @@ class PolicyIteration:
             num_drawn = max_over_ranks(trainer, missing) * trainer.world_size
             if not num_drawn:
                 break
-            drawn = cursor.take(num_drawn, rank=trainer.global_rank, world_size=trainer.world_size)[:missing]
+            drawn = self.cursor.take(num_drawn, rank=trainer.global_rank, world_size=trainer.world_size)[:missing]
             rollouts = self.collector.collect(
                 [prompts[i] for i in drawn],
                 settings.sampling,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_type
-from tlt_lightning.checks import check_context, check_sizes, check_trainer
+from tlt_lightning.checks import accumulations, check_context, check_trainer, warn_of_filters
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
@@ -23,10 +24,12 @@ from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
+from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.policy import end_token_ids, load_tokenizer
+from tlt_lightning.resume import check_update, warn_of_changes
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.seeds import run_seed, seed_of
@@ -110,6 +113,16 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward_timeout = reward_timeout
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
+        self._settings = IterationSettings(
+            group_size=group_size,
+            prompts_per_iteration=prompts_per_iteration,
+            micro_batch_size=micro_batch_size,
+            inner_epochs=inner_epochs,
+            dynamic_sampling=dynamic_sampling,
+            sampling=sampling,
+        )
+        self._iteration: PolicyIteration | None = None
+        self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
 
     # Set-up and tear-down
 
@@ -118,15 +131,11 @@ class RolloutDataModule(L.LightningDataModule):
         """Read the prompts, then load the engine: while the accelerator is empty, and after all checks have passed."""
         check_trainer(self._trainer)
         if stage == "fit":
-            check_sizes(
-                prompts_per_iteration=self.prompts_per_iteration,
-                group_size=self.group_size,
-                micro_batch_size=self.micro_batch_size,
-                accumulate_grad_batches=self._trainer.accumulate_grad_batches,
-                num_ranks=self._trainer.world_size,
-                max_tokens=self.sampling.max_tokens,
-                objective=self._module.objective,
-            )
+            for steps in accumulations(self._trainer):
+                self._settings.check(
+                    self._module.objective, accumulate_grad_batches=steps, num_ranks=self._trainer.world_size
+                )
+            warn_of_filters(self.sampling)
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
         check_context(policy, max_model_len)
@@ -134,6 +143,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
+        self._iteration, self._saved_iteration = None, None
+        self._weights = WeightSync(self.engine)
+        self._end_tokens = end_token_ids(policy)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer) if self._trainer.world_size > 1 else None
         self.idle = None if self.liveness is None else IdleWindows(self.liveness)
@@ -185,13 +197,48 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         assert self.cursor is not None, "`state_dict` before `setup`"
-        return {"cursor": self.cursor.position, "engine": self.engine.state_dict()}
+        iteration = self._iteration
+        is_anew = iteration is not None and iteration.num_steps == 0  # a resumed run begins it again
+        own = {"engine": self.engine.state_dict(), "iteration": None if iteration is None else iteration.state()}
+        ranks = [own]
+        if self._trainer.world_size > 1 and not self._trainer.interrupted:  # the others may not come after an error
+            ranks = [own] * self._trainer.world_size
+            torch.distributed.all_gather_object(ranks, own)
+        return {
+            "cursor": iteration.first_prompt if is_anew and iteration is not None else self.cursor.position,
+            "ranks": ranks,
+            "settings": self._kept_settings,
+        }
+
+    @property
+    def _kept_settings(self) -> dict[str, int]:
+        """What a resumed run must not change to go on exactly."""
+        prompts = b"".join(repr(prompt.ids).encode() for prompt in self.train_prompts)
+        return {
+            "seed_everything": run_seed(),
+            "number of workers": self._trainer.world_size,
+            "data.group_size": self.group_size,
+            "data.prompts_per_iteration": self.prompts_per_iteration,
+            "data.micro_batch_size": self.micro_batch_size,
+            "data.inner_epochs": self.inner_epochs,
+            "trainer.accumulate_grad_batches": self._trainer.accumulate_grad_batches,
+            "number of training prompts": len(self.train_prompts),
+            "checksum of the training prompts": zlib.crc32(prompts),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert self.cursor is not None, "`load_state_dict` before `setup`"
+        ranks, rank = state_dict["ranks"], self._trainer.global_rank
         self.cursor.position = state_dict["cursor"]
-        self.engine.load_state_dict(state_dict["engine"])
+        self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
+        if self._trainer.state.fn != "fit":
+            return
+        saved, now = state_dict["settings"], self._kept_settings
+        if any(state["iteration"] is not None for state in ranks):
+            check_update(saved, now)
+            self._saved_iteration = ranks[rank]["iteration"]
+        warn_of_changes(saved, now)
 
     # Loaders
 
@@ -203,6 +250,8 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def val_dataloader(self) -> RolloutLoader[list[Rollout]] | list[Any]:
         return RolloutLoader(1, self._val_rollouts) if self.val_prompts else []
+
+    test_dataloader = val_dataloader
 
     @override
     def predict_dataloader(self) -> RolloutLoader[list[Rollout]]:
@@ -218,17 +267,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _train_batches(self) -> Iterator[RolloutBatch]:
         assert self.cursor is not None
-        settings = IterationSettings(
-            group_size=self.group_size,
-            prompts_per_iteration=self.prompts_per_iteration,
-            micro_batch_size=self.micro_batch_size,
-            inner_epochs=self.inner_epochs,
-            dynamic_sampling=self.dynamic_sampling,
-            sampling=self.sampling,
-            pad_id=self._pad_id,
+        collector = self._collector(self._module.iteration_log)
+        self._iteration = PolicyIteration(
+            self._trainer, self._module, collector, self._settings, self.cursor, self._saved_iteration
         )
-        iteration = PolicyIteration(self._trainer, self._module, self._collector(self._module.iteration_log), settings)
-        yield from iteration.minibatches(self.train_prompts, self.cursor)
+        self._saved_iteration = None
+        yield from self._iteration.minibatches(self.train_prompts)
 
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
         rank, world_size = self._trainer.global_rank, self._trainer.world_size
@@ -244,7 +288,17 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
-        return RolloutCollector(self._trainer, self.engine, self.tokenizer, self.pool, log, self.idle, self._probe)
+        return RolloutCollector(
+            self._trainer,
+            self.engine,
+            self._weights,
+            self.tokenizer,
+            self._end_tokens,
+            self.pool,
+            log,
+            self.idle,
+            self._probe,
+        )
 
     @property
     def _trainer(self) -> L.Trainer:
@@ -254,8 +308,3 @@ class RolloutDataModule(L.LightningDataModule):
     @property
     def _module(self) -> RLModule:
         return cast("RLModule", self._trainer.lightning_module)
-
-    @property
-    def _pad_id(self) -> int:
-        pad_id = self.tokenizer.pad_token_id
-        return self.tokenizer.eos_token_id if pad_id is None else pad_id  # never seen by the loss

@@ -1,0 +1,211 @@
+"""Runs that are saved within an iteration, stopped within one, or resumed with other settings."""
+
+import itertools
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tlt_lightning import CriticConfig, RolloutCallback
+from tlt_lightning.objectives import GRPO, PPO
+
+Paths = tuple[str, str, Path]
+STEPS = 4  # optimizer steps an iteration: two passes over two steps of two micro-batches
+
+
+@pytest.fixture
+def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
+    return policy_path, prompts_path, tmp_path
+
+
+class SaveAt(RolloutCallback):
+    """Saves a checkpoint in the second iteration when a hook is called for the n-th time."""
+
+    def __init__(self, path: Path, hook: str, number: int) -> None:
+        self.path, self.hook, self.left = path, hook, number
+
+    def _count(self, trainer: L.Trainer, hook: str) -> None:
+        if hook == self.hook and trainer.current_epoch == 1 and not trainer.sanity_checking:
+            self.left -= 1
+            if self.left == 0:
+                trainer.save_checkpoint(self.path)
+
+    def on_rollout_progress(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "progress" if trainer.training else "validation")
+
+    def on_rollout_scored(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "scored")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "batch")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "validated")
+
+
+class History(RolloutCallback):
+    """Keeps the metrics of each iteration, but for times."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def on_iteration_end(self, trainer: Any, pl_module: Any, iteration: int, metrics: dict[str, float]) -> None:
+        clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail")
+        self.rows[iteration] = {name: value for name, value in metrics.items() if not name.startswith(clocks)}
+
+
+def run(
+    paths: Paths, *callbacks: L.Callback, ckpt: Path | None = None, module: dict[str, Any] | None = None, **other: Any
+) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, float]], L.Trainer]:
+    L.seed_everything(11)
+    policy_path, prompts_path, root = paths
+    data_settings = other.pop("data", {})
+    history = History()
+    settings = {"max_epochs": 3, "limit_val_batches": 1.0, "check_val_every_n_epoch": 2, **other}
+    trainer = make_trainer(root, history, *callbacks, **settings)
+    policy = make_module(policy_path, **(module or {}))
+    trainer.fit(policy, make_data(prompts_path, **{"inner_epochs": 2, **data_settings}), ckpt_path=ckpt)
+    return weights(policy), history.rows, trainer
+
+
+@pytest.mark.parametrize(
+    ("hook", "number"),
+    [("progress", 1), ("scored", 1), *(("batch", n) for n in range(1, 9)), ("validation", 1), ("validated", 1)],
+)
+def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(hook: str, number: int, paths: Paths) -> None:
+    path = paths[2] / "within.ckpt"
+    whole, history, _ = run(paths, SaveAt(path, hook, number))
+    recorder = Recorder()
+    resumed, rest, trainer = run(paths, recorder, ckpt=path)
+    assert trainer.global_step == 3 * STEPS
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    assert set(rest) == {2, 3}
+    for iteration, metrics in rest.items():
+        assert metrics == pytest.approx(history[iteration])
+
+
+def test_an_update_that_had_stopped_at_its_kl_stays_stopped(paths: Paths) -> None:
+    path = paths[2] / "within.ckpt"
+    module = {"objective": PPO(target_kl=1e-6), "critic": CriticConfig(lr=1e-3)}
+    whole, _, _ = run(paths, SaveAt(path, "batch", 6), module=module)
+    resumed, _, _ = run(paths, module=module, ckpt=path)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_a_run_told_to_stop_within_an_iteration_finishes_it(paths: Paths) -> None:
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.should_stop = True  # as `Trainer(max_time)` does
+
+    checkpoints = ModelCheckpoint(paths[2], "{epoch}", save_top_k=-1)
+    whole, _, _ = run(paths)
+    _, history, trainer = run(paths, Stop(), checkpoints, enable_checkpointing=True)
+    assert trainer.global_step == 2 * STEPS
+    assert set(history) == {1, 2}
+    resumed, _, _ = run(paths, ckpt=paths[2] / "epoch=1.ckpt")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+# Changed settings
+
+
+def checkpoint_of(paths: Paths, **settings: Any) -> Path:
+    checkpoints = ModelCheckpoint(paths[2], "first", save_top_k=-1, save_on_train_epoch_end=True)
+    run(paths, checkpoints, max_epochs=1, enable_checkpointing=True, **settings)
+    return paths[2] / "first.ckpt"
+
+
+@pytest.mark.parametrize("number", [5, 6, 7])
+def test_a_requeue_amid_an_optimizer_step_resumes_exactly(
+    number: int, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when the weights have moved and the Trainer has not counted the step."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+
+    def build(signalled: bool) -> dict[str, Any]:
+        def optimizer(groups: Any) -> torch.optim.Optimizer:
+            adam, steps = torch.optim.AdamW(groups, lr=3e-3), itertools.count(1)
+            if signalled:
+                adam.register_step_post_hook(
+                    lambda *_: os.kill(os.getpid(), signal.SIGUSR1) if next(steps) == number else None
+                )
+            return adam
+
+        return {"optimizer": optimizer}
+
+    plugin = SLURMEnvironment(auto_requeue=True)
+    whole, _, _ = run(paths, module=build(True), plugins=[plugin])
+    saved = paths[2] / "hpc_ckpt_1.ckpt"
+    assert torch.load(saved, weights_only=True)["global_step"] == number
+    monkeypatch.delenv("SLURM_JOB_ID")
+    resumed, _, _ = run(paths, module=build(False), ckpt=saved)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_another_learning_rate_on_resume_is_used_and_said(
+    scheduled: bool, paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    def settings(lr: float) -> dict[str, Any]:
+        halving = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5)  # noqa: E731
+        return {
+            "optimizer": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=lr),
+            "lr_scheduler": halving if scheduled else None,
+        }
+
+    path = checkpoint_of(paths, module=settings(3e-3))
+    same, _, _ = run(paths, module=settings(3e-3), ckpt=path)
+    assert "Resumed with" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        other, _, trainer = run(paths, module=settings(3e-4), ckpt=path)
+    assert "another `lr` of the optimizer: 0.0003 instead of 0.003" in caplog.text
+    group = trainer.optimizers[0].param_groups[0]
+    assert group["lr"] == pytest.approx(3e-4 * (0.5 ** (3 * STEPS) if scheduled else 1))
+    assert group["weight_decay"] == 3e-4
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in same.items())
+
+
+def test_settings_that_change_what_comes_are_named_on_resume(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoint_of(paths)
+    with caplog.at_level(logging.WARNING):
+        run(paths, ckpt=path)
+        assert "goes on otherwise" not in caplog.text
+        run(paths, ckpt=path, data={"group_size": 8})
+    assert "data.group_size was 4 and is 8" in caplog.text
+    assert "prompts" not in caplog.text
+
+
+def test_other_prompts_are_named_on_resume(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoint_of(paths)
+    other = paths[2] / "other.jsonl"
+    other.write_text("".join(line + "\n" for line in reversed(Path(paths[1]).read_text().splitlines())))
+    with caplog.at_level(logging.WARNING):
+        run((paths[0], str(other), paths[2]), ckpt=path)
+    assert "checksum of the training prompts was" in caplog.text
+    assert "number of training prompts" not in caplog.text
+
+
+def test_an_update_that_is_split_otherwise_is_not_gone_on_with(paths: Paths) -> None:
+    path = paths[2] / "within.ckpt"
+    run(paths, SaveAt(path, "batch", 4))
+    with pytest.raises(ValueError, match=r"within an iteration's update.*data\.micro_batch_size was 4 and is 2"):
+        run(paths, ckpt=path, data={"micro_batch_size": 2})
+
+
+def test_a_checkpoint_can_be_validated_by_a_run_of_another_size(paths: Paths) -> None:
+    path = checkpoint_of(paths)
+    trainer = make_trainer(paths[2], limit_val_batches=1.0)
+    module = make_module(paths[0], objective=GRPO())
+    (metrics,) = trainer.validate(module, make_data(paths[1], group_size=2), ckpt_path=path, verbose=False)
+    assert set(metrics) >= {"val/accuracy", "val/reward", "val/length"}

@@ -1,0 +1,42 @@
+"""The engine's weights follow the policy's."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from torch import nn
+
+from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.hooks import call_rollout_hook
+
+
+class WeightSync:
+    """Gives the engine the policy's weights whenever these have changed, whoever has changed them.
+
+    The optimizer's steps alone do not tell: callbacks swap weights for a validation (`EMAWeightAveraging`) and back.
+
+    Args:
+        engine: What rolls out.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self._fingerprint: tuple[int, ...] = ()
+
+    def sync(self, trainer: L.Trainer) -> None:
+        """Bring the engine up to date; the version of the weights is the number of optimizer steps."""
+        module, version = trainer.lightning_module, trainer.global_step
+        fingerprint = fingerprint_of(module)
+        if self.engine.policy_version == version and fingerprint == self._fingerprint:
+            return
+        self._fingerprint = ()  # a sync that fails leaves weights that are nobody's
+        self.engine.update_weights(module.policy_weights(), version)  # type: ignore[operator]
+        self._fingerprint = fingerprint
+        self.engine.warm_up()
+        call_rollout_hook(trainer, "on_weights_synced", version)
+
+
+def fingerprint_of(module: nn.Module) -> tuple[int, ...]:
+    """Return a hash of each parameter's bits; changes behind autograd's back (`tensor.data`) show, too."""
+    hashes = [torch.hash_tensor(parameter.detach()) for parameter in module.parameters()]
+    return tuple(torch.stack(hashes).tolist()) if hashes else ()

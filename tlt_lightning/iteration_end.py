@@ -1,0 +1,44 @@
+"""The end of an iteration: its log is closed before any callback looks for its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from typing_extensions import override
+
+from tlt_lightning.checks import check_policy_is_whole
+from tlt_lightning.engine.probe import warn_of_mismatch
+
+
+class CloseIteration(L.Callback):
+    """Closes the log before the `on_train_epoch_end` of all other callbacks, which find the metrics in the Trainer."""
+
+    @classmethod
+    def put_first(cls, trainer: L.Trainer) -> None:
+        """Have it called before a Trainer's other callbacks."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, cls) for callback in callbacks):
+            callbacks.insert(0, cls())
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not hasattr(pl_module, "iteration_log"):
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        pl_module.iteration_log.lap("update")
+        pl_module.iteration_metrics = metrics = pl_module.iteration_log.close(trainer)
+        check_policy_is_whole(pl_module, metrics)
+        warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1)
+        log_of_iteration(pl_module, metrics)
+
+
+def log_of_iteration(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
+    """Log over the iterations, not over micro-batches as Lightning would, and before a checkpoint is written."""
+    module.log_dict(dict(metrics), logger=False)
+    for logger in module.trainer.loggers:
+        logger.log_metrics(dict(metrics), step=module.current_epoch)
+        logger.save()

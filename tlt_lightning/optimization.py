@@ -1,0 +1,81 @@
+"""The optimizer of a run: its schedule, its clipping, and settings that a resumed run has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+log = logging.getLogger(__name__)
+
+Settings = dict[str, Any]
+"""Of one parameter group of an optimizer, by name."""
+
+
+def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None) -> Any:
+    """Return what `configure_optimizers` returns: the optimizer, and a scheduler that moves once an optimizer step.
+
+    Raises:
+        MisconfigurationException: The scheduler follows a metric, and none is named.
+    """
+    if build is None:
+        return optimizer
+    scheduler = build(optimizer)
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+    if (monitor := getattr(scheduler, "monitor", None)) is None:
+        raise MisconfigurationException(
+            "`lr_scheduler` torch.optim.lr_scheduler.ReduceLROnPlateau has no way to name a metric; use "
+            "`lightning.pytorch.cli.ReduceLROnPlateau` with, for example, `monitor: reward/mean` and `mode: max`."
+        )
+    return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "monitor": monitor}]
+
+
+def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
+    """Clip each parameter group's gradient by its own norm, so that a critic's does not shrink the policy's."""
+    clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_
+    for group in optimizer.param_groups:
+        clip(group["params"], value)
+
+
+def settings_of(optimizer: Optimizer) -> list[Settings]:
+    """Return the settings of an optimizer's parameter groups that are primitives: learning rates, decay, ..."""
+    return [
+        {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
+        for group in optimizer.param_groups
+    ]
+
+
+def apply_changed(trainer: L.Trainer, saved: Sequence[Settings], wanted: Sequence[Settings]) -> None:
+    """Use what this run sets otherwise than the one it resumes, which the restored optimizer has overwritten.
+
+    A learning rate under a scheduler changes in proportion.
+
+    Args:
+        trainer: Its optimizer and schedulers have been restored from the checkpoint.
+        saved: `settings_of` the optimizer of the run that is resumed, when it was made.
+        wanted: `settings_of` this run's.
+    """
+    optimizer, schedulers = trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs]
+    for number, (group, old, new) in enumerate(zip(optimizer.param_groups, saved, wanted, strict=False)):
+        for name in sorted(new.keys() & old.keys()):
+            if new[name] == old[name] or name == "initial_lr":
+                continue
+            log.warning("Resumed with another `%s` of the optimizer: %s instead of %s.", name, new[name], old[name])
+            if name != "lr" or not schedulers or not old["lr"]:
+                group[name] = new[name]
+                continue
+            factor = new["lr"] / old["lr"]
+            group["lr"] *= factor
+            if "initial_lr" in group:
+                group["initial_lr"] *= factor
+            for scheduler in schedulers:
+                if hasattr(scheduler, "base_lrs"):
+                    scheduler.base_lrs[number] *= factor

@@ -1,0 +1,29 @@
+"""The frozen policy that a KL penalty is measured from."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.policy import load_policy, response_logps
+
+
+class Reference:
+    """A frozen model, or the policy with its adapters off; no module, so that no checkpoint or optimizer sees it.
+
+    Args:
+        path: Path or hub name of the model; None takes the policy without its adapters, at no cost in memory.
+        attn_implementation: Attention of Hugging Face.
+    """
+
+    def __init__(self, path: str | None, attn_implementation: str) -> None:
+        self._model = None
+        if path is not None:
+            self._model = load_policy(path, attn_implementation=attn_implementation).eval().requires_grad_(False)
+
+    def logps(self, policy: nn.Module, batch: RolloutBatch) -> Tensor:
+        """Return the log-probs of the response tokens, (B, T), on the batch's device."""
+        if self._model is not None:
+            return response_logps(self._model.to(batch.input_ids.device), batch)[0]
+        with policy.disable_adapter():  # type: ignore[operator]
+            return response_logps(policy, batch)[0]

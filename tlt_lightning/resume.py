@@ -1,0 +1,136 @@
+"""Resuming: a run that was saved within an iteration, and one whose settings have changed since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from tlt_lightning.metrics import IterationLog
+
+log = logging.getLogger(__name__)
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+@dataclass
+class UpdateState:
+    """What an iteration's update knows beside weights and optimizer.
+
+    Args:
+        first_step: Optimizer steps before the iteration.
+        is_stopped: The policy has moved by `objective.stop_at_kl`, and moves no more in this iteration.
+        validated: Metrics of the iteration's last validation.
+    """
+
+    first_step: int = 0
+    is_stopped: bool = False
+    validated: dict[str, float] = field(default_factory=dict)
+
+
+def hand_over(
+    trainer: L.Trainer, update: UpdateState, log: IterationLog, optimizer: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what a checkpoint needs, as primitives, so that a run can go on from it within an iteration."""
+    return {
+        "update": asdict(update),
+        "log": log.state_dict(),
+        "optimizer": optimizer,
+        "num_batches": trainer.num_training_batches,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+
+
+def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return what `RLModule` has saved; where it was within an iteration, rewind the Trainer's loops in `checkpoint`.
+
+    They begin again behind the last optimizer step: Lightning would go on behind the last batch, whose gradient is lost
+    if it was not the step's last one. Before the first step the iteration begins anew, as after a checkpoint of the one
+    before. `is_within` says whether there is a part of an update to go on from.
+    """
+    saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    if epochs["ready"] != epochs["processed"]:
+        num_steps = checkpoint["global_step"] - saved["update"]["first_step"]
+        num_batches = num_steps * saved["accumulate_grad_batches"]
+        _rewind(checkpoint["loops"]["fit_loop"], num_batches, is_last=num_batches == saved["num_batches"])
+        saved["is_within"] = num_batches > 0
+        if num_batches == saved["num_batches"] and not saved["update"]["validated"]:
+            # A validation that was due is run anew; Lightning takes it for done unless it had begun.
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+            progress["current"].update(dict.fromkeys(_COUNTS, 0))
+            progress["total"].update(ready=1, started=1, processed=0, completed=0)
+    return saved
+
+
+def _rewind(loops: dict[str, Any], num_batches: int, *, is_last: bool) -> None:
+    batches = loops["epoch_loop.batch_progress"]
+    for name in _COUNTS:
+        batches["total"][name] += num_batches - batches["current"][name]
+        batches["current"][name] = num_batches
+    batches["is_last_batch"] = is_last
+    if num_batches == 0:
+        for progress in loops["epoch_progress"].values():
+            progress.update(dict.fromkeys(_COUNTS, progress["processed"]))
+
+
+def check_update(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError if an update that a checkpoint was saved in cannot go on because a setting has changed."""
+    if changes := _changes(saved, now):
+        raise ValueError(
+            f"The checkpoint was saved within an iteration's update, which these settings split otherwise: {changes}. "
+            "Set them back until that iteration is over, or resume from a checkpoint of an iteration's end."
+        )
+
+
+def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of each setting under which the resumed run goes on otherwise than the one that wrote the checkpoint."""
+    if changes := _changes(saved, now):
+        log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", changes)
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
+
+
+class Requeue(L.Callback):
+    """Has SLURM's requeue wait for the end of a micro-batch: amid an optimizer step there is nothing whole to save."""
+
+    def __init__(self) -> None:
+        self._is_busy = False
+        self._waiting: Callable[[], None] | None = None
+
+    @classmethod
+    def install(cls, trainer: L.Trainer) -> None:
+        """Stand before Lightning's handler of the signal, which the Trainer has not registered yet."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, cls) for callback in callbacks):
+            return
+        requeue = cls()
+        callbacks.append(requeue)
+        connector = trainer._signal_connector
+        save = connector._slurm_sigusr_handler_fn
+
+        def handle(signum: Any, frame: Any) -> None:
+            if requeue._is_busy:
+                requeue._waiting = lambda: save(signum, frame)
+            else:
+                save(signum, frame)
+
+        connector._slurm_sigusr_handler_fn = handle  # type: ignore[method-assign,assignment]
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._is_busy = True
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._is_busy = False
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            waiting()
