@@ -245,7 +245,8 @@ class RLModule(L.LightningModule):
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
             return
-        if self.critic_config is not None and self.current_epoch < self.critic_config.warmup_iterations:
+        config = self.critic_config
+        if self.critic is not None and config is not None and self.current_epoch < config.warmup_iterations:
             for parameter in self.policy.parameters():
                 parameter.grad = None
         if gradients := [p.grad for p in self.policy.parameters() if p.grad is not None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from tlt_lightning.callbacks.plots import COLORS, frame, save
 from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.seeds import given_seed
@@ -31,7 +32,6 @@ RECORDED = {
 }
 """What is kept of each iteration, and the metric it comes from."""
 
-COLORS = ("#0072b2", "#d55e00", "#009e73")  # told apart by colour-blind readers (Okabe and Ito)
 LABEL_POINTS = 12.0
 
 History = Mapping[int, Mapping[str, float | None]]
@@ -145,17 +145,10 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
 
 def draw(history: History, accuracy_before: float | None, path: Path, title: str) -> None:
     """Draw reward, held-out accuracy (if measured) and response lengths over the iterations into the file `path`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     before = {} if accuracy_before is None else {0: accuracy_before}
     accuracy = before | _series(history, "held_out_accuracy")
-    num_panels = 3 if accuracy else 2
-    # No pyplot: it would pick a backend for the whole process, which may be a notebook's.
-    figure = Figure(figsize=(7.5, 1.0 + 2.2 * num_panels), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, panels = frame(3 if accuracy else 2)
     figure.suptitle(title, fontweight="bold")
-    panels: Sequence[Axes] = figure.subplots(num_panels, 1, sharex=True)
     curves: list[dict[str, dict[int, float]]] = [{"": _series(history, "reward_mean")}]
     _draw_panel(panels[0], "Reward of the rollouts", "mean reward", curves[0])
     if accuracy:
@@ -165,11 +158,11 @@ def draw(history: History, accuracy_before: float | None, path: Path, title: str
     curves.append({label: _series(history, f"length_{label}") for label in ("max", "p99", "p50")})
     _draw_panel(panels[-1], "Length of the responses", "tokens (log scale)", curves[-1])
     _use_log_scale(panels[-1])
-    _use_iteration_axis(panels[-1], last=max(history))
+    panels[-1].set_xlim(-0.02 * max(history), 1.02 * max(history))
     figure.draw_without_rendering()  # settles the layout, which the labels' places depend on
     for panel, panel_curves in zip(panels, curves, strict=True):
         _label_ends(panel, panel_curves)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw_panel(panel: Axes, title: str, unit: str, curves: Mapping[str, Mapping[int, float]]) -> None:
@@ -178,9 +171,7 @@ def _draw_panel(panel: Axes, title: str, unit: str, curves: Mapping[str, Mapping
         panel.plot(list(curve), list(curve.values()), color=color, linewidth=1.6, marker=marker, markersize=3)
     panel.set_title(title, loc="left", fontsize=10)
     panel.set_ylabel(unit, fontsize=9)
-    panel.tick_params(labelsize=9)
     panel.grid(axis="y", color="0.9", linewidth=0.8)
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _label_ends(panel: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
@@ -196,14 +187,6 @@ def _label_ends(panel: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
         text = f"{label} {curve[end]:,.0f}" if label else f"{curve[end]:.3f}"
         place = (6, upper - height)
         panel.annotate(text, (end, curve[end]), place, textcoords="offset points", va="center", color=color, fontsize=9)
-
-
-def _use_iteration_axis(panel: Axes, last: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    panel.set_xlabel("iteration")
-    panel.set_xlim(-0.02 * last, 1.02 * last)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def _use_log_scale(panel: Axes) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_lightning.callbacks.plots import BLUE, GREEN, GREY, ORANGE, frame, save
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#888888"  # told apart by colour-blind readers
 MAX_MARKS = 20
 """Versions named above the picture; of more, every n-th is."""
 
@@ -33,19 +34,12 @@ def draw_drafter(history: History, path: str | Path) -> None:
         history: Metrics by name, one mapping an iteration, also where the drafter did nothing.
         path: Where to save; the ending chooses the format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     if not any("drafter/acceptance_after" in row or "speculation/acceptance_length" in row for row in history):
         missing = "`drafter/acceptance_after` or `speculation/acceptance_length`"
         raise ValueError(f"`history` has no acceptance to draw: no iteration has {missing}.")
     positions = _positions(history)
     drift = next((name for name in DRIFTS if _series(history, name)), None)
-    num_panels = 1 + bool(positions) + (drift is not None)
-    figure = Figure(figsize=(8, 1.2 + 2.4 * num_panels), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels: list[Axes] = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    figure, panels = frame(1 + bool(positions) + (drift is not None))
     _draw_acceptance(panels[0], history)
     if positions:
         _draw_agreement(panels[1], history, positions)
@@ -54,11 +48,7 @@ def draw_drafter(history: History, path: str | Path) -> None:
     for panel in panels:
         for iteration in _versions(history):
             panel.axvline(iteration, color="0.9", linewidth=0.8, zorder=0)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("iteration")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw_acceptance(axes: Axes, history: History) -> None:

@@ -1,0 +1,38 @@
+"""One palette and one frame for all pictures of a run; matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#888888"
+COLORS = (BLUE, ORANGE, GREEN)
+"""Told apart by colour-blind readers (Okabe and Ito)."""
+
+
+def frame(num_panels: int) -> tuple[Figure, list[Axes]]:
+    """Make a figure of panels one above the other, which share an axis of iterations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    # No pyplot: it would pick a backend for the whole process, which may be a notebook's.
+    figure = Figure(figsize=(8, 1.0 + 2.2 * num_panels), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels: list[Axes] = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=9)
+    panels[-1].set_xlabel("iteration")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return figure, panels
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure to the file `path`, whose folder is made if missing; its ending chooses the format."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
