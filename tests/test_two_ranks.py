@@ -71,3 +71,18 @@ def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path
     ended = launch(policy_path, prompts_path, tmp_path, "transformers", "die")
     assert ended.statuses != [0]
     assert time.perf_counter() - started < 90
+
+
+def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    def run(name: str, *checkpoint: str) -> list[dict]:
+        out = tmp_path / name
+        out.mkdir()
+        ended = run_ranks("tests.support.two_ranks_within", out, policy_path, prompts_path, str(out), *checkpoint)
+        assert ended.statuses == [0, 0], ended.stderr[-3000:]
+        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+    whole = run("whole")
+    resumed = run("resumed", str(tmp_path / "whole" / "within.ckpt"))
+    assert len({state["weights"] for state in (*whole, *resumed)}) == 1
+    assert {state["steps"] for state in (*whole, *resumed)} == {12}
+    assert [state["loaded"] for state in resumed] == [2, 4]  # each rank's engine has its own state back

@@ -1,0 +1,65 @@
+"""Run by test_two_ranks.py, once per rank: a run that is saved within an iteration, or the rest of it from there."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
+
+from tests.support.rl_runs import make_data, make_module, weights
+from tlt_lightning.engine import TransformersEngine
+
+
+class Learned(TransformersEngine):
+    """Learns a number on each rank, and reports the one that it went on from."""
+
+    learned, loaded = 0, -1
+
+    def generate(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        import torch
+
+        self.learned += 1 + torch.distributed.get_rank()
+        return super().generate(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"learned": self.learned}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = self.learned = state_dict["learned"]
+
+
+class Save(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2:  # after three optimizer steps of four
+            trainer.save_checkpoint(self.path)
+
+
+def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> None:
+    L.seed_everything(3)
+    engine, module = Learned(), make_module(policy)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_epochs=3,
+        callbacks=[] if ckpt_path else [Save(Path(out) / "within.ckpt")],
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    trainer.fit(module, make_data(prompts, engine, inner_epochs=2), ckpt_path=ckpt_path)
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights(module).values())).hexdigest()
+    state = {"weights": digest, "loaded": engine.loaded, "steps": trainer.global_step}
+    (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(state))
