@@ -72,8 +72,18 @@ def test_your_own_callback_reward_selector_and_objective_run(
 def test_files_and_names_that_the_docs_show_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     files = re.findall(r"(?<![\w/])([a-z0-9_]+(?:/[a-z0-9_]+)*\.py)", text)
-    assert [file for file in files if not (ROOT / "tlt_lightning" / file).exists() and not (ROOT / file).exists()] == []
+    roots = (ROOT, ROOT / "tlt_lightning", ROOT / "tlt_lightning/engine/vllm")
+    assert [file for file in files if not any((root / file).exists() for root in roots)] == []
     shown = " ".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
     names = set(re.findall(r"\b(?:[A-Z][a-z]+(?:[A-Z]\w*)|[a-z]+(?:_[a-z0-9]+)+|[A-Z]{4,})\b", shown))
     unknown = {name for name in names if not re.search(rf"\b{name}\b", SOURCE)}
     assert unknown - {path.stem for top in ("tlt_lightning", "tests") for path in (ROOT / top).rglob("*.py")} == set()
+
+
+def test_every_repair_of_vllm_has_a_row_in_the_docs() -> None:
+    text = (ROOT / "docs/vllm.md").read_text()
+    files = [
+        path for path in (ROOT / "tlt_lightning/engine/vllm/patches").glob("*.py") if "PATCH = " in path.read_text()
+    ]
+    assert len(files) > 5
+    assert [path.name for path in files if f"| `patches/{path.name}` |" not in text] == []
