@@ -32,7 +32,7 @@ def test_functions_and_rows_are_enough_to_train(
         ({"engine": TransformersEngine}, "`engine` must be a RolloutEngine, got the class TransformersEngine itself"),
         ({"sampling": {"max_tokens": 8}}, "`sampling` must be a Sampling, got a dict"),
         ({"rewards": evenness}, "`rewards` must be a list"),
-        ({"train": 5}, r"a path, a `datasets\.Dataset` or a list of rows, got int"),
+        ({"train": 5}, "a path, a list of dictionaries or one split of a `datasets.Dataset`, got int"),
     ],
 )
 def test_arguments_of_another_type_are_refused_in_words(

@@ -170,10 +170,10 @@ def test_rows_in_yaml_keep_their_types() -> None:
 def test_what_is_no_source_is_refused(prompts_path: str) -> None:
     from datasets import Dataset, DatasetDict
 
-    with pytest.raises(TypeError, match=r"got DatasetDict of \['test', 'train'\]; choose one"):
-        PromptSource.of(DatasetDict(train=Dataset.from_list([{"a": 1}]), test=Dataset.from_list([{"a": 1}])))
-    with pytest.raises(TypeError, match=r"a path, a `datasets.Dataset` or a list of rows, got int"):
-        PromptSource.of(5)
+    splits = DatasetDict(train=Dataset.from_list([{"a": 1}]), test=Dataset.from_list([{"a": 1}]))
+    for data in (splits, splits["train"].to_iterable_dataset(), 5, ["1 + 1"]):
+        with pytest.raises(TypeError, match=rf"one split of a `datasets.Dataset`, got {type(data).__name__}\."):
+            PromptSource.of(data)
     for settings in ({}, {"path": prompts_path, "rows": []}):
         with pytest.raises(ValueError, match="needs a `path` or `rows`, and not both"):
             PromptSource(**settings)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,22 +62,19 @@ class PromptSource:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
         if self.rows is None:
-            object.__setattr__(self, "path", str(self.path))
             check_path(self.path)
+        elif not hasattr(self.rows, "__len__") or not all(isinstance(row, dict) for row in islice(self.rows, 1)):
+            raise TypeError(
+                "Prompts must be a `PromptSource`, a path, a list of dictionaries or one split of a "
+                f"`datasets.Dataset`, got {type(self.rows).__name__}."
+            )
 
     @classmethod
     def of(cls, data: Any) -> PromptSource:
         """Make a source with the usual columns of a path, a `datasets.Dataset` or a list of rows."""
         if isinstance(data, PromptSource):
             return data
-        if isinstance(data, str | Path):
-            return cls(path=str(data))
-        if isinstance(data, Mapping) or not all(hasattr(data, name) for name in ("__len__", "__getitem__")):
-            raise TypeError(
-                "Prompts must be a `PromptSource`, a path, a `datasets.Dataset` or a list of rows, got "
-                f"{type(data).__name__}{f' of {sorted(data)}; choose one' if isinstance(data, Mapping) else ''}."
-            )
-        return cls(rows=data)
+        return cls(path=str(data)) if isinstance(data, str | Path) else cls(rows=data)
 
     @property
     def name(self) -> str:
@@ -140,12 +138,7 @@ def _compiled(template: str) -> Template:
     return SandboxedEnvironment(undefined=StrictUndefined).from_string(template)
 
 
-def load_prompts(
-    source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_tokens: int,
-) -> list[Prompt]:
+def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> list[Prompt]:
     """Read, template and tokenise the prompts of `source`; those that are too long are left out with a warning.
 
     Args:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,17 +51,8 @@ class RewardTerm:
             )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
-        if not inspect.isclass(self.function) and "completions" in parameters(self.function):
+        if takes_lists(self.function, self.name):
             object.__setattr__(self, "function", functools.partial(score_like_trl, self.function))
-        check_signature(self.function, self.name)
-
-
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; none of builtins that cannot be looked into."""
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:
-        return {}
 
 
 def score_like_trl(function: Any, prompt: str, response: str, row: dict[str, Any]) -> Any:
@@ -107,8 +98,8 @@ def default_name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def check_signature(function: RewardFunction, name: str) -> None:
-    """Raise if `function` cannot be called with a prompt, a response and a row."""
+def takes_lists(function: RewardFunction, name: str) -> bool:
+    """Say whether `function` has TRL's signature; raise TypeError if it has neither that nor ours."""
     if inspect.isclass(function):
         raise TypeError(
             f"Reward `{name}` is a class, not a function: pass an instance, in YAML `class_path: {function.__module__}."
@@ -117,10 +108,13 @@ def check_signature(function: RewardFunction, name: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins have none to look at
-        return
+        return False
+    if "completions" in signature.parameters:
+        return True
     try:
         signature.bind("", "", {})
     except TypeError as error:
         raise TypeError(
             f"Reward `{name}` must be callable as (prompt, response, row), but its signature is {signature}: {error}."
         ) from error
+    return False
