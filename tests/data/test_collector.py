@@ -104,6 +104,14 @@ def test_rewards_see_special_tokens_but_not_those_that_end_a_response(collector:
     assert collector._decode([0, 5, 7, 9, 1]) == "text of [5, 7]"
 
 
+def test_the_engine_sleeps_before_an_idle_window_opens(collector: RolloutCollector) -> None:
+    callback: Any = collector.trainer.callbacks[0]  # type: ignore[attr-defined]
+    seen: list[list[str]] = []
+    callback.on_rollout_idle = lambda *_: seen.append(list(collector.engine.calls))  # type: ignore[attr-defined]
+    collect(collector)
+    assert seen == [["wake", "sleep"]]
+
+
 def test_without_prompts_only_the_others_are_waited_for(collector: RolloutCollector, hooks: list[str]) -> None:
     collect(collector)
     hooks.clear()

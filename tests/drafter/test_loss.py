@@ -24,7 +24,7 @@ from tests.support.tensor_sizes import LargestOfWidth
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import unroll
+from tlt_lightning.drafter.training_time_test import regress, unroll
 from tlt_lightning.policy import load_policy
 
 EAGLE = Teaching(num_steps=1, regression_weight=1)
@@ -105,6 +105,25 @@ def test_features_in_a_pack_are_those_of_each_document_alone(drafter: DrafterMod
         for step in range(3):
             # The last entries of a document have no text left to feed back.
             torch.testing.assert_close(features[step, is_here][: length - step], own_features[step, : length - step])
+
+
+def test_each_step_stands_one_position_further_on(drafter: DrafterModule) -> None:
+    batch, seen = alone(random_sequence(60)), []
+    layer = drafter.head.layers[0]
+    hook = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    unroll(drafter.head, batch, 3)
+    hook.remove()
+    assert [torch.equal(positions, batch.position_ids + step) for step, positions in enumerate(seen)] == [True] * 3
+
+
+def test_regression_is_a_mean_also_over_a_single_entry() -> None:
+    features, fused = torch.randn(1, 4, 8), torch.randn(4, 8)
+    mask = torch.tensor([[False, True, False, False]])
+    found = regress(features, fused, torch.zeros(4, dtype=torch.long), mask, torch.ones(1))
+    size = fused[2].square().mean().sqrt()
+    torch.testing.assert_close(found, torch.nn.functional.smooth_l1_loss(features[0, 1] / size, fused[2] / size))
 
 
 def test_only_text_that_the_policy_wrote_counts(drafter: DrafterModule) -> None:

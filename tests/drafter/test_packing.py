@@ -61,6 +61,7 @@ def test_an_entry_holds_what_the_head_reads_and_what_it_should_draft() -> None:
             assert torch.equal(here["last_states"], sequence.last_states[i + 1])
             assert here["loss_mask"] == (i + 1 >= sequence.prompt_length)
     padding = batch.document_ids[0] == PADDING
+    assert PADDING == -1  # as `PackedBatch` says
     assert padding.sum() == 128 - 58 - 38
     assert not batch.loss_mask[0, padding].any()
 
@@ -89,3 +90,5 @@ def test_sequences_that_do_not_fit_together_are_refused() -> None:
         PolicyText(torch.zeros(5, dtype=torch.long), states, states, 1)
     with pytest.raises(ValueError, match="`prompt_length`"):
         PolicyText(torch.zeros(4, dtype=torch.long), states, states, 5)
+    with pytest.raises(ValueError, match=r"`prompt_length` must be in \[1, 4\].*got 0"):
+        PolicyText(torch.zeros(4, dtype=torch.long), states, states, 0)

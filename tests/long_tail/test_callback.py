@@ -1,5 +1,6 @@
 """The adaptive drafter in whole runs with the real engine, on one worker."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,14 @@ from tests.support.drafter_runs import (
     make_module,
     make_trainer,
 )
-from tlt_lightning import RLModule
+from tests.support.speculation_engines import ScriptedSelector
+from tlt_lightning import RLModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
+from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
-from tlt_lightning.long_tail.snapshots import load_snapshot
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
 from tlt_lightning.speculation import FixedSelector
@@ -80,7 +84,7 @@ def test_the_books_of_a_run(adaptive: Run) -> None:
     assert adaptive.column("drafter/version")[:2] == [0, 1]
     assert "drafter/acceptance_after" not in adaptive.rows[0]
     for row in adaptive.rows[1:]:
-        assert row["drafter/published"] == (row["drafter/acceptance_after"] > row["drafter/acceptance_before"])
+        assert row["drafter/published"] == (row["drafter/acceptance_gain_bound"] > 0)
         assert 0 < row["drafter/top1_pos_1"] <= row["drafter/top3_pos_1"] <= 1
     assert adaptive.rows[0]["drafter/policy_drift"] == 0
     assert 0 < adaptive.rows[1]["drafter/policy_drift"] < adaptive.rows[2]["drafter/policy_drift"]
@@ -105,17 +109,13 @@ def test_greedy_text_stays_the_same_whatever_was_pushed(adaptive: Run) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_run_leaves_its_drafter_its_snapshots_and_a_picture(adaptive: Run) -> None:
+def test_a_run_leaves_its_drafter_and_a_picture(adaptive: Run) -> None:
     folder = adaptive.root / "drafter"
     assert (folder / "drafter.png").stat().st_size > 10_000
     assert "tokens per step" in (folder / "final" / "README.md").read_text()
     saved = load_file(folder / "final" / "model.safetensors")
-    snapshot, version = load_snapshot(sorted((folder / "snapshots").iterdir())[-1])
-    published = {name: tensor.float() for name, tensor in adaptive.callback.drafter.trainable_tensors()}
-    assert version >= adaptive.rows[-1]["drafter/version"]
-    for name, tensor in published.items():
+    for name, tensor in adaptive.callback.publisher.published():
         assert torch.equal(saved[name], tensor)
-        assert torch.equal(snapshot[name], tensor)
     assert not any(name.startswith(("embed_tokens", "lm_head")) for name in saved)
 
 
@@ -131,10 +131,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(adaptive: Run, tmp_p
         assert torch.equal(tensor, policy[name]), name
     # The engine drafted with the published head from the first step on.
     # A new engine begins with a step without drafts: a switch more.
-    is_timed = ("time/", "speculation/tokens_per_s", "speculation/switches", "rollout/", "drafter/snapshot_ms")
+    is_timed = ("time/", "speculation/tokens_per_s", "speculation/switches", "rollout/")
     mine = {name: value for name, value in resumed.rows[-1].items() if not name.startswith(is_timed)}
     assert mine == {name: adaptive.rows[-1][name] for name in mine}
-    assert sorted(resumed.callback.archive.history) == [1, 2, 3]
+    assert sorted(resumed.callback.record.history) == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -239,33 +239,96 @@ def test_a_checkpoint_after_an_error_waits_for_no_other_rank() -> None:
     assert "others" not in checkpoint["callbacks"][callback.state_key]
 
 
-def test_another_run_of_the_same_callback_begins_its_first_iteration_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Loop:
+    """A Trainer, its module and its data for a callback on the CPU: nothing is written, the policy is never trained."""
+
+    def __init__(self, callback: LongTailIdleCallback, world_size: int = 1) -> None:
+        self.callback = callback
+        data = SimpleNamespace(sampling=Sampling(temperature=0.7))
+        strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda tensor, reduce_op: tensor)
+        self.trainer: Any = SimpleNamespace(
+            training=True, current_epoch=0, world_size=1, global_step=0, global_rank=0, strategy=strategy
+        )
+        self.trainer.datamodule, self.trainer.is_global_zero = data, False
+        self.module: Any = SimpleNamespace(
+            policy_path=POLICY, policy=load_policy(POLICY), hidden_state_request=None, iteration_log=IterationLog()
+        )
+        self.engine = make_engine(fixed())
+        callback.on_engine_setup(self.trainer, self.module, self.engine)
+        callback.setup(self.trainer, self.module, "fit")
+        callback.on_fit_start(self.trainer, self.module)
+        self.trainer.world_size = world_size
+
+    def begin_iteration(self, epoch: int) -> bool:
+        """Whether hidden states are asked for."""
+        self.trainer.current_epoch = epoch
+        self.callback.on_rollout_start(self.trainer, self.module)
+        return self.module.hidden_state_request is not None
+
+
+def test_the_drafter_is_trained_and_judged_as_the_engine_drafts() -> None:
     callback = make_callback()
-    callback._trainer = SimpleNamespace(version=0, data_version=-1, num_stale=0, begin=int)  # type: ignore[assignment]
-    monkeypatch.setattr(callback, "_decide", lambda trainer, pl_module: None)
+    engine = make_engine(ScriptedSelector(longest=5), draft_sampling="probabilistic", max_draft_tokens=7)
+    set_up(callback, engine)
+    assert (callback.drafter.num_steps, callback.drafter.num_draft_tokens) == (5, 5)
+    assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=True, temperature=1.0)
+    callback = make_callback()
+    Loop(callback)
+    assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=False, temperature=0.7)
+
+
+def test_another_run_of_the_same_callback_begins_its_first_iteration_anew() -> None:
+    loop = Loop(make_callback())
     for _ in range(2):  # the first is interrupted in the iteration that the second begins with
-        module = SimpleNamespace(hidden_state_request=None, iteration_log=IterationLog())
-        trainer: Any = SimpleNamespace(training=True, current_epoch=0, world_size=1, global_step=0, global_rank=0)
-        trainer.is_global_zero = False
-        callback.on_fit_start(trainer, module)  # type: ignore[arg-type]
-        for _ in range(2):  # rollouts of one iteration
-            callback.on_rollout_start(trainer, module)
-        assert module.hidden_state_request is not None
+        loop.module.hidden_state_request = None
+        loop.callback.on_fit_start(loop.trainer, loop.module)
+        assert loop.begin_iteration(0)
+        assert loop.begin_iteration(0)  # another rollout of it
 
 
-def test_when_the_drafter_trains() -> None:
-    alone, together = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+def test_a_step_that_does_not_fit_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: DrafterModule, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
 
-    def plan(trainer: Any, num_stale: int = 0, **arguments: Any) -> list[bool]:
-        callback = make_callback(**arguments)
-        callback._trainer = SimpleNamespace(num_stale=num_stale)  # type: ignore[assignment]
-        return [callback.trains(trainer, epoch) for epoch in range(4)]
+    monkeypatch.setattr(DrafterModule, "loss", full)
+    loop = Loop(make_callback(pack_tokens=512))
+    with pytest.raises(MisconfigurationException, match=r"pack_tokens=512.*2\.00 GiB.*Lower `pack_tokens`"):
+        loop.callback.on_train_start(loop.trainer, loop.module)
+    frozen = Loop(make_callback(share=0.0))
+    frozen.callback.on_train_start(frozen.trainer, frozen.module)  # it never trains
 
-    assert plan(alone) == [True] * 4
-    assert plan(alone, share=0.0) == [False] * 4
-    assert plan(together, share=0.0) == [True] * 4  # a share of what is written is for a single worker
-    assert plan(alone, every_n_iterations=2) == [False, True, False, True]
-    assert plan(alone, patience=2, num_stale=1) == [True] * 4
-    assert plan(alone, patience=2, num_stale=2) == [False] * 4
+
+def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run() -> None:
+    callback = make_callback(max_passes=1.5, pack_tokens=128)
+    loop = Loop(callback, world_size=2)
+    ids = torch.arange(2, 42)
+    states = torch.randn(40, 4 * 128).bfloat16()
+    texts = [PolicyText(ids.roll(n), states[:, :384], states[:, 384:], prompt_length=4) for n in range(12)]
+    loop.begin_iteration(0)
+    callback.on_hidden_states(loop.trainer, loop.module, texts)
+    loop.begin_iteration(1)
+    callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))
+    assert callback.num_steps == math.ceil(1.5 * callback.buffer.num_tokens / 128)
+    callback.drafter.loss = lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))  # type: ignore[method-assign]
+    trained = callback.num_steps
+    callback.training.begin(1)
+    callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))
+    assert callback.num_steps == trained
+    assert loop.module.iteration_log.read()["drafter/out_of_memory"] == ("sum", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "expected"),
+    [
+        (1, {}, [True] * 4),
+        (1, {"share": 0.0}, [False] * 4),
+        (2, {"share": 0.0}, [True] * 4),  # a share of what is written is for a single worker
+        (1, {"every_n_iterations": 2}, [False, True, False, True]),
+        (2, {"every_n_iterations": 2}, [True, False, True, False]),  # states of now are for the next iteration
+    ],
+)
+def test_states_are_asked_for_where_the_drafter_trains(
+    world_size: int, arguments: dict[str, Any], expected: list[bool]
+) -> None:
+    loop = Loop(make_callback(**arguments), world_size)
+    assert [loop.begin_iteration(epoch) for epoch in range(4)] == expected

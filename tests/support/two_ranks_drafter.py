@@ -56,8 +56,8 @@ class Observer(RolloutCallback):
         self.steps = []
         if trainer.current_epoch >= NUM_LEARNING:
             self.drafting.every_n_iterations = 2
-            self.drafting._loop._warmup.base_lrs = [0.0]
-            self.drafting._loop.optimizer.param_groups[0]["lr"] = 0.0
+            self.drafting.training._warmup.base_lrs = [0.0]
+            self.drafting.training.optimizer.param_groups[0]["lr"] = 0.0
 
     def on_rollout_progress(self, trainer, pl_module, progress):
         self.steps.append((time.perf_counter(), time.process_time()))
@@ -71,7 +71,7 @@ class Observer(RolloutCallback):
         for pace, first, last in zip(self.paces.values(), self.steps[0], self.steps[-1], strict=True):
             pace.append((len(self.steps) - 1) / (last - first))
         stats = trainer.datamodule.engine.stats()
-        self.own.append({"version": stats["speculation/drafter_version"], "steps": self.drafting._books.micro_steps})
+        self.own.append({"version": stats["speculation/drafter_version"], "steps": self.drafting.num_steps})
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch:
@@ -130,8 +130,9 @@ def main(policy: str, prompts: str, out: str, mode: str) -> None:
     L.seed_everything(3)
     trainer_of_drafters.WARMUP_STEPS = 1  # on a busy machine a window holds few steps; the first must teach already
     drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
-    drafting = LongTailIdleCallback(drafter, pack_tokens=128)
+    drafting = LongTailIdleCallback(drafter, pack_tokens=128, max_passes=1000)
     if mode == "die" and os.environ.get("LOCAL_RANK", "0") == "0":
-        drafter.loss = lambda batch: die(Path(out))
+        loss, calls = drafter.loss, iter([False])  # the first call is the step that is tried before the run
+        drafter.loss = lambda batch: die(Path(out)) if next(calls, True) else loss(batch)
     trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, Observer(Path(out), drafting, mode))
     trainer.fit(make_module(policy), make_data(prompts))

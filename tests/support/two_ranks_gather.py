@@ -17,7 +17,6 @@ def state_of(rank: int) -> dict[str, Any]:
     return {
         "trainer": {
             "weights": {"fc": torch.zeros(2)},
-            "published": {"fc": torch.zeros(2)},
             "optimizer": {"state": {0: {"step": torch.tensor(3.0 + rank), "exp_avg": moments}}, "lr": 0.1},
             "buffer": {"newest": [{"states": states, "prompt_length": rank}], "held_out": []},
             "num_pending": rank,
@@ -36,7 +35,7 @@ def main(path: str) -> None:
         assert others == []
         os._exit(0)
     expected = state_of(1)
-    del expected["trainer"]["weights"], expected["trainer"]["published"], expected["history"]
+    del expected["trainer"]["weights"], expected["history"]
     torch.testing.assert_close(others, [expected], rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="onnection"):
         gather_others(state_of(rank), group)

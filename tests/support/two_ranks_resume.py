@@ -55,7 +55,8 @@ class Observer(RolloutCallback):
 
     def _note(self, name: str, pl_module: Any) -> None:
         drafting = self.drafting
-        state = {**drafting._loop.state_dict(), "drift": drafting._drift.state_dict()}
+        saved = drafting.state_dict()
+        state = {**saved["trainer"], **saved["publisher"], "drift": saved["drift"]}
         state["policy"] = dict(pl_module.policy_weights())
         self.seen[name] = {part: digest(value) for part, value in state.items()}
 
@@ -73,7 +74,7 @@ def digest(state: Any) -> str:
 def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> None:
     L.seed_everything(3)
     drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
-    drafting = CountedWindows(drafter, pack_tokens=128)
+    drafting = CountedWindows(drafter, pack_tokens=128, max_passes=1000)
     observer, checkpoints = Observer(drafting), ModelCheckpoint(out, "{epoch}", save_top_k=-1)
     trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, observer, checkpoints)
     trainer.fit(make_module(policy), make_data(prompts), ckpt_path=ckpt_path)

@@ -88,9 +88,9 @@ class RolloutCollector:
         if missing := len(requests) - len(rollouts):
             raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
         self.log.lap("rollout")
-        self._spend_idle_time()
-        self.engine.sleep()
+        self.engine.sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
         self.log.lap("sync")
+        self._spend_idle_time()
         if self.probe is not None:
             self.probe.check(self.trainer, self.engine, rollouts.values(), sampling)
         for number, scores in self.rewards.collect().items():

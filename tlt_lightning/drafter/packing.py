@@ -18,6 +18,8 @@ from torch import Tensor
 from tlt_lightning.hidden_states import PolicyText
 
 PADDING = -1
+PACK_MULTIPLE = 128
+"""Lengths of packs are multiples of it, which suits every kernel."""
 _LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled with the torn-off end of a sequence
 
 
@@ -89,8 +91,8 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
 
 def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
     """Raise ValueError, which names the `argument` that it was given as, unless `num_tokens` can be a pack's length."""
-    if num_tokens < 128 or num_tokens % 128:
-        raise ValueError(f"`{argument}` must be a positive multiple of 128, got {num_tokens}.")
+    if num_tokens < PACK_MULTIPLE or num_tokens % PACK_MULTIPLE:
+        raise ValueError(f"`{argument}` must be a positive multiple of {PACK_MULTIPLE}, got {num_tokens}.")
 
 
 def packs_of(

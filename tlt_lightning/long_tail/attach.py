@@ -1,4 +1,4 @@
-"""An engine that is to serve a drafter trained here: does it fit, and what it loads before there is anything better."""
+"""Attach a drafter that is trained beside the policy to the engine that serves it, before the engine is loaded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import arms_by_batch
+from tlt_lightning.speculation.strategy import Strategy
 
 _SELECTOR = (
     "for example `selector: {class_path: CostModelSelector, init_args: {drafters: [learned, sibling]}}` with "
@@ -20,7 +22,7 @@ _SELECTOR = (
 
 
 def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> tuple[VLLMEngine, Speculation]:
-    """The engine and its speculation; raises MisconfigurationException unless it can serve `drafter` for `policy`."""
+    """Return the engine and its speculation if it can serve `drafter` for `policy`, else raise."""
     if not isinstance(engine, VLLMEngine):
         raise MisconfigurationException(
             f"`LongTailIdleCallback` trains a drafter that {type(engine).__name__} cannot use; roll out with "
@@ -42,8 +44,7 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             "`drafter.draft_vocab_size` of a new head needs to know which tokens are common before the run: warm the "
             "head up with a DrafterDataModule and give it as `drafter.head`, or leave `draft_vocab_size` out."
         )
-    by_batch = arms_by_batch(speculation.selector, engine.max_num_seqs)
-    if not any(arm.is_learned for arms in by_batch.values() for arm in arms):
+    if not _learned_arms(engine, speculation):
         raise MisconfigurationException(
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
             f"name it, {_SELECTOR}."
@@ -51,10 +52,11 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
     return engine, speculation
 
 
-def serve(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
+def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
     """Let the engine, not loaded yet, start with the head that `drafter` starts from, by way of the directory `path`.
 
-    A head of random weights is cold: the engine knows its shape and drafts nothing with it before the first push.
+    This sets `engine.speculation.head`, which the log says. A head of random weights is cold: the engine knows its
+    shape and drafts nothing with it before the first push. The drafter is trained and judged as the engine drafts.
     """
     if speculation.head not in (None, drafter.head_path, str(path)):
         raise MisconfigurationException(
@@ -62,7 +64,20 @@ def serve(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, 
             f"{drafter.head_path or 'random weights'}; give the head as `drafter.head` alone, the engine gets it from "
             "there."
         )
+    if drafter.head is None:
+        drafter.follow_selector(max(arm.num_draft_tokens for arm in _learned_arms(engine, speculation)))
+    drafter.acceptance = replace(drafter.acceptance, samples_drafts=speculation.draft_sampling == "probabilistic")
     drafter.configure_model()
     if not (path / "config.json").exists():
         drafter.export(path)
-    engine.speculation = replace(speculation, head=str(path), cold_head=drafter.head_path is None)
+    is_cold = drafter.head_path is None
+    engine.speculation = replace(speculation, head=str(path), cold_head=is_cold)
+    rank_zero_info(
+        "LongTailIdleCallback sets `engine.speculation.head`: the engine starts with %s, in steps for `learned`.",
+        "a cold head, which drafts nothing before it was trained" if is_cold else f"the head {drafter.head_path!r}",
+    )
+
+
+def _learned_arms(engine: VLLMEngine, speculation: Speculation) -> list[Strategy]:
+    by_batch = arms_by_batch(speculation.selector, engine.max_num_seqs)
+    return [arm for arms in by_batch.values() for arm in arms if arm.is_learned]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.drafter.packing import num_entries
-from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class DrafterBuffer:
         sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
             return
-        keys, held = _hold_out(sequences, self.held_out_share)
+        keys = keys_of(sequences)
+        held = _hold_out(keys, self.held_out_share)
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]
         previous = [sequence for sequence in self._newest if not held & {_prompt_key(sequence), _key(sequence)}]
@@ -105,6 +106,11 @@ class DrafterBuffer:
                 shortest,
                 self.max_bytes,
             )
+
+    def request(self, layer_ids: tuple[int, ...], hidden_size: int, share: float, seed: int) -> HiddenStateRequest:
+        """Ask for the states of no more tokens than fit, or than `share` of an iteration's and what is held out."""
+        bytes_per_token = 4 * 2 * hidden_size + 8  # four bfloat16 states, and the token
+        return HiddenStateRequest(layer_ids, self.max_bytes // bytes_per_token, share / (1 - self.held_out_share), seed)
 
     def sample(self, num_tokens: int, generator: torch.Generator) -> list[PolicyText]:
         """Draw sequences of all lengths, each as likely as any other, none twice before each was drawn once.
@@ -151,17 +157,18 @@ class DrafterBuffer:
         self._newest = _fitting(newest, free - _total_bytes(self._previous))
 
 
-def _hold_out(sequences: Sequence[PolicyText], share: float) -> tuple[list[bytes], set[bytes]]:
-    """Return a key for each sequence and those keys, a share of them, whose sequences are held out.
-
-    Sequences of one prompt have one key, unless there is only one prompt: then each text has its own.
-    """
+def keys_of(sequences: Sequence[PolicyText]) -> list[bytes]:
+    """Return a key for each sequence: that of its prompt, or if all have one prompt, one for each text."""
     keys = [_prompt_key(sequence) for sequence in sequences]
-    if len(set(keys)) == 1:
-        keys = [_key(sequence) for sequence in sequences]
+    return keys if len(set(keys)) > 1 else [_key(sequence) for sequence in sequences]
+
+
+def _hold_out(keys: Sequence[bytes], share: float) -> set[bytes]:
+    """Choose the keys whose sequences are held out, two at least of four or more: one prompt tells no error."""
     distinct = sorted(set(keys))  # hashes: in no order that has to do with the prompts
-    num_held = min(max(1, round(share * len(distinct))), len(distinct) - 1) if share else 0
-    return keys, set(distinct[:num_held])
+    least = 2 if len(distinct) >= 4 else 1
+    num_held = min(max(least, round(share * len(distinct))), len(distinct) - 1) if share else 0
+    return set(distinct[:num_held])
 
 
 def _prompt_key(sequence: PolicyText) -> bytes:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_SHARED = ("weights", "published")  # the same on all workers whenever a checkpoint may be saved
+_SHARED = ("weights",)  # the same on all workers whenever a checkpoint may be saved
 
 
 def make_group() -> dist.ProcessGroup:

@@ -7,16 +7,26 @@ from dataclasses import fields
 from math import ceil
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.hidden_states import choose_rows
 from tlt_lightning.objectives.kl import k3
+from tlt_lightning.policy import response_logps
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
 _NUM_PASSES = 4  # that they are scored in: so few tokens cost nothing, but each pass its launches
+
+
+def policy_logps(trainer: L.Trainer, module: Any, batch: RolloutBatch) -> Tensor:
+    """Score a batch with the live policy of `module`, an `RLModule`: log-probs of the response tokens, (B, T)."""
+    part = move_data_to_device(batch, module.device)
+    with trainer.precision_plugin.forward_context():
+        return response_logps(module.policy, part)[0]
 
 
 class PolicyDrift:

@@ -1,7 +1,8 @@
-"""The drafter's training inside the policy's run: micro-steps that stop at any time, and what of it is published.
+"""Training of a drafter inside the policy's run: micro-steps that stop at any time and never end the run.
 
 Knows neither Trainer nor engine. What we do differently from TLT's spot trainer: weights are averaged over the workers
-that trained, so that all engines serve the same drafter; nothing is published that is not better on held-out text.
+that trained, so that all engines serve the same drafter; passes over the same text are capped; running out of memory
+makes packs smaller.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
-from tlt_lightning.drafter.packing import PackedBatch, fill_pack, packs_of, plan_packs
-from tlt_lightning.drafter.quality import DraftQuality, quality_of
-from tlt_lightning.host_copy import HostCopy
+from tlt_lightning.drafter.packing import PACK_MULTIPLE, PackedBatch, fill_pack, packs_of, plan_packs
+from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
+from tlt_lightning.metrics import IterationLog
 
 log = logging.getLogger(__name__)
 
 _PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then leave few gaps
+MAX_GRAD_NORM = 0.5  # as in the recipe of the warm-up, and in SpecForge
 WARMUP_STEPS = 50
 """Micro-steps over which the learning rate rises to its full value."""
 
@@ -35,42 +38,27 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class Burst:
-    """One stretch of training.
+    """Account of one stretch of training.
 
     Args:
-        micro_steps: Packs trained on.
-        loss: Sum of their losses.
+        losses: Of each pack that was trained on.
         seconds: Wall-clock time.
         overrun: Seconds since training was last seen to be welcome: an upper bound on how late it stopped.
+        num_out_of_memory: Packs for which the device had no memory.
     """
 
-    micro_steps: int = 0
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     overrun: float = 0.0
+    num_out_of_memory: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether new weights are published.
-
-    Args:
-        before: What the published weights are worth on held-out text of now.
-        after: What the weights trained since are worth on the same text.
-    """
-
-    before: DraftQuality
-    after: DraftQuality
-
-    @property
-    def is_published(self) -> bool:
-        """True if the new weights are better; the old ones are back otherwise."""
-        return self.after.acceptance_length > self.before.acceptance_length
-
-    @property
-    def quality(self) -> DraftQuality:
-        """What the weights in force are worth."""
-        return self.after if self.is_published else self.before
+    def write(self, iteration_log: IterationLog) -> None:
+        """Log the losses, and how many there are."""
+        iteration_log.sum("drafter/micro_steps", len(self.losses))
+        for loss in self.losses:
+            iteration_log.mean("drafter/loss", loss)
+        if self.num_out_of_memory:
+            iteration_log.sum("drafter/out_of_memory", self.num_out_of_memory)
 
 
 class DrafterTrainer:
@@ -78,11 +66,11 @@ class DrafterTrainer:
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
-        buffer: What it learns from, and what it is judged by.
+        buffer: What it learns from.
         pack_tokens: Tokens of a pack, a multiple of 128.
         device: Where to train.
         sum_over_ranks: Adds up a tensor over all workers, each of which has a trainer like this one; None if there is
-            one worker. `average` and `settle` call it, so all workers must call those, in the same order.
+            one worker. `average` calls it, so all workers must call that together.
     """
 
     def __init__(
@@ -97,31 +85,45 @@ class DrafterTrainer:
         self.drafter = drafter.to(device)
         self.buffer = buffer
         self.pack_tokens = pack_tokens
+        """Tokens of a pack; halved wherever the device has no memory for one."""
         self.device = device
-        self.optimizer: Any = drafter.configure_optimizers()
-        # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
-        self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
-        self.version = 0
-        """Counts what was published; 0 is what the run began with."""
+        self.sum_over_ranks = sum_over_ranks
         self.seen_version = -1
         """Newest policy version whose hidden states were trained on; -1 for none."""
-        self.data_version = -1
-        """The same of the published weights."""
         self.num_pending = 0
-        """Micro-steps of all workers since the last decision."""
-        self.num_stale = 0
-        """Decisions in a row that published nothing."""
-        self._sum_over_ranks = sum_over_ranks
+        """Micro-steps of all workers since the last decision about publishing."""
         self._num_own = 0  # micro-steps of this worker that were not averaged yet
+        self._num_seen = 0  # tokens trained on since `begin`
+        self._generator = torch.Generator()
         self._packs: Iterator[PackedBatch] = iter(())
-        self._published, self._candidate = HostCopy(), HostCopy()
-        self._published.fill(self._weights().items())
+        self.renew_optimizer()
+
+    def renew_optimizer(self) -> None:
+        """Forget the gradients of the past."""
+        self.optimizer: Any = self.drafter.configure_optimizers()
+        # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
+        self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the trained tensors by name, live."""
+        return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != POLICY_ROWS}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Copy `weights` into the trained tensors."""
+        self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
 
     # Training
 
+    @property
+    def num_passes(self) -> float:
+        """Passes over the buffer since `begin`."""
+        return self._num_seen / max(1, self.buffer.num_tokens)
+
     def begin(self, seed: int) -> None:
         """Draw anew from the buffer; what is drawn from now on depends on `seed` and on what the buffer holds."""
-        self._packs = self._draw(torch.Generator().manual_seed(seed))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._num_seen = 0
+        self._packs = self._draw()
 
     def train(self, may_go_on: Callable[[], bool]) -> Burst:
         """Train until `may_go_on()` is False, which is asked before each micro-step; needs data and `begin`."""
@@ -129,16 +131,44 @@ class DrafterTrainer:
         asked = started
         while may_go_on():
             asked = time.perf_counter()
-            burst.loss += self._micro_step()
-            burst.micro_steps += 1
+            try:
+                burst.losses.append(self._micro_step())
+                continue
+            except torch.OutOfMemoryError as error:
+                message = str(error)
+            # Here, not in the handler: its traceback holds the tensors of the step.
+            burst.num_out_of_memory += 1
+            if not self._shrink(message):
+                break
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's last step; the engine may want the device now
-        now = time.perf_counter()
-        burst.seconds, burst.overrun = now - started, now - asked if burst.micro_steps else 0.0
-        self._num_own += burst.micro_steps
-        if self._sum_over_ranks is None:
-            self._count(burst.micro_steps)
+        now, num_steps = time.perf_counter(), len(burst.losses)
+        burst.seconds, burst.overrun = now - started, now - asked if asked > started else 0.0
+        self._num_own += num_steps
+        if self.sum_over_ranks is None:
+            self._count(num_steps)
         return burst
+
+    def try_step(self) -> None:
+        """Compute the gradients of one pack of random text and drop them; nothing changes.
+
+        Raises:
+            MisconfigurationException: The device has no memory for a pack.
+        """
+        length, width = self.pack_tokens + 2, self.drafter.target_config.hidden_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.drafter.target_config.vocab_size, (length,), generator=generator)
+        states = torch.randn(length, 4 * width, generator=generator).bfloat16()
+        text = PolicyText(ids, states[:, : 3 * width], states[:, 3 * width :], prompt_length=1)
+        try:
+            self._backward(next(packs_of([text], self.pack_tokens, self.device)))
+        except torch.OutOfMemoryError as error:
+            raise MisconfigurationException(
+                f"`LongTailIdleCallback(pack_tokens={self.pack_tokens})`: a training step of the drafter does not fit "
+                f"beside policy and engine: {error} Lower `pack_tokens`, or leave more memory (`engine.kv_cache_gib`)."
+            ) from error
+        finally:
+            self.optimizer.zero_grad()
 
     def _count(self, micro_steps: int) -> None:
         if micro_steps:
@@ -146,14 +176,17 @@ class DrafterTrainer:
             versions = (sequence.policy_version for sequence in self.buffer.training)  # the same on all workers
             self.seen_version = max(versions, default=self.seen_version)
 
-    def _micro_step(self) -> float:
-        with torch.enable_grad(), self._autocast():
-            loss, _ = self.drafter.loss(next(self._packs))
+    def _backward(self, batch: PackedBatch) -> float:
+        with torch.enable_grad(), self.autocast():
+            loss, _ = self.drafter.loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
-        value = loss.item()
+        return loss.item()
+
+    def _micro_step(self) -> float:
+        value = self._backward(next(self._packs))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        norm = clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
         if math.isfinite(norm):
             self.optimizer.step()
             self._warmup.step()
@@ -163,18 +196,36 @@ class DrafterTrainer:
                 value,
                 norm,
             )
+        self._num_seen += self.pack_tokens
         return value
 
-    def _draw(self, generator: torch.Generator) -> Iterator[PackedBatch]:
+    def _shrink(self, message: str) -> bool:
+        """Halve the packs after the device ran out of memory; False if they are as small as they can be."""
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before = self.pack_tokens
+        self.pack_tokens = max(PACK_MULTIPLE, before // 2 // PACK_MULTIPLE * PACK_MULTIPLE)
+        can_go_on = self.pack_tokens < before
+        log.warning(
+            "The drafter had no memory for a pack of %d tokens and %s: %s",
+            before,
+            f"goes on with packs of {self.pack_tokens}" if can_go_on else "stops for now, smaller packs there are none",
+            message,
+        )
+        self._packs = self._draw()
+        return can_go_on
+
+    def _draw(self) -> Iterator[PackedBatch]:
         while True:
-            sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, generator)
+            sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, self._generator)
             plans = plan_packs([len(sequence) for sequence in sequences], self.pack_tokens)
-            order = torch.randperm(len(plans), generator=generator).tolist()
-            for plan in (plans[index] for index in order):
-                pieces = [(sequences[piece.sequence], piece) for piece in plan]
+            for index in torch.randperm(len(plans), generator=self._generator).tolist():
+                pieces = [(sequences[piece.sequence], piece) for piece in plans[index]]
                 yield fill_pack(pieces, self.pack_tokens, self.device)
 
-    def _autocast(self) -> torch.autocast:
+    def autocast(self) -> torch.autocast:
+        """Compute in bfloat16 on a GPU."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     @torch.no_grad()
@@ -183,83 +234,31 @@ class DrafterTrainer:
 
         To be called before the buffer is given anything new.
         """
-        if self._sum_over_ranks is None:
+        if self.sum_over_ranks is None:
             return
-        total = int(self._sum_over_ranks(torch.tensor(float(self._num_own), device=self.device)))
+        total = int(self.sum_over_ranks(torch.tensor(float(self._num_own), device=self.device)))
         share, self._num_own = self._num_own / max(total, 1), 0
         if total:
-            self._load({name: self._sum_over_ranks(tensor * share) for name, tensor in self._weights().items()})
+            self.load_weights({name: self.sum_over_ranks(tensor * share) for name, tensor in self.weights().items()})
         self._count(total)
-
-    # Publishing
-
-    def settle(self) -> Decision | None:
-        """Publish what was trained since the last decision, or take it back; a collective.
-
-        The optimizer keeps what it has learned of the gradients' size: with moments that begin anew after each failure
-        a few steps would fail again. None if nothing was trained, or if there is no held-out text to decide by.
-        """
-        if not self.num_pending:
-            return None
-        after = self._measure()
-        if not after.num_steps:
-            log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
-            return None
-        self._candidate.fill(self._weights().items())
-        self._load(self._published.tensors)
-        decision = Decision(self._measure(), after)
-        if decision.is_published:
-            self._load(self._candidate.tensors)
-            self._published, self._candidate = self._candidate, self._published
-            self.version += 1
-            self.data_version = self.seen_version
-        self.num_stale = 0 if decision.is_published else self.num_stale + 1
-        self.num_pending = 0
-        return decision
-
-    def _measure(self) -> DraftQuality:
-        """What the weights of now are worth on held-out text."""
-        sums = torch.zeros(6, self.drafter.num_draft_tokens, dtype=torch.float64)
-        with self._autocast():
-            for batch in packs_of(self.buffer.held_out, self.pack_tokens, self.device):
-                sums += self.drafter.measure(batch).sum(0)
-        if self._sum_over_ranks is not None:
-            sums = self._sum_over_ranks(sums.float().to(self.device)).cpu()
-        return quality_of(sums)
-
-    def published(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine takes: the published weights, and rows of the policy's head where the drafter has its own."""
-        for name, tensor in self.drafter.trainable_tensors():
-            yield name, self._published.tensors.get(name, tensor)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != POLICY_ROWS}
-
-    def _load(self, weights: dict[str, Tensor]) -> None:
-        self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly, as tensors and primitives; that of this worker."""
+        """Return everything needed to go on exactly, as tensors and primitives; that of this worker."""
         return {
-            "weights": self._weights(),
+            "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
             "warmup": self._warmup.state_dict(),
-            "published": self._published.tensors,
             "buffer": self.buffer.state_dict(),
-            **{name: getattr(self, name) for name in _COUNTS},
+            "seen_version": self.seen_version,
+            "num_pending": self.num_pending,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` saved."""
-        self._load(state_dict["weights"])
+        self.load_weights(state_dict["weights"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._warmup.load_state_dict(state_dict["warmup"])
-        self._published.fill(state_dict["published"].items())
         self.buffer.load_state_dict(state_dict["buffer"])
-        for name in _COUNTS:
-            setattr(self, name, state_dict[name])
-
-
-_COUNTS = ("version", "seen_version", "data_version", "num_pending", "num_stale")
+        self.seen_version, self.num_pending = state_dict["seen_version"], state_dict["num_pending"]

@@ -1,0 +1,214 @@
+"""Decisions about what is published, with a drafter of one weight."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.long_tail.test_trainer import OneWeight, Ranks, make_buffer, make_trainer, steps, weight
+from tlt_lightning.drafter.packing import PackedBatch
+from tlt_lightning.long_tail.publishing import DrafterPublisher, compare
+
+
+def publisher_of(drafter: Any = None, sum_over_ranks: Any = None, **buffer: int) -> DrafterPublisher:
+    return DrafterPublisher(make_trainer(drafter or OneWeight(0.1), sum_over_ranks, **buffer))
+
+
+def test_better_weights_are_published() -> None:
+    publisher = publisher_of()
+    assert publisher.publish_if_better() is None
+    publisher.trainer.train(steps(2))
+    decision = publisher.publish_if_better()
+    assert decision is not None
+    assert decision.is_published
+    assert (decision.before.acceptance_length, decision.after.acceptance_length) == pytest.approx((1.1, 1.35), abs=0.01)
+    assert decision.gain == pytest.approx(0.25, abs=0.01)
+    assert (publisher.version, publisher.data_version, publisher.num_stale) == (1, 3, 0)
+    assert publisher.publish_if_better() is None
+
+
+def test_a_refusal_throws_no_training_away() -> None:
+    """A dip that comes before an improvement is trained through; what is served is what it was."""
+    publisher = publisher_of(OneWeight(1.0))
+    trainer, served = publisher.trainer, {}
+    trainer.drafter.direction = 1.0
+    for stale in (1, 2):
+        trainer.train(steps(2))
+        trained = weight(trainer)
+        decision = publisher.publish_if_better()
+        assert decision is not None
+        assert not decision.is_published
+        assert decision.quality is decision.before
+        assert weight(trainer) == trained
+        assert publisher.num_stale == stale
+        served = dict(publisher.published())
+        assert served["fc.weight"].tolist() == [1.0, 1.0]
+    assert trainer.optimizer.state[trainer.drafter.fc]["step"] == 4
+    trainer.drafter.direction = -1.0
+    trainer.train(steps(9))
+    decision = publisher.publish_if_better()
+    assert decision is not None
+    assert decision.is_published
+    assert publisher.version == 1
+
+
+def test_a_trainee_that_has_truly_diverged_starts_over_from_what_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    publisher = publisher_of(OneWeight(1.0))
+    trainer = publisher.trainer
+    trainer.drafter.direction = 1.0
+    trainer.train(steps(9))
+    lost = []
+    for _ in range(3):
+        trainer.train(steps(1))
+        decision = publisher.publish_if_better()
+        assert decision is not None
+        lost.append(decision.has_diverged)
+    assert lost == [False, False, True]
+    assert weight(trainer) == [1.0, 1.0]
+    assert not trainer.optimizer.state
+    assert "has diverged and starts over" in caplog.text
+    assert decision.metrics()["drafter/started_over"] == 1
+
+
+def test_the_published_weights_are_lent_and_training_goes_on_from_its_own() -> None:
+    publisher = publisher_of(OneWeight(0.5))
+    publisher.trainer.drafter.direction = 1.0
+    publisher.trainer.train(steps(3))
+    publisher.publish_if_better()
+    trained = weight(publisher.trainer)
+    with publisher.loaded() as drafter:
+        assert drafter.fc.tolist() == [0.5, 0.5]
+    assert weight(publisher.trainer) == trained != [0.5, 0.5]
+
+
+class Uneven(OneWeight):
+    """Gains much on some texts and loses on others."""
+
+    def measure(self, batch: PackedBatch) -> Tensor:
+        sums = super().measure(batch)
+        first = [int(batch.input_ids[0, at]) for at in torch.tensor([0, *batch.lengths]).cumsum(0)[:-1]]
+        sums[:, 0] *= torch.tensor([[3.0 if token % 2 else -1.0] for token in first])
+        return sums
+
+
+def test_what_few_prompts_say_is_not_enough_and_evidence_is_pooled_over_decisions() -> None:
+    publisher = publisher_of(Uneven(0.5))
+    gains, bounds, published = [], [], []
+    for version in range(3, 11):
+        publisher.trainer.buffer.add(make_buffer(version).training)
+        publisher.trainer.begin(version)
+        publisher.trainer.train(steps(1))
+        decision = publisher.publish_if_better()
+        assert decision is not None
+        gains.append(decision.after.acceptance_length - decision.before.acceptance_length)
+        bounds.append(decision.bound)
+        published.append(decision.is_published)
+    assert not published[0]
+    assert gains[0] > 0  # a strict comparison would have published here
+    assert any(published)
+    assert bounds[published.index(True)] > 0
+    assert all(bound <= 0 for bound, is_published in zip(bounds, published, strict=True) if not is_published)
+
+
+def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_prompts = 40
+    num_steps = 5 + 100 * torch.rand(num_prompts, generator=generator).double()
+    worth = 1 + torch.randn(num_prompts, generator=generator).double() * 0.3  # texts of a prompt are alike
+    gains = 0.05 + 0.2 * torch.randn(num_prompts, generator=generator).double()
+    before = torch.stack([worth * num_steps, num_steps], -1)
+    after = torch.stack([(worth + gains) * num_steps * 0.9, num_steps * 0.9], -1)
+    pair = torch.stack([before, after])
+    gain, error = compare(pair)
+    assert gain == pytest.approx(float((gains * num_steps).sum() / num_steps.sum()))
+    drawn = torch.randint(num_prompts, (4000, num_prompts), generator=generator)
+    again = pair[:, drawn].sum(2)  # (2, 4000, 2)
+    ratios = again[..., 0] / again[..., 1]
+    assert error == pytest.approx(1.304 * float((ratios[1] - ratios[0]).std()), rel=0.05)  # Student's, 39 degrees
+
+
+@pytest.mark.parametrize(("num_clusters", "quantile"), [(3, 1.886), (4, 1.638), (6, 1.476), (11, 1.372), (101, 1.290)])
+def test_few_prompts_widen_the_error_as_students_distribution_does(num_clusters: int, quantile: float) -> None:
+    values = torch.randn(num_clusters, generator=torch.Generator().manual_seed(1)).double()
+    after = torch.stack([values, torch.ones_like(values)], -1)
+    before = torch.stack([torch.zeros_like(values), torch.ones_like(values)], -1)
+    _, error = compare(torch.stack([before, after]))
+    assert error == pytest.approx(quantile * float(values.std()) / num_clusters**0.5, rel=0.03)
+
+
+def test_a_single_prompt_proves_nothing() -> None:
+    gain, error = compare(torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]]))
+    assert (gain, error) == (0.5, float("inf"))
+
+
+def test_what_travels_is_what_was_published_and_the_policys_rows_of_now() -> None:
+    publisher = publisher_of()
+    trainer = publisher.trainer
+    trainer.train(steps(2))
+    publisher.publish_if_better()
+    trainer.train(steps(2))
+    trainer.drafter.policy_rows.fill_(7.0)
+    assert {name: tensor[0].item() for name, tensor in publisher.published()} == pytest.approx(
+        {"fc.weight": 0.35, "lm_head.weight": 7.0}, abs=0.01
+    )
+    with publisher.loaded():
+        assert trainer.drafter.policy_rows[0] == 7  # which nothing takes back
+
+
+def test_nothing_is_decided_without_held_out_text() -> None:
+    publisher = publisher_of(num_sequences=1)
+    publisher.trainer.train(steps(1))
+    assert publisher.publish_if_better() is None
+    assert publisher.trainer.num_pending == 1
+
+
+def test_a_resumed_run_goes_on_as_the_other_one() -> None:
+    def saved(publisher: DrafterPublisher) -> Any:
+        stream = io.BytesIO()
+        torch.save((publisher.trainer.state_dict(), publisher.state_dict()), stream)
+        stream.seek(0)
+        return torch.load(stream, weights_only=True)
+
+    publisher = publisher_of()
+    publisher.trainer.train(steps(3))
+    publisher.publish_if_better()
+    publisher.trainer.drafter.direction = 1.0
+    publisher.trainer.train(steps(2))
+    publisher.publish_if_better()
+    publisher.trainer.train(steps(2))
+    other = publisher_of(OneWeight(0.9), version=8, num_sequences=4)
+    trainer, mine = saved(publisher)
+    other.trainer.load_state_dict(trainer)
+    other.load_state_dict(mine)
+    other.trainer.drafter.direction = 1.0
+    decisions = []
+    for each in (publisher, other):
+        each.trainer.begin(1)
+        each.trainer.train(steps(2))
+        decisions.append(each.publish_if_better())
+    assert decisions[0] == decisions[1]
+    assert weight(other.trainer) == weight(publisher.trainer)
+    mine, its = ((each.version, each.data_version, each.num_stale) for each in (publisher, other))
+    assert mine == its
+    assert dict(other.published())["fc.weight"].tolist() == dict(publisher.published())["fc.weight"].tolist()
+
+
+def test_ranks_decide_together_on_the_held_out_text_of_all() -> None:
+    ranks = Ranks(3)
+    publishers = [publisher_of(None, ranks.sum_for(rank), version=rank + 1) for rank in range(3)]
+    decisions: dict[int, Any] = {}
+
+    def work(rank: int) -> None:
+        publishers[rank].trainer.average()
+        assert publishers[rank].publish_if_better() is None  # nobody has trained
+        publishers[rank].trainer.train(steps((4, 0, 1)[rank]))
+        publishers[rank].trainer.average()
+        decisions[rank] = publishers[rank].publish_if_better()
+
+    ranks.run(work)
+    assert decisions[0] == decisions[1] == decisions[2]
+    assert decisions[0].is_published
+    assert decisions[0].after.num_steps == 9  # three texts of each
+    assert [publisher.version for publisher in publishers] == [1, 1, 1]

@@ -1,0 +1,228 @@
+"""Gate between the drafter that is trained and the one that is served: only weights that are better are published.
+
+Training goes on from what was trained, published or not. A decision compares both sets of weights on the same held-out
+text: tokens per engine step, expected under the engine's own rule. Texts of one prompt say much the same, so the error
+of the gain is taken over prompts, and evidence is pooled over decisions until it suffices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.packing import fill_pack, plan_packs
+from tlt_lightning.drafter.quality import DraftQuality, quality_of
+from tlt_lightning.host_copy import HostCopy
+from tlt_lightning.long_tail.buffer import keys_of
+from tlt_lightning.long_tail.trainer import DrafterTrainer
+
+log = logging.getLogger(__name__)
+
+NUM_CLUSTERS = 128
+"""Prompts are told apart by their hash modulo this: so many numbers are summed over ranks, however many prompts."""
+_POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
+_Z = 1.2816  # one-sided 90%
+_LOST = 0.5  # share of the published gain over no drafts; a trainee without it has diverged
+_PATIENCE = 3  # decisions in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Decision about the weights trained since the last one.
+
+    Args:
+        before: Worth of the published weights on held-out text of now.
+        after: Worth of the trained weights on the same text.
+        gain: Tokens per engine step that the trained weights gain, on all pooled text.
+        bound: Lower bound of that gain, 90% certain; minus infinity with text of a single prompt.
+        is_published: True if the trained weights are in force from now on.
+        has_diverged: True if training starts over from the published weights.
+    """
+
+    before: DraftQuality
+    after: DraftQuality
+    gain: float
+    bound: float
+    is_published: bool
+    has_diverged: bool
+
+    @property
+    def quality(self) -> DraftQuality:
+        """Worth of the weights in force."""
+        return self.after if self.is_published else self.before
+
+    def metrics(self) -> dict[str, float]:
+        """Name the numbers as the loggers see them."""
+        metrics = {
+            **self.quality.metrics(),
+            "drafter/acceptance_before": self.before.acceptance_length,
+            "drafter/acceptance_after": self.after.acceptance_length,
+            "drafter/acceptance_gain": self.gain,
+            "drafter/published": float(self.is_published),
+            "drafter/started_over": float(self.has_diverged),
+        }
+        return metrics if self.bound == -inf else {**metrics, "drafter/acceptance_gain_bound": self.bound}
+
+
+class DrafterPublisher:
+    """Keeps the published weights of a drafter that is trained on, and decides what is published.
+
+    Args:
+        trainer: Trains it. With several workers all must call `publish_if_better` together.
+    """
+
+    def __init__(self, trainer: DrafterTrainer) -> None:
+        self.trainer = trainer
+        self.version = 0
+        """Counts what was published; 0 is what the run began with."""
+        self.data_version = -1
+        """Newest policy version whose hidden states the published weights learned from; -1 for none."""
+        self.num_stale = 0
+        """Decisions in a row that published nothing."""
+        self._num_lost = 0  # decisions in a row in which the trainee was far worse
+        self._evidence: list[Tensor] = []  # of each decision since the last publication: (2, NUM_CLUSTERS, 2)
+        self._published, self._candidate = HostCopy(), HostCopy()
+        self._published.fill(trainer.weights().items())
+
+    def publish_if_better(self) -> Publication | None:
+        """Publish what was trained since the last decision if it drafts better; a collective.
+
+        None if nothing was trained, or if there is no held-out text to decide by.
+        """
+        trainer = self.trainer
+        if not trainer.num_pending:
+            return None
+        after = self._measure()
+        if not after[:, 1].sum():
+            log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
+            return None
+        with self.loaded():
+            before = self._measure()
+        return self._decide(before, after)
+
+    def _decide(self, before: Tensor, after: Tensor) -> Publication:
+        trainer = self.trainer
+        pair = torch.stack([_rows(before), _rows(after)])
+        self._evidence = [*self._evidence, pair][-_POOLED:]
+        gain, error = compare(torch.stack(self._evidence).sum(0))
+        old, new = (quality_of(sums.sum(0)) for sums in (before, after))
+        is_published = gain > error and new.acceptance_length > old.acceptance_length
+        is_lost = new.acceptance_length - 1 < (1 - _LOST) * (old.acceptance_length - 1)
+        self._num_lost = self._num_lost + 1 if is_lost else 0
+        has_diverged = self._num_lost == _PATIENCE
+        if is_published:
+            self._published, self._candidate = self._candidate, self._published
+            self.version += 1
+            self.data_version = trainer.seen_version
+        elif has_diverged:
+            log.warning(
+                "The drafter that is trained drafts %.2f tokens per step, the published one %.2f: it has diverged and "
+                "starts over from the published weights. Lower its learning rate.",
+                new.acceptance_length,
+                old.acceptance_length,
+            )
+            trainer.load_weights(self._published.tensors)
+            trainer.renew_optimizer()
+        if is_published or has_diverged:
+            self._evidence, self._num_lost = [], 0
+        self.num_stale = 0 if is_published else self.num_stale + 1
+        trainer.num_pending = 0
+        rank_zero_info(
+            "The drafter is %s: %.2f -> %.2f tokens per step on held-out text.",
+            "published" if is_published else "not published, its training goes on",
+            old.acceptance_length,
+            new.acceptance_length,
+        )
+        return Publication(old, new, gain, gain - error, is_published, has_diverged)
+
+    def _measure(self) -> Tensor:
+        """Sum up what the weights of now are worth on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
+        trainer, held_out = self.trainer, self.trainer.buffer.held_out
+        # The last bytes: texts are held out by the order of their keys, so the first bytes are much the same.
+        clusters = [int.from_bytes(key[8:], "little") % NUM_CLUSTERS for key in keys_of(held_out)]
+        sums = torch.zeros(NUM_CLUSTERS, 6, trainer.drafter.num_draft_tokens, dtype=torch.float64)
+        with trainer.autocast():
+            for plan in plan_packs([len(text) for text in held_out], trainer.pack_tokens):
+                pack = fill_pack(
+                    [(held_out[piece.sequence], piece) for piece in plan], trainer.pack_tokens, trainer.device
+                )
+                index = torch.tensor([clusters[piece.sequence] for piece in plan])
+                sums.index_add_(0, index, trainer.drafter.measure(pack))
+        if trainer.sum_over_ranks is not None:
+            sums = trainer.sum_over_ranks(sums.float().to(trainer.device)).cpu().double()
+        return sums
+
+    # What travels
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what an engine takes: the published weights, and rows of the policy's head if the drafter has those."""
+        for name, tensor in self.trainer.drafter.trainable_tensors():
+            yield name, self._published.tensors.get(name, tensor)
+
+    @contextmanager
+    def loaded(self) -> Iterator[DrafterModule]:
+        """Lend the drafter with the published weights in it; those that are trained come back afterwards."""
+        self._candidate.fill(self.trainer.weights().items())
+        self.trainer.load_weights(self._published.tensors)
+        try:
+            yield self.trainer.drafter
+        finally:
+            self.trainer.load_weights(self._candidate.tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything needed to go on exactly, as tensors and primitives; the same on all workers."""
+        return {
+            "published": self._published.tensors,
+            "evidence": self._evidence,
+            **{n: getattr(self, n) for n in _COUNTS},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` saved."""
+        self._published.fill(state_dict["published"].items())
+        self._evidence = list(state_dict["evidence"])
+        for name in _COUNTS:
+            setattr(self, name, state_dict[name])
+
+
+_COUNTS = ("version", "data_version", "num_stale", "_num_lost")
+
+
+def compare(pair: Tensor) -> tuple[float, float]:
+    """Estimate the gain in tokens per engine step of one set of weights over another on the same text.
+
+    Tokens per step are a ratio of sums. Each cluster moves the difference of two such ratios by its influence, and the
+    scatter of influences is the error of the difference (Taylor linearisation); quantiles are Student's.
+
+    Args:
+        pair: Drafts accepted and engine steps of each cluster, before and after. (2, clusters, 2)
+
+    Returns:
+        The gain, and its 90% margin of error on one side; infinite with text of a single cluster.
+    """
+    pair = pair[:, (pair[..., 1] > 0).any(0)]
+    num_clusters, totals = pair.shape[1], pair.sum(1)
+    ratios = totals[:, 0] / totals[:, 1]
+    influence = (pair[..., 0] - ratios[:, None] * pair[..., 1]) / totals[:, 1, None]
+    gain = float(ratios[1] - ratios[0])
+    if num_clusters < 2:
+        return gain, inf
+    freedom = num_clusters - 1
+    variance = float((influence[1] - influence[0]).square().sum()) * num_clusters / freedom
+    # Student's quantile by its expansion around the normal one (Cornish and Fisher); 12% too small at one degree.
+    quantile = _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
+    return gain, quantile * sqrt(variance)
+
+
+def _rows(sums: Tensor) -> Tensor:
+    """Drafts accepted and engine steps of each cluster: (NUM_CLUSTERS, 2)."""
+    return torch.stack([sums[:, 0].sum(-1), sums[:, 1, 0]], -1)
