@@ -19,6 +19,7 @@ from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.guard.callback import guards
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.iteration_end import CloseIteration, log_of_iteration
@@ -103,6 +104,10 @@ class RLModule(L.LightningModule):
         self._saved: dict[str, Any] | None = None  # of the run that is resumed
         # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
         self.strict_loading = lora is None
+
+    @override
+    def configure_callbacks(self) -> list[L.Callback]:
+        return guards(self.trainer)
 
     @override
     def setup(self, stage: str) -> None:

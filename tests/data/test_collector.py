@@ -57,8 +57,6 @@ class Idle:
 
     num_writing = 1
 
-    liveness = SimpleNamespace(check=lambda: None)
-
     @contextmanager
     def window(self) -> Iterator[IdleWindow]:
         yield IdleWindow(lambda: False, self.num_writing)

@@ -1,13 +1,11 @@
 import pytest
 
-from tests.support.two_workers import failure, two_workers
-from tlt_lightning.data import liveness
-from tlt_lightning.data.idle import IdleWindows
+from tests.support.two_workers import failure, idle_windows, two_workers
 
 
 def test_the_window_of_the_first_is_open_until_the_last_is_done() -> None:
     with two_workers() as workers:
-        first, second = map(IdleWindows, workers)
+        first, second = idle_windows(workers)
         for _ in range(2):
             with second.window() as early:
                 assert early.is_open()
@@ -18,10 +16,10 @@ def test_the_window_of_the_first_is_open_until_the_last_is_done() -> None:
                 assert not early.is_open()
 
 
-def test_a_window_ends_with_the_error_of_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_BEAT_SECONDS", 0.02)
+def test_a_window_ends_with_the_error_of_another_worker() -> None:
     with two_workers() as workers:
+        first, _ = idle_windows(workers)
         workers[1].report(ValueError("out of luck"))
         failure(workers[0])
-        with pytest.raises(RuntimeError, match="out of luck"), IdleWindows(workers[0]).window():
+        with pytest.raises(RuntimeError, match="out of luck"), first.window():
             pass

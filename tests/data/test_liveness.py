@@ -1,42 +1,101 @@
+import logging
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.support.two_workers import failure, two_workers
+from tests.support.two_workers import failure, make_trainers, two_workers
 from tlt_lightning.data import liveness
 from tlt_lightning.data.liveness import Liveness
 
 
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Liveness]]:
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_BEAT_SECONDS", 0.02)
     monkeypatch.setattr(liveness, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(liveness, "_STALLED_SECONDS", 0.3)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Liveness]]:
     with two_workers() as workers:
         yield workers
+
+
+@pytest.fixture
+def forked() -> Iterator[tuple[Liveness, int]]:
+    """This process as rank 0, and the process id of rank 1."""
+    here, there = multiprocessing.Pipe()
+    trainers = make_trainers()
+    child = multiprocessing.get_context("fork").Process(target=be_rank_one, args=(trainers[1], there))
+    child.start()
+    trainers[0].strategy.broadcast = here.send
+    worker = Liveness(trainers[0])
+    assert child.pid is not None
+    yield worker, child.pid
+    worker.close()
+    child.kill()
+    child.join()
+
+
+def be_rank_one(trainer: object, port: Connection) -> None:
+    trainer.strategy.broadcast = lambda _: port.recv()  # type: ignore[attr-defined]
+    Liveness(trainer)  # type: ignore[arg-type]
+    time.sleep(60)
 
 
 def test_a_slow_worker_is_waited_for(pair: list[Liveness]) -> None:
     assert failure(pair[0], seconds=1.2) == failure(pair[1], seconds=0.0) == "nothing was raised"
 
 
-def test_the_error_of_one_worker_stops_the_other_and_says_what_it_was(pair: list[Liveness]) -> None:
-    pair[1].report(ValueError("out of luck"))
-    assert failure(pair[0]) == "The run cannot go on: rank 1 ended with ValueError: out of luck."
+@pytest.mark.parametrize("ending", [0, 1])
+def test_the_error_of_one_worker_stops_the_other_and_says_what_it_was(pair: list[Liveness], ending: int) -> None:
+    pair[ending].report(ValueError("out of luck"))
+    expected = f"The run cannot go on: rank {ending} ended with ValueError: out of luck."
+    assert failure(pair[1 - ending]) == expected
 
 
-def test_a_worker_that_falls_silent_is_taken_for_dead(pair: list[Liveness]) -> None:
-    time.sleep(0.1)
+def test_a_killed_worker_is_named_within_a_second(forked: tuple[Liveness, int]) -> None:
+    worker, pid = forked
+    os.kill(pid, signal.SIGKILL)
+    expected = "The run cannot go on: rank 1 has died: its process ended without a word."
+    assert failure(worker, seconds=1.0) == expected
+
+
+def test_a_stopped_worker_is_taken_for_dead(forked: tuple[Liveness, int]) -> None:
+    worker, pid = forked
+    os.kill(pid, signal.SIGSTOP)
+    assert "rank 1 has given no sign of life" in failure(worker)
+
+
+def test_a_worker_that_left_in_good_order_is_not_missed(pair: list[Liveness]) -> None:
     pair[1].close()
-    assert "rank 1 has given no sign of life" in failure(pair[0])
+    assert failure(pair[0], seconds=1.0) == "nothing was raised"
 
 
-def test_the_end_of_the_worker_that_keeps_the_books_is_noticed(pair: list[Liveness]) -> None:
-    time.sleep(0.1)
-    pair[0].close()
-    pair[0]._watch.join()
-    del pair[0]._store  # closes the connection, as the end of its process does
-    assert "rank 1 lost touch with rank 0" in failure(pair[1])
-    pair[1]._failure = None  # had the window been the first to notice
-    with pytest.raises(RuntimeError, match="lost touch with rank 0"):
-        pair[1].count("finished", 1)
+def test_a_worker_that_is_alive_without_getting_on_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with two_workers(patience=1.0) as workers, caplog.at_level(logging.WARNING):
+        workers[1].check()  # and never again, while the other waits in its window
+        assert "rank 1 is alive, but has not got on for" in failure(workers[0])
+        assert "Rank 1 is alive" in caplog.text
+
+
+def test_sigterm_ends_this_worker_and_tells_the_other(pair: list[Liveness]) -> None:
+    pair[1].terminate()
+    assert failure(pair[0]) == "The run cannot go on: rank 1 ended with SIGTERM."
+    with pytest.raises(SIGTERMException) as raised:
+        pair[1].check()
+    assert raised.value.code == 143
+
+
+def test_an_error_of_a_collective_is_followed_by_the_reason(forked: tuple[Liveness, int]) -> None:
+    worker, pid = forked
+    os.kill(pid, signal.SIGKILL)
+    error = RuntimeError("Connection closed by peer")
+    worker.report(error)
+    assert error.__notes__ == ["The run cannot go on: rank 1 has died: its process ended without a word."]

@@ -2,28 +2,51 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
+from queue import Queue
 from types import SimpleNamespace
+from typing import Any
 
+from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.liveness import Liveness
 
 
-@contextmanager
-def two_workers() -> Iterator[list[Liveness]]:
-    told: list[int] = []
+def make_trainers(patience: float = 60.0) -> list[Any]:
+    """Return what `Liveness` and `IdleWindows` look at of the trainers of rank 0 and 1."""
+    ports: Queue[int] = Queue()
 
-    def broadcast(port: int) -> int:
-        told.append(port)
-        return told[0]
+    def broadcast_from_zero(port: int) -> int:
+        ports.put(port)
+        return port
 
-    strategy = SimpleNamespace(broadcast=broadcast)
-    workers = [
-        Liveness(SimpleNamespace(world_size=2, global_rank=rank, is_global_zero=rank == 0, strategy=strategy))  # type: ignore[arg-type]
+    return [
+        SimpleNamespace(
+            world_size=2,
+            global_rank=rank,
+            is_global_zero=rank == 0,
+            strategy=SimpleNamespace(
+                broadcast=broadcast_from_zero if rank == 0 else lambda _: ports.get(timeout=10),
+                _timeout=timedelta(seconds=patience),
+            ),
+        )
         for rank in (0, 1)
     ]
+
+
+@contextmanager
+def two_workers(patience: float = 60.0) -> Iterator[list[Liveness]]:
+    with ThreadPoolExecutor() as pool:
+        workers = list(pool.map(Liveness, make_trainers(patience)))
     yield workers
     for worker in workers:
         worker.close()
+
+
+def idle_windows(workers: list[Liveness]) -> list[IdleWindows]:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(IdleWindows, make_trainers(), workers))
 
 
 def failure(worker: Liveness, seconds: float = 5.0) -> str:

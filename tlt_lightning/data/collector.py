@@ -111,8 +111,6 @@ class RolloutCollector:
         trace: list[tuple[float, int]] = []
 
         def on_progress(progress: RolloutProgress) -> None:
-            if self.idle is not None:
-                self.idle.liveness.check()  # the others' end would otherwise be noticed only when this rollout is over
             trace.append((progress.elapsed, progress.waiting + progress.running))
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 

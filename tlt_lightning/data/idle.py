@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+
+import lightning as L
+from torch.distributed import TCPStore
 
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.hooks import IdleWindow
 
 _POLL_SECONDS = 0.002
+_STORE_SECONDS = 60.0
 
 
 class IdleWindows:
-    """Counts the workers whose rollout is done, so that each knows how long its idle window is open.
+    """Counts finished workers in a store of its own, so that asking never meets a collective of the training.
 
     Args:
-        liveness: Of this run; a window raises RuntimeError once another worker has failed or died.
+        trainer: With more than one worker; its strategy tells the others where the store is.
+        liveness: A window raises what its `check` does, once another worker has failed or died.
     """
 
-    def __init__(self, liveness: Liveness) -> None:
+    def __init__(self, trainer: L.Trainer, liveness: Liveness) -> None:
         self.liveness = liveness
-        self._rollout = 0
+        self._rollout, self._world_size = 0, trainer.world_size
+        host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=_STORE_SECONDS)
+        if trainer.is_global_zero:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        port = trainer.strategy.broadcast(self._store.port if trainer.is_global_zero else 0)
+        if not trainer.is_global_zero:
+            self._store = TCPStore(host, port, is_master=False, timeout=timeout)
 
     @contextmanager
     def window(self) -> Iterator[IdleWindow]:
         """Report this worker done and open its idle window; leaving waits for the last worker."""
-        key, world_size = f"finished/{self._rollout}", self.liveness.world_size
+        key = f"finished/{self._rollout}"
         self._rollout += 1
-        finished = self.liveness.count(key, 1)
+        finished = self._count(key, 1)
 
         def is_open() -> bool:
-            return self.liveness.count(key, 0) < world_size
+            return self._count(key, 0) < self._world_size
 
-        yield IdleWindow(is_open=is_open, num_waiting_for=world_size - finished)
+        yield IdleWindow(is_open=is_open, num_waiting_for=self._world_size - finished)
         while is_open():
             time.sleep(_POLL_SECONDS)
+
+    def _count(self, key: str, amount: int) -> int:
+        self.liveness.check()
+        try:
+            return self._store.add(key, amount)
+        except RuntimeError as error:
+            self.liveness.report(error)  # notes on it that rank 0, which keeps the store, has ended
+            raise

@@ -1,94 +1,224 @@
-"""Notice that another worker has failed or died, and tell the others of this worker's end."""
+"""Notice that another worker has failed, died or stands still, and end this one in good order on SIGTERM."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import selectors
+import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import lightning as L
-from torch.distributed import TCPStore
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 log = logging.getLogger(__name__)
 
+SIGTERM_STATUS = 143  # 128 + 15, as a shell reports a process that SIGTERM has ended
+
+_POLL_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
-_SILENT_SECONDS = 60.0  # a worker that loads or compiles may keep its other threads from running for a while
-_STORE_SECONDS = 60.0
-_FAILURE = "failure"
+_SILENT_SECONDS = 50.0  # a worker that loads or compiles may keep its other threads from running for a while
+_STALLED_SECONDS = 300.0
+_NOTE_SECONDS = 5.0
+_GRACE_SECONDS = 30.0
+_GOODBYE, _BEAT, _FAILURE = "goodbye", "beat", "failure"
 
 
 class Liveness:
-    """Watches the other workers of a run through a store of its own, so that asking never meets a collective.
+    """Watches the other workers of a run over connections of its own, never by a collective.
 
-    A thread in each worker gives a sign of life every second and listens for that of the next rank. Once a worker has
-    failed or died, `check` and `count` raise in all others. A worker that is merely slow is waited for.
+    Every worker keeps a connection to rank 0; a thread gives a sign of life on it each second. When a process dies, the
+    operating system closes its end, so its death is noticed at once; that of a machine, or a stopped process, after
+    `_SILENT_SECONDS` of silence. Rank 0 passes on what it learns. The thread then logs the reason, and `check`, called
+    at each engine step and batch, raises it. A main thread that does not come to it, because it waits for the dead in a
+    collective, is ended after `_GRACE_SECONDS`.
+
+    A worker may be alive without getting on, while others wait in their idle windows, which have no time limit. Each
+    tells how long ago its last `check` was: `_STALLED_SECONDS` are a warning, and more than a collective may take
+    (`DDPStrategy(timeout=...)`) a failure.
 
     Args:
-        trainer: With more than one worker; its strategy tells the others where the store is.
+        trainer: Its strategy tells the others where rank 0 listens; with one worker there is nobody to watch.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
-        host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=_STORE_SECONDS)
-        if trainer.is_global_zero:
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        port = trainer.strategy.broadcast(self._store.port if trainer.is_global_zero else 0)
-        if not trainer.is_global_zero:
-            self._store = TCPStore(host, port, is_master=False, timeout=timeout)
+        self._patience = (getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)).total_seconds()
+        self._terminated = False
         self._failure: str | None = None
+        self._failed_at = 0.0
+        self._last_check: float | None = None  # loading takes what it takes
+        self._ends_itself = False
+        self._outbox: list[str] = []
         self._closed = threading.Event()
-        self._watch = threading.Thread(target=self._watch_others, name="liveness", daemon=True)
-        self._watch.start()
-        atexit.register(self.close)  # a thread inside the store's code when Python ends takes the process down
+        self._lines: dict[int, _Line] = {}
+        self._thread: threading.Thread | None = None
+        if self.world_size > 1:
+            self._connect(trainer)
+            self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
 
     def check(self) -> None:
-        """Raise RuntimeError if another worker has failed or died; looks at a flag only."""
+        """Raise RuntimeError if another worker has failed or died, SIGTERMException after `terminate`."""
+        self._last_check = time.monotonic()
+        if self._terminated:
+            self._ends_itself = True
+            raise SIGTERMException(SIGTERM_STATUS)
         if self._failure is not None:
-            raise RuntimeError(f"The run cannot go on: {self._failure}.")
+            self._ends_itself = True
+            raise RuntimeError(_sentence(self._failure))
 
-    def count(self, key: str, amount: int) -> int:
-        """Add `amount` to a number that all workers share, and return it; raises what `check` does."""
-        self.check()
-        try:
-            return self._store.add(key, amount)
-        except RuntimeError as error:
-            raise RuntimeError(f"The run cannot go on: {self._lost}.") from error
+    def terminate(self) -> None:
+        """Make the next `check` end this worker, and tell the others; does nothing that a signal handler may not."""
+        self._terminated = True
 
     def report(self, error: BaseException) -> None:
-        """Tell the other workers what ended this one; their next `check` raises."""
-        if self._failure is not None:
-            return  # this worker stops because of another one
-        try:
-            self._store.set(_FAILURE, f"rank {self.rank} ended with {type(error).__name__}: {error}")
-        except RuntimeError:
-            log.warning("Rank %d could not tell the other ranks of its error.", self.rank)
+        """Tell the other workers what ended this one, or note on `error` that it was the end of another worker."""
+        if self.world_size == 1:
+            return
+        self._ends_itself = True
+        # Backends raise RuntimeErrors that name neither rank nor reason when the other end of a collective is gone.
+        end = time.monotonic() + (_NOTE_SECONDS if isinstance(error, RuntimeError) else 0.0)
+        while self._failure is None and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        if self._failure is None:
+            name = "SIGTERM" if self._terminated else f"{type(error).__name__}: {error}".replace("\n", " ")
+            self._outbox.append(f"rank {self.rank} ended with {name}")
+        elif self._failure not in str(error):
+            error.add_note(_sentence(self._failure))
 
     def close(self) -> None:
-        """Give no more signs of life; safe to call twice."""
+        """Take leave of the other workers; safe to call twice."""
         self._closed.set()
-        self._watch.join(_STORE_SECONDS)
-        atexit.unregister(self.close)
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
 
-    @property
-    def _lost(self) -> str:
-        return f"rank {self.rank} lost touch with rank 0, which has ended or does not answer"
+    def _connect(self, trainer: L.Trainer) -> None:
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if self.rank == 0:
+            with socket.create_server(("", 0), backlog=self.world_size) as listener:
+                trainer.strategy.broadcast(listener.getsockname()[1])
+                listener.settimeout(_SILENT_SECONDS)
+                for _ in range(1, self.world_size):
+                    line = _Line(listener.accept()[0])
+                    self._lines[line.rank] = line
+        else:
+            port = trainer.strategy.broadcast(0)
+            self._lines[0] = _Line(socket.create_connection((host, port), timeout=_SILENT_SECONDS), of=0)
+            self._lines[0].send("hello", str(self.rank))
 
-    def _watch_others(self) -> None:
-        watched = (self.rank + 1) % self.world_size  # a ring: each worker is watched by one other
-        last, heard = 0, time.monotonic()
-        try:
-            while not self._closed.wait(_BEAT_SECONDS) and self._failure is None:
-                self._store.add(f"beat/{self.rank}", 1)
-                beat = self._store.add(f"beat/{watched}", 0)
+    # The watching thread
+
+    def _watch(self) -> None:
+        last_beat, told_of_sigterm = 0.0, False
+        with selectors.DefaultSelector() as selector:
+            for line in self._lines.values():
+                selector.register(line.socket, selectors.EVENT_READ, line)
+            while not self._closed.is_set():
+                for key, _ in selector.select(_POLL_SECONDS):
+                    if not self._hear(key.data):
+                        selector.unregister(key.fileobj)
+                        del self._lines[key.data.rank]
                 now = time.monotonic()
-                if beat != last or beat == 0:  # one that has not begun is still loading
-                    last, heard = beat, now
-                elif now - heard > _SILENT_SECONDS and not self._closed.is_set():
-                    self._store.set(_FAILURE, f"rank {watched} has given no sign of life for {now - heard:.0f} s")
-                if self._store.check([_FAILURE]):
-                    self._failure = self._store.get(_FAILURE).decode()
-        except RuntimeError:
-            self._failure = None if self._closed.is_set() else self._lost
+                if self._terminated and not told_of_sigterm:
+                    told_of_sigterm = True
+                    self._outbox.append(f"rank {self.rank} ended with SIGTERM")
+                self._send_outbox()
+                if now - last_beat > _BEAT_SECONDS:
+                    last_beat = now
+                    self._send(_BEAT, f"{self._stalled(now):.0f}")
+                for line in self._lines.values():
+                    self._judge(line, now)
+                if self._failure is not None and not self._ends_itself and now - self._failed_at > _GRACE_SECONDS:
+                    log.error("Rank %d waits for what never comes and is ended. %s", self.rank, self._failure)
+                    os._exit(1)
+        self._send_outbox()
+        self._send(_GOODBYE)
+        for line in self._lines.values():
+            line.socket.close()
+
+    def _hear(self, line: _Line) -> bool:
+        """Act on what came in; False once the other end is closed."""
+        for kind, text in line.read():
+            if kind == _GOODBYE:
+                line.left = True
+            elif kind == _FAILURE:
+                self._fail(text, besides=line)
+            else:
+                line.stalled = float(text)
+        if line.is_open:
+            return True
+        if not line.left:
+            self._fail(f"rank {line.rank} has died: its process ended without a word")
+        return False
+
+    def _judge(self, line: _Line, now: float) -> None:
+        if line.left:
+            return
+        if now - line.heard > _SILENT_SECONDS:
+            self._fail(f"rank {line.rank} has given no sign of life for {now - line.heard:.0f} s")
+        elif self._stalled(now) > _STALLED_SECONDS:
+            return  # neither gets on: both may wait in a collective, which has a time limit
+        elif line.stalled > self._patience:
+            self._fail(f"rank {line.rank} is alive, but has not got on for {line.stalled:.0f} s")
+        elif line.stalled > _STALLED_SECONDS and not line.warned:
+            line.warned = True
+            log.warning("Rank %d is alive, but has not got on for %.0f s.", line.rank, line.stalled)
+
+    def _stalled(self, now: float) -> float:
+        """Return the seconds since this worker's last `check`; 0 before the first."""
+        return 0.0 if self._last_check is None else now - self._last_check
+
+    def _fail(self, reason: str, besides: _Line | None = None) -> None:
+        """Take note of the first failure and pass it on."""
+        if self._failure is not None or self._terminated:
+            return
+        self._failure, self._failed_at = reason, time.monotonic()
+        log.error("Rank %d: %s", self.rank, _sentence(reason))
+        self._send(_FAILURE, reason, besides)
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            self._send(_FAILURE, self._outbox.pop(0))
+
+    def _send(self, kind: str, text: str = "", besides: _Line | None = None) -> None:
+        for line in self._lines.values():
+            if line is not besides:
+                line.send(kind, text)
+
+
+class _Line:
+    """A connection to another worker: lines of a word and a text."""
+
+    def __init__(self, connection: socket.socket, of: int | None = None) -> None:
+        self.socket = connection
+        self.is_open, self.left, self.warned = True, False, False
+        self.heard, self.stalled = time.monotonic(), 0.0
+        self._rest = b""
+        connection.settimeout(_SILENT_SECONDS)
+        self.rank = int(self.read()[0][1]) if of is None else of
+
+    def read(self) -> list[tuple[str, str]]:
+        """Return what has come in since, waiting if nothing has."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        self.is_open, self.heard = bool(data), time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [(kind, text) for kind, _, text in (line.decode().partition(" ") for line in lines)]
+
+    def send(self, kind: str, text: str = "") -> None:
+        """Send one line; that the other end is gone is noticed by `read`."""
+        with suppress(OSError):
+            self.socket.sendall(f"{kind} {text}\n".encode())
+
+
+def _sentence(failure: str) -> str:
+    return f"The run cannot go on: {failure}."

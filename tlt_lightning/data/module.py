@@ -147,8 +147,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._weights = WeightSync(self.engine)
         self._end_tokens = end_token_ids(policy)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
-        self.liveness = Liveness(self._trainer) if self._trainer.world_size > 1 else None
-        self.idle = None if self.liveness is None else IdleWindows(self.liveness)
+        self.liveness = Liveness(self._trainer)
+        self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
         self._probe = EngineProbe()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + self._trainer.global_rank)

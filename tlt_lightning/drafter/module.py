@@ -138,6 +138,12 @@ class DrafterModule(L.LightningModule):
         return self.head is None and self.head_path is None and is_reduced and self._counts is None
 
     @override
+    def configure_callbacks(self) -> list[L.Callback]:
+        from tlt_lightning.guard.callback import guards
+
+        return guards(self.trainer)
+
+    @override
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.needs_vocabulary and hasattr(data, "token_counts"):

@@ -1,0 +1,96 @@
+import multiprocessing
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.killed_in_checkpoint import train
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, remove_leftovers
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def run(folder: Path, kill_at: int | None = None, ckpt_path: str | None = None) -> int | None:
+    """Train in a process of its own and return its exit status."""
+    CONTEXT.set_forkserver_preload(["tests.support.killed_in_checkpoint"])
+    process = CONTEXT.Process(target=train, args=(str(folder), kill_at, ckpt_path))
+    process.start()
+    process.join(60)
+    process.kill()
+    return process.exitcode
+
+
+def test_last_names_a_whole_checkpoint_wherever_a_kill_falls(tmp_path: Path) -> None:
+    num_kills, epochs = 0, set()
+    while True:
+        num_kills += 1
+        folder = tmp_path / str(num_kills)
+        status = run(folder, kill_at=num_kills)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        last = folder / "checkpoints" / "last.ckpt"
+        whole = {path.name for path in last.parent.glob("epoch=*.ckpt") if torch.load(path, weights_only=True)}
+        if whole <= {"epoch=0.ckpt"} and not last.is_symlink():
+            continue  # killed before the first link
+        epochs.add(torch.load(last, weights_only=True)["epoch"])
+    assert epochs == {0, 1}
+    assert num_kills > 10
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_is_resumed_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    part = tmp_path / "checkpoints" / ".epoch=1.ckpt.part"
+    part.write_text("half")
+    assert run(tmp_path) == 0
+    assert not part.exists()
+    names = sorted(path.name for path in part.parent.iterdir())
+    assert names == ["epoch=1.ckpt", "last.ckpt"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_with_path_and_reason(tmp_path: Path) -> None:
+    io, path = WholeCheckpointIO(), tmp_path / "epoch=1.ckpt"
+    io.save_checkpoint({"weights": torch.zeros(3)}, path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # the operating system refuses to write more
+    try:
+        with pytest.raises(RuntimeError, match=r"epoch=1.ckpt' could not be written: .*File too large"):
+            io.save_checkpoint({"weights": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [file.name for file in tmp_path.iterdir()] == ["epoch=1.ckpt"]
+    assert len(io.load_checkpoint(path, weights_only=True)["weights"]) == 3  # the earlier one is as it was
+
+
+def test_a_folder_that_may_not_be_written_to_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file stands where the folder should be")
+    with pytest.raises(RuntimeError, match=r"could not be written: .*File exists"):
+        WholeCheckpointIO().save_checkpoint({}, tmp_path / "checkpoints" / "epoch=1.ckpt")
+
+
+def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -> None:
+    io = WholeCheckpointIO()
+    io.save_checkpoint({"weights": torch.zeros(1000)}, tmp_path / "epoch=1.ckpt")
+    beside = r"Beside it lie .*epoch=1.ckpt\."
+    (tmp_path / "epoch=2.ckpt").touch()
+    with pytest.raises(ValueError, match=f"epoch=2.ckpt' is empty: its writing was cut off. {beside}"):
+        io.load_checkpoint(tmp_path / "epoch=2.ckpt")
+    (tmp_path / "epoch=2.ckpt").write_bytes((tmp_path / "epoch=1.ckpt").read_bytes()[:2000])
+    with pytest.raises(ValueError, match=f"epoch=2.ckpt' cannot be read: .*{beside}"):
+        io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
+    (tmp_path / "epoch=2.ckpt").unlink()
+    with pytest.raises(FileNotFoundError, match=f"epoch=2.ckpt' does not exist. {beside}"):
+        io.load_checkpoint(tmp_path / "epoch=2.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("epoch=2.ckpt")
+    with pytest.raises(FileNotFoundError, match=f"last.ckpt' is a link to 'epoch=2.ckpt', which is missing. {beside}"):
+        io.load_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_only_what_was_left_half_written_is_removed(tmp_path: Path) -> None:
+    for name in ("epoch=1.ckpt", ".epoch=2.ckpt.part", "notes"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "notes"}

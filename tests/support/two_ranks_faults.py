@@ -1,0 +1,94 @@
+"""Run by tests/guard/test_callback.py, once per rank: two iterations in which a rank sends itself a signal."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tlt_lightning.data import liveness
+from tlt_lightning.engine import TransformersEngine
+from tlt_lightning.objectives import GRPO
+
+
+def length(prompt: str, response: str, row: dict) -> float:
+    return float(len(response))
+
+
+class Fault(RolloutCallback):
+    """Sends `signal_name` to each of `ranks` at `place`, then notes when.
+
+    The place is `start` (while the engine is loaded), `rollout`, `update`, `checkpoint` or `stuck`: in the update,
+    while rank 0 sits in what it does not come out of by itself.
+    """
+
+    def __init__(self, signal_name: str, ranks: str, place: str, out: Path) -> None:
+        self.signal, self.place, self.out = signal.Signals[signal_name], place, out
+        self.ranks = [int(rank) for rank in ranks.split(",")]
+
+    def _at(self, place: str, trainer: L.Trainer) -> None:
+        in_second = trainer.current_epoch == 1 or place == "start"
+        if place == self.place and in_second and trainer.global_rank in self.ranks:
+            (self.out / "signalled").write_text(str(time.time()))
+            os.kill(os.getpid(), self.signal)
+
+    def on_engine_setup(self, trainer, pl_module, engine):
+        self._at("start", trainer)
+        if self.place == "start":
+            time.sleep(3)  # loading is no collective
+
+    def on_rollout_progress(self, trainer, pl_module, progress):
+        if trainer.training:
+            self._at("rollout", trainer)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self._at("update", trainer)
+
+    def on_train_batch_end(self, trainer, *_):
+        if self.place == "stuck" and trainer.current_epoch == 1 and trainer.global_rank == 0:
+            time.sleep(600)
+        self._at("stuck", trainer)
+
+    def on_save_checkpoint(self, trainer, *_):
+        self._at("checkpoint", trainer)
+
+
+def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, place: str) -> None:
+    if place == "stuck":
+        liveness._GRACE_SECONDS = 1.0
+    L.seed_everything(3)
+    data = RolloutDataModule(
+        TransformersEngine(batch_size=4),
+        train=PromptSource(path=prompts),
+        rewards=[RewardTerm(function=length)],
+        group_size=4,
+        prompts_per_iteration=4,
+        micro_batch_size=4,
+        max_prompt_tokens=16,
+        sampling=Sampling(max_tokens=8),
+    )
+    module = RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_epochs=3,
+        callbacks=[Fault(signal_name, ranks, place, Path(out)), ModelCheckpoint(out)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    trainer.fit(module, data)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

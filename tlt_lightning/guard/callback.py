@@ -1,0 +1,151 @@
+"""RunGuard: what keeps a run's files whole and its end in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from tlt_lightning.data.liveness import SIGTERM_STATUS, Liveness
+from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers
+from tlt_lightning.guard.folder_lock import FolderLock
+from tlt_lightning.guard.metrics_file import protect_rows
+from tlt_lightning.hooks import RolloutCallback
+
+
+def guards(trainer: L.Trainer) -> list[L.Callback]:
+    """Return the guard that a module brings with it, nothing where the Trainer has one from an earlier run."""
+    return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
+
+
+class RunGuard(RolloutCallback):
+    """Guards a run against kills, signals and a second run; the modules of this package bring it with them.
+
+    - Checkpoints are written by `WholeCheckpointIO`, unless the Trainer was given a `CheckpointIO` plugin, and
+      `ModelCheckpoint(save_last="link")` replaces its link in one go.
+    - A CSVLogger adds a column without losing rows to a kill.
+    - A folder of checkpoints belongs to one run at a time; what a killed one left there half written is removed.
+    - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does the end of another worker,
+      with an error that names rank and reason. Lightning's handler calls a collective from inside the signal.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[Path, FolderLock] = {}
+        self._liveness: Liveness | None = None
+        self._saved_optimizer: dict[str, Any] | None = None
+
+    # Before anything is loaded, and once more for folders that are known later
+
+    @override
+    def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
+        self._protect(trainer)
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._protect(trainer)
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._lock_folders(trainer)
+        self._check_optimizer(trainer)
+
+    def _protect(self, trainer: L.Trainer) -> None:
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+        for logger in trainer.loggers:
+            if trainer.is_global_zero and isinstance(logger, CSVLogger):
+                protect_rows(logger)
+        self._liveness = getattr(trainer.datamodule, "liveness", None)  # type: ignore[attr-defined]
+        if self._liveness is not None:
+            self._replace_sigterm_handler(trainer, self._liveness)
+        if trainer.state.fn == "fit":
+            self._lock_folders(trainer)
+
+    def _replace_sigterm_handler(self, trainer: L.Trainer, liveness: Liveness) -> None:
+        connector = trainer._signal_connector
+
+        def handle(signum: Any, frame: FrameType | None) -> None:
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signum)
+            liveness.terminate()
+
+        # The Trainer has not registered it yet. What SLURM needs besides is registered beside it.
+        assert callable(connector._sigterm_notifier_fn)
+        connector._sigterm_notifier_fn = handle  # type: ignore[method-assign]
+
+    def _lock_folders(self, trainer: L.Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder is None or "://" in str(folder) or Path(folder) in self._locks:
+                continue
+            lock = FolderLock(Path(folder))
+            lock.take()
+            self._locks[Path(folder)] = lock
+            remove_leftovers(Path(folder))
+
+    # In the run
+
+    @override
+    def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
+        self._check()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self._liveness is not None:
+            self._liveness.check()
+
+    # At its end
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException):
+            exception.code = SIGTERM_STATUS  # Lightning's own has none, which is success
+        self._release()
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        for lock in self._locks.values():
+            lock.release()
+        self._locks.clear()
+
+    # Resuming
+
+    @override
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        states = checkpoint.get("optimizer_states")
+        self._saved_optimizer = states[0] if states else None
+
+    def _check_optimizer(self, trainer: L.Trainer) -> None:
+        """Raise ValueError if each of the checkpoint's and this run's optimizer has settings that the other has not."""
+        if self._saved_optimizer is None or not trainer.optimizers:
+            return
+        optimizer = trainer.optimizers[0]
+        saved = {name for name in self._saved_optimizer["param_groups"][0] if name not in ("params", "initial_lr")}
+        self._saved_optimizer = None
+        missing, surplus = optimizer.defaults.keys() - saved, saved - optimizer.defaults.keys()
+        if missing and surplus:  # one alone is a setting that a version of torch has added or dropped
+            raise ValueError(
+                f"The checkpoint's optimizer is no {type(optimizer).__name__}: it has {', '.join(sorted(surplus))} and "
+                f"no {', '.join(sorted(missing))}. Resume with the optimizer of the run that wrote the checkpoint."
+            )

@@ -1,0 +1,138 @@
+"""Write a checkpoint completely or not at all, and say what is wrong with one that cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from typing_extensions import override
+
+log = logging.getLogger(__name__)
+
+_PART = ".part"
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, but never half of one under its name, whenever the process is killed.
+
+    Lightning's own writes to the folder of temporary files and moves, which across file systems is a copy; leaves that
+    file behind when killed; and passes over a missing permission in silence. This one writes next to the target, has
+    the disk take it, and renames. A link to a checkpoint that is removed points to the latest one before.
+
+    Paths that are not local files are Lightning's.
+    """
+
+    def __init__(self) -> None:
+        self._latest: str | None = None
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        part = target.with_name(f".{target.name}{_PART}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
+            _sync_folder(target.parent)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as either
+            with suppress(OSError):
+                part.unlink()
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            raise RuntimeError(
+                f"The checkpoint {str(path)!r} could not be written: {reason}. Earlier ones are whole; make room "
+                "or give another folder, and resume."
+            ) from error
+        self._latest = str(target)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        if "://" not in str(path) and self._latest is not None:
+            for link in Path(path).parent.glob("*.ckpt"):
+                if link.is_symlink() and link != Path(path) and link.resolve() == Path(path).resolve():
+                    replace_link(self._latest, str(link))
+        super().remove_checkpoint(path)
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        check_readable(path)
+        try:
+            return super().load_checkpoint(path, *args, **options)
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"The checkpoint {str(path)!r} cannot be read: {str(error).splitlines()[0]}{_others(Path(path))}"
+            ) from error
+
+
+def check_readable(path: Any) -> None:
+    """Raise FileNotFoundError or ValueError for a checkpoint that is missing or empty, naming those beside it."""
+    file = Path(path)
+    if "://" in str(path) or file.is_dir():
+        return
+    if file.is_symlink() and not file.exists():
+        raise FileNotFoundError(
+            f"The checkpoint {str(path)!r} is a link to {os.readlink(file)!r}, which is missing{_others(file)}"
+        )
+    if not file.exists():
+        raise FileNotFoundError(f"The checkpoint {str(path)!r} does not exist{_others(file)}")
+    if not file.stat().st_size:
+        raise ValueError(f"The checkpoint {str(path)!r} is empty: its writing was cut off{_others(file)}")
+
+
+def replace_link(filepath: str, linkpath: str) -> None:
+    """Let the link name `filepath` at once: at no time is there none, and never is it a link to nothing."""
+    if os.path.abspath(filepath) == os.path.abspath(linkpath):
+        return
+    temporary = os.path.join(os.path.dirname(linkpath), f".{os.path.basename(linkpath)}{_PART}")
+    with suppress(FileNotFoundError):
+        os.remove(temporary)
+    try:
+        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
+    except OSError:  # a file system without links
+        shutil.copy(filepath, temporary)
+    if os.path.isdir(linkpath) and not os.path.islink(linkpath):
+        shutil.rmtree(linkpath)
+    os.replace(temporary, linkpath)
+
+
+def link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
+    """Stand in for `ModelCheckpoint._link_checkpoint`, which removes the old link before it makes the new one."""
+    if trainer.is_global_zero:
+        replace_link(filepath, linkpath)
+    trainer.strategy.barrier()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process had written of a checkpoint; nobody else may be writing to `folder`."""
+    for part in folder.glob(f".*{_PART}"):
+        log.warning("Removing %s, the rest of a checkpoint whose writing was cut off.", part)
+        part.unlink()
+
+
+def _others(path: Path) -> str:
+    """End a message with the checkpoints beside `path`, the latest first."""
+    files = [other for other in path.parent.glob("*.ckpt") if other.is_file() and other.stat().st_size]
+    files = [file for file in files if not file.is_symlink() and file != path]
+    names = [str(file) for file in sorted(files, key=lambda file: -file.stat().st_mtime)[:5]]
+    return f". Beside it lie {', '.join(names)}." if names else "; no other checkpoint lies beside it."
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

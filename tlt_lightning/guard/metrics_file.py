@@ -1,0 +1,30 @@
+"""Let Lightning's CSVLogger replace its file in one go when a column is added."""
+
+from __future__ import annotations
+
+import csv
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger
+
+
+def protect_rows(logger: CSVLogger) -> None:
+    """Keep the rows so far when the process is killed while the file of `logger` is written anew.
+
+    Lightning opens the file for writing, which empties it, and writes the rows it has read.
+    """
+    writer: Any = logger.experiment
+    if "://" not in writer.metrics_file_path:
+        writer._rewrite_with_new_header = partial(_rewrite, Path(writer.metrics_file_path))
+
+
+def _rewrite(path: Path, fieldnames: list[str]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    with open(path, newline="") as rows, open(part, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=fieldnames)
+        writer.writeheader()
+        writer.writerows(csv.DictReader(rows))
+    os.replace(part, path)
