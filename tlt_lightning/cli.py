@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from pathlib import Path
+from typing import NoReturn
+
+import lightning as L
 from jsonargparse import set_parsing_settings
-from lightning import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from tlt_lightning.guard.checkpoint_io import check_readable
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -19,7 +27,7 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
     from tlt_lightning.data.module import RolloutDataModule
     from tlt_lightning.module import RLModule
 
-    return _run(RLModule, RolloutDataModule, args, run)
+    return _run("python -m tlt_lightning", RLModule, RolloutDataModule, args, run)
 
 
 def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -27,22 +35,97 @@ def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> Light
     from tlt_lightning.drafter.data import DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule
 
-    return _run(DrafterModule, DrafterDataModule, args, run)
+    return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, args, run)
 
 
 def _run(
-    module: type[LightningModule], data: type[LightningDataModule], args: list[str] | None, run: bool
+    prog: str, module: type[L.LightningModule], data: type[L.LightningDataModule], args: list[str] | None, run: bool
 ) -> LightningCLI:
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-    return LightningCLI(
+    return _CLI(
         module,
         data,
         args=args,
-        parser_kwargs={"parser_mode": "omegaconf+"},
+        parser_class=_Parser,
+        parser_kwargs={"parser_mode": "omegaconf+", "prog": prog},
         run=run,
         auto_configure_optimizers=False,
         seed_everything_default=0,
         trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 1},
+        save_config_callback=_SaveConfig,
         save_config_kwargs={"overwrite": True},  # a resumed run writes into the same folder
     )
+
+
+class _Parser(LightningArgumentParser):
+    """Says what is wrong and where help is, without the usage of some 600 options in front of it."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        for known in get_close_options(message, _options(self)):
+            message += f"\n  Did you mean `{known}`?"
+        self.exit(2, f"error: {message}\nOptions are listed by: {parser.prog.replace(' [options]', '')} --help\n")
+
+
+def get_close_options(message: str, options: set[str]) -> list[str]:
+    """Return the known option that each unknown one in an error of the parser comes closest to."""
+    unknown = re.findall(r"does not accept option '([^']+)'", message)
+    if rest := re.search(r"unrecognized arguments: (.*)", message, re.IGNORECASE):
+        unknown += [word.removeprefix("--").partition("=")[0] for word in rest[1].split() if word.startswith("--")]
+    found = (difflib.get_close_matches(option, options, n=1, cutoff=0.8) for option in unknown)
+    return [f"--{option}" for match in found for option in match]
+
+
+def _options(parser: LightningArgumentParser) -> set[str]:
+    """Return the names of a parser's options and of its subcommands'."""
+    options = set()
+    for action in parser._actions:
+        options |= {name.removeprefix("--") for name in action.option_strings if name.startswith("--")}
+        for subparser in getattr(action, "_name_parser_map", None) or ():
+            options |= _options(action._name_parser_map[subparser])  # type: ignore[attr-defined]
+    return options
+
+
+class _CLI(LightningCLI):
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return Lightning's without `test`: held-out prompts are what `validate` measures."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "test"}
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        # Lightning loads the whole file here, to take settings from it in place of those given.
+        path = self.config.get(self.config.subcommand, {}).get("ckpt_path") if self.config.get("subcommand") else None
+        if path in (None, "best", "last", "hpc"):
+            return
+        try:
+            check_readable(path)
+        except (OSError, ValueError) as error:
+            self.parser.error(str(error))
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Saves the settings of a run; in the saved file, output folders follow `trainer.default_root_dir` as in a recipe.
+
+    So the file, run with another `--trainer.default_root_dir`, does not write over the run that it came from.
+    """
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        was_saved = self.already_saved
+        super().setup(trainer, pl_module, stage)
+        folder, root = trainer.log_dir, self.config.trainer.default_root_dir
+        if was_saved or root is None or folder is None or not trainer.is_global_zero:
+            return
+        file = Path(folder) / self.config_filename
+        file.write_text(follow_root(file.read_text(), str(root)))
+
+
+def follow_root(config: str, root: str) -> str:
+    """Write output folders below `root` in the YAML text `config` as `${trainer.default_root_dir}/...` again."""
+    folder = rf"(?m)^([ -]*(?:dirpath|save_dir): ['\"]?){re.escape(root)}(?=/|['\"]?$)"
+    return re.sub(folder, lambda match: f"{match[1]}${{trainer.default_root_dir}}", config)

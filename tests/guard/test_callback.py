@@ -1,10 +1,19 @@
+import multiprocessing
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rank_processes import run_ranks
+from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
+from tlt_lightning.guard.callback import RunGuard
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
+from tlt_lightning.guard.folder_lock import FolderLock
 
 DIED = "The run cannot go on: rank 1 has died: its process ended without a word."
 STOPPED = "The run cannot go on: rank 1 ended with SIGTERM."
@@ -38,3 +47,55 @@ def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(
     assert ended.statuses == statuses, ended.stderr[-3000:]
     assert sentence is None or sentence in ended.stderr
     assert seconds < 30
+
+
+def fit(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, ckpt_path: Path | None = None) -> None:
+    """Fit for three iterations in this process, with checkpoints."""
+    module = LoggingModule()
+    module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+    callbacks = [RunGuard(), ModelCheckpoint(folder / "checkpoints", "{epoch}", save_on_train_epoch_end=True)]
+    trainer = make_trainer(folder, callbacks, enable_checkpointing=True, limit_val_batches=0)
+    trainer.fit(module, RolloutLoop(lambda _: [make_rollout(1.0)]), ckpt_path=ckpt_path)
+
+
+def test_a_folder_in_which_another_run_writes_is_refused(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    taken = context.Event()
+
+    def hold() -> None:
+        lock = FolderLock(tmp_path / "checkpoints")
+        lock.take()
+        taken.set()
+        signal.pause()
+
+    owner = context.Process(target=hold, daemon=True)
+    owner.start()
+    assert taken.wait(30)
+    with pytest.raises(MisconfigurationException, match=f"process {owner.pid} .* writes its checkpoints to"):
+        fit(tmp_path)
+    owner.kill()
+    owner.join()
+    fit(tmp_path)
+    fit(tmp_path)  # and a run that has ended keeps nothing
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    fit(tmp_path / "sgd")
+    with pytest.raises(ValueError, match=r"checkpoint's optimizer is no Adam: it has .*momentum.* and no .*betas"):
+        fit(tmp_path / "adam", torch.optim.Adam, tmp_path / "sgd" / "checkpoints" / "epoch=2.ckpt")
+
+
+def test_a_trainer_with_a_checkpoint_plugin_keeps_it(tmp_path: Path) -> None:
+    class Own(TorchCheckpointIO):
+        """A user's."""
+
+    for plugins, expected in (([Own()], Own), ([], WholeCheckpointIO)):
+        trainer = make_trainer(tmp_path, [RunGuard()], plugins=plugins, max_epochs=1)
+        trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]))
+        assert type(trainer.strategy.checkpoint_io) is expected
+
+
+def test_sigterm_ends_a_plain_script_with_143(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    arguments = (policy_path, prompts_path, str(tmp_path), "SIGTERM", "0", "rollout")
+    ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments, num_ranks=1, timeout=100)
+    assert ended.statuses == [143], ended.stderr[-3000:]

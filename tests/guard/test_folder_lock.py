@@ -15,14 +15,15 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def hold(folder: Path, ready: Connection) -> None:
-    FolderLock(folder).take()
+    lock = FolderLock(folder)
+    lock.take()
     ready.send(os.getpid())
     signal.pause()
 
 
 def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     here, there = CONTEXT.Pipe()
-    owner = CONTEXT.Process(target=hold, args=(tmp_path / "checkpoints", there))
+    owner = CONTEXT.Process(target=hold, args=(tmp_path / "checkpoints", there), daemon=True)
     owner.start()
     pid = here.recv()
     lock = FolderLock(tmp_path / "checkpoints")
@@ -50,10 +51,10 @@ def test_a_child_that_outlives_the_run_does_not_keep_the_folder(tmp_path: Path) 
     here, there = CONTEXT.Pipe()
     lock = FolderLock(tmp_path / "checkpoints")
     lock.take()
-    child = CONTEXT.Process(target=signal.pause)
+    child = CONTEXT.Process(target=signal.pause, daemon=True)
     child.start()
     lock.release()
-    owner = CONTEXT.Process(target=hold, args=(tmp_path / "checkpoints", there))
+    owner = CONTEXT.Process(target=hold, args=(tmp_path / "checkpoints", there), daemon=True)
     owner.start()
     assert here.poll(5)
     for process in (child, owner):

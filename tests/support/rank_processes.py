@@ -39,20 +39,21 @@ class Ended:
     stderr: str
 
 
-def run_ranks(script: str, out: Path, *arguments: str, timeout: float = 280) -> Ended:
+def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeout: float = 280) -> Ended:
     """Run `main` of a script of the tests as rank 0 and as rank 1, until both have ended.
 
     Args:
         script: Module, for instance `tests.support.two_ranks`.
         out: Where what they print is kept.
         arguments: Of `main`.
+        num_ranks: 1 runs it in one process.
         timeout: Seconds after which both are killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     CONTEXT.set_forkserver_preload(list(PRELOADED))
-    ranks = [CONTEXT.Process(target=be_rank, args=(rank, port, script, out, arguments)) for rank in (0, 1)]
+    ranks = [CONTEXT.Process(target=be_rank, args=(rank, port, script, out, arguments)) for rank in range(num_ranks)]
     end = time.monotonic() + timeout
     try:
         for rank in ranks:
@@ -63,7 +64,7 @@ def run_ranks(script: str, out: Path, *arguments: str, timeout: float = 280) -> 
         for rank in ranks:
             rank.kill()
             rank.join()
-    stderr = [(out / f"stderr{rank}").read_text(errors="replace") for rank in (0, 1)]
+    stderr = [(out / f"stderr{rank}").read_text(errors="replace") for rank in range(num_ranks)]
     return Ended([rank.exitcode for rank in ranks], "".join(stderr))
 
 

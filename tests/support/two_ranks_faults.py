@@ -62,6 +62,7 @@ class Fault(RolloutCallback):
 
 
 def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, place: str) -> None:
+    num_ranks = 1 if ranks == "0" else 2
     if place == "stuck":
         liveness._GRACE_SECONDS = 1.0
     L.seed_everything(3)
@@ -78,8 +79,8 @@ def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, plac
     module = RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
+        devices=num_ranks,
+        strategy="auto" if num_ranks == 1 else DDPStrategy(process_group_backend="gloo"),
         max_epochs=3,
         callbacks=[Fault(signal_name, ranks, place, Path(out)), ModelCheckpoint(out)],
         logger=False,

@@ -206,7 +206,7 @@ def _series(history: History, name: str) -> dict[int, float]:
 def _checkpoints(trainer: L.Trainer) -> list[str]:
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     paths = [callback.last_model_path or callback.best_model_path for callback in callbacks]
-    return [path for path in paths if path]
+    return [path for path in paths if path and Path(path).exists()]
 
 
 def _metric_dirs(trainer: L.Trainer) -> list[str]:

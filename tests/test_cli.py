@@ -1,0 +1,108 @@
+"""The command line as a user sees it: whole runs, and what mistakes end with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_lightning.__main__ import HELP
+from tlt_lightning.cli import follow_root, get_close_options, run_cli
+
+ROOT = Path(__file__).parents[1]
+
+
+def options(policy: str, prompts: str, root: Path) -> list[str]:
+    """Options of a run of one iteration of a tiny policy on the CPU."""
+    values = {
+        "trainer.accelerator": "cpu",
+        "trainer.max_epochs": 1,
+        "trainer.default_root_dir": root,
+        "trainer.gradient_clip_val": 1.0,
+        "model.policy": policy,
+        "data.engine": "TransformersEngine",
+        "data.train.path": prompts,
+        "data.rewards": '[{"function": "tlt_lightning.rewards.countdown"}]',
+        "data.group_size": 2,
+        "data.prompts_per_iteration": 2,
+        "data.micro_batch_size": 4,
+        "data.max_prompt_tokens": 16,
+        "data.sampling.max_tokens": 8,
+    }
+    return ["-c", str(ROOT / "recipes/base.yaml"), *(f"--{name}={value}" for name, value in values.items())]
+
+
+def test_a_saved_config_run_elsewhere_leaves_the_first_run_alone(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_cli(["fit", *options(policy_path, prompts_path, first)])
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    saved = first / "csv" / "version_0" / "config.yaml"
+    run_cli(["fit", "-c", str(saved), f"--trainer.default_root_dir={second}"])
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
+    assert (second / "checkpoints" / "last.ckpt").is_file()
+    assert json.loads((second / "summary.json").read_text())["iterations"] == 1
+
+
+def test_only_output_folders_follow_the_root() -> None:
+    config = "root: out\n  - dirpath: out/checkpoints\n    save_dir: 'out'\n    dirpath: outer\n    head: out/head\n"
+    expected = (
+        "root: out\n  - dirpath: ${trainer.default_root_dir}/checkpoints\n    save_dir: '${trainer.default_root_dir}'\n"
+        "    dirpath: outer\n    head: out/head\n"
+    )
+    assert follow_root(config, "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--data.group_sise=8"], "Did you mean `--data.group_size`?"),
+        (["--trainer.max_epoch=1"], "Did you mean `--trainer.max_epochs`?"),
+        (["--data.sampling.temprature=1"], "Did you mean `--data.sampling.temperature`?"),
+        (["--ckpt_path=nowhere/last.ckpt"], "The checkpoint 'nowhere/last.ckpt' does not exist"),
+    ],
+)
+def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
+    wrong: list[str],
+    message: str,
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run_cli(["fit", *options(policy_path, prompts_path, tmp_path), *wrong])
+    lines = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2
+    assert message in "\n".join(lines)
+    assert "--help" in lines[-1]
+    assert len(lines) < 10
+
+
+def test_the_trainer_s_test_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_cli(["test"])
+    assert "'fit', 'validate', 'predict'" in capsys.readouterr().err.replace("{fit,validate,predict}", "")
+
+
+def test_options_that_resemble_nothing_get_no_advice() -> None:
+    assert get_close_options("unrecognized arguments: --xyz=1", {"data.group_size"}) == []
+
+
+def test_help_names_every_command_and_loads_nothing() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']; from tlt_lightning.__main__ import main; main();"
+    code += "print('lightning' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == f"{HELP}False\n"
+    assert all(f"\n  {command} " in HELP for command in ("fit", "validate", "predict", "drafter", "export"))
+
+
+def test_the_script_finds_files_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("")
+    code = (
+        "import sys; sys.path = [p for p in sys.path if p]; sys.argv[1:] = []; from tlt_lightning.__main__ import main;"
+    )
+    code += f"sys.path.insert(0, {str(ROOT)!r}); main(); import my_rewards"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=tmp_path)
