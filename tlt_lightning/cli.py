@@ -48,7 +48,7 @@ def _run(
         data,
         args=args,
         parser_class=_Parser,
-        parser_kwargs={"parser_mode": "omegaconf+", "prog": prog},
+        parser_kwargs={"parser_mode": "omegaconf+", "prog": prog, "allow_abbrev": False},
         run=run,
         auto_configure_optimizers=False,
         seed_everything_default=0,

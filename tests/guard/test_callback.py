@@ -1,3 +1,4 @@
+import csv
 import multiprocessing
 import signal
 import time
@@ -99,3 +100,14 @@ def test_sigterm_ends_a_plain_script_with_143(policy_path: str, prompts_path: st
     arguments = (policy_path, prompts_path, str(tmp_path), "SIGTERM", "0", "rollout")
     ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments, num_ranks=1, timeout=100)
     assert ended.statuses == [143], ended.stderr[-3000:]
+
+
+def test_a_kill_in_a_checkpoint_leaves_no_gap_in_the_metrics(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    arguments = (policy_path, prompts_path, str(tmp_path), "SIGKILL", "0", "checkpoint")
+    ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments, num_ranks=1, timeout=100)
+    assert ended.statuses == [-signal.SIGKILL], ended.stderr[-3000:]
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    assert [row["step"] for row in rows] == ["0", "1"]  # iteration 2 is in, whose checkpoint was being written

@@ -82,7 +82,7 @@ class RunGuard(RolloutCallback):
 
         # The Trainer has not registered it yet. What SLURM needs besides is registered beside it.
         assert callable(connector._sigterm_notifier_fn)
-        connector._sigterm_notifier_fn = handle  # type: ignore[method-assign]
+        connector._sigterm_notifier_fn = handle  # type: ignore[method-assign, assignment]
 
     def _lock_folders(self, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero:
