@@ -23,7 +23,7 @@ def options(policy: str, prompts: str, root: Path) -> list[str]:
         "model.policy": policy,
         "data.engine": "TransformersEngine",
         "data.train.path": prompts,
-        "data.rewards": '[{"function": "tlt_lightning.rewards.countdown"}]',
+        "data.rewards": '[{"function": "tlt_lightning.rewards.exact_match"}]',
         "data.group_size": 2,
         "data.prompts_per_iteration": 2,
         "data.micro_batch_size": 4,
