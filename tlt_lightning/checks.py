@@ -1,4 +1,4 @@
-"""Settings that on-policy learning cannot honour or that do not fit together, refused before anything is loaded."""
+"""Checks of settings that on-policy learning cannot honour, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException for a setting under which a run would be wrong or could not resume exactly."""
+    """Raise MisconfigurationException for settings that make a run wrong or resume inexact."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`Trainer(fast_dev_run)` would cut an iteration short. For a quick try, run one small iteration instead: "
@@ -104,7 +104,7 @@ def accumulations(trainer: L.Trainer) -> list[int]:
 
 
 def warn_of_filters(sampling: Sampling) -> None:
-    """Warn that importance ratios are biased where the engine samples from a part of the distribution."""
+    """Warn of biased importance ratios where the engine samples from a part of the vocabulary."""
     if sampling.top_p < 1 or sampling.top_k:
         log.warning(
             "`data.sampling` (`top_p` %g, `top_k` %d) cuts the distribution that responses are sampled from, and the "
@@ -124,7 +124,7 @@ def check_sizes(
     max_tokens: int,
     objective: PolicyObjective,
 ) -> None:
-    """Raise MisconfigurationException unless an iteration splits evenly into ranks, steps and micro-batches."""
+    """Raise MisconfigurationException unless ranks, steps and micro-batches divide an iteration."""
     if prompts_per_iteration % num_ranks:
         raise MisconfigurationException(
             f"`data.prompts_per_iteration` {prompts_per_iteration} is not divisible by {num_ranks} ranks."
@@ -158,7 +158,7 @@ def check_sizes(
 
 
 def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
-    """Raise RuntimeError if an iteration's update has broken the policy, before a checkpoint holds it.
+    """Raise RuntimeError if an update has broken the policy, before a checkpoint holds it.
 
     Loss and gradient come before a step, so that the weights that the last one has left must be looked at, too.
     """

@@ -48,34 +48,35 @@ class RolloutCallback(L.Callback):
         """Called on every rank before the engine is loaded: its arguments may still be changed."""
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Called when the engine holds the current weights and is about to write, once however many rounds follow."""
+        """Called once an iteration, when the engine holds the current weights and is about to write."""
 
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
         """Called after each engine step; return fast, the engine waits."""
 
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: L.LightningModule, window: IdleWindow) -> None:
-        """Called on a worker that is done while others still write; return as soon as `window.is_open()` is False.
+        """Called on a worker that is done while others still write.
 
+        Return as soon as `window.is_open()` is False.
         With a single worker there is no such time and this is never called.
         """
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
-        """Called with this rank's rollouts, rewards filled in, in training, validation and prediction."""
+        """Called with this rank's rollouts and rewards, in training, validation and prediction."""
 
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        """Called in training with this rank's whole batch, advantages filled in and so are the log-probs in use.
+        """Called in training with this rank's whole batch, advantages and log-probs filled in.
 
         `old_logps` is None where the iteration takes one optimizer step and nothing asks for them before it.
         """
 
     def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
-        """Called after the update with those of this rank's texts whose hidden states somebody asked for.
+        """Called after the update with this rank's texts whose hidden states were asked for.
 
         Set `RLModule.hidden_state_request` to ask. The states are those of the policy before the update.
         """
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
-        """Called when the engine has taken over the policy's weights; `version` counts optimizer steps."""
+        """Called when the engine has the policy's weights; `version` counts optimizer steps."""
 
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
@@ -96,7 +97,7 @@ ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith(
 
 
 def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
-    """Call hook `name` of every callback of `trainer` that has it, in their order, with the trainer and its module."""
+    """Call hook `name` of every callback that has it, with the Trainer and its module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         hook = getattr(callback, name, None)
         if hook is not None:

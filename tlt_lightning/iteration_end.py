@@ -14,7 +14,7 @@ from tlt_lightning.engine.probe import warn_of_mismatch
 
 
 class CloseIteration(L.Callback):
-    """Closes the log before the `on_train_epoch_end` of all other callbacks, which find the metrics in the Trainer."""
+    """Closes the log before other callbacks' `on_train_epoch_end`, which then find its metrics."""
 
     @classmethod
     def put_first(cls, trainer: L.Trainer) -> None:
@@ -37,7 +37,7 @@ class CloseIteration(L.Callback):
 
 
 def log_of_iteration(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
-    """Log over the iterations, not over micro-batches as Lightning would, and before a checkpoint is written."""
+    """Log over iterations, not micro-batches as Lightning would, before a checkpoint is written."""
     module.log_dict(dict(metrics), logger=False)
     for logger in module.trainer.loggers:
         logger.log_metrics(dict(metrics), step=module.current_epoch)

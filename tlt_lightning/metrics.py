@@ -1,4 +1,4 @@
-"""Numbers about rollouts and updates: the log of an iteration, and accuracy over held-out prompts."""
+"""Metrics: the log of an iteration, and accuracy over held-out prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of `k` samples is correct, estimated without bias from `num_samples` (Chen et al. 2021).
+    """Return the chance that at least one of `k` samples is correct, estimated without bias.
 
-    1 - C(n - c, k) / C(n, k), with n samples of which c are correct.
+    Chen et al. 2021: 1 - C(n - c, k) / C(n, k), with n samples of which c are correct.
     """
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
@@ -74,7 +74,7 @@ class PassAtK(Metric):
 
 
 class HeldOutMetrics(nn.Module):
-    """Accuracy, pass@k, mean reward and mean length over held-out prompts; a module, so that it finds its device."""
+    """Accuracy, pass@k, mean reward and mean length over held-out prompts, on its device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,13 +116,13 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
 
 
 def zero_std_share(rollouts: Sequence[Rollout]) -> float:
-    """Share of groups whose responses all earned the same, so that group-normalised advantages are zero."""
+    """Return the share of groups whose rewards are all equal: their normalised advantages are 0."""
     groups = split_groups(rollouts)
     return sum(not has_spread(group) for group in groups) / len(groups)
 
 
 def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: float = 0.1) -> float:
-    """Share of a rollout's time in which at most `fraction` of its requests were still unfinished: the long tail.
+    """Return the share of a rollout's time in which at most `fraction` of its requests ran.
 
     Args:
         trace: (seconds since the start, unfinished requests) after each engine step.
@@ -137,7 +137,7 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
 
 
 class IterationLog:
-    """Everything that is logged of an iteration on one rank: numbers, and the stages that its time went to.
+    """One rank's log of an iteration: numbers, and the stages that its time went to.
 
     Whoever knows a number writes it, from the start of training to the last batch's end; `RLModule` then closes the log
     and hands the metrics to the loggers, to `trainer.callback_metrics` and to `on_iteration_end`. A number may come
@@ -181,7 +181,7 @@ class IterationLog:
             self.mean(name, value)
 
     def lap(self, stage: str) -> None:
-        """Charge the time since the last lap to `stage`: stages leave no gap, and add up to the iteration."""
+        """Charge the time since the last lap to `stage`, so that stages add up to the iteration."""
         now = time.perf_counter()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
         self._last = now
@@ -191,7 +191,7 @@ class IterationLog:
         return self._seconds.get(stage, 0.0)
 
     def read(self) -> Numbers:
-        """Return this rank's numbers by name, each with its reduction over ranks; times are means in seconds."""
+        """Return this rank's numbers by name, each with its reduction; times in seconds."""
         numbers = {name: (kind, REDUCTIONS[kind]([float(v) for v in vs])) for name, (kind, vs) in self._numbers.items()}
         seconds = {"iteration": sum(self._seconds.values()), **self._seconds} if self._seconds else {}
         return numbers | {f"time/{stage}": ("mean", value) for stage, value in seconds.items()}
@@ -247,6 +247,6 @@ def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
 
 
 def mean_of_step(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the metrics of an optimizer step; to one that a micro-batch leaves out it contributes 0."""
+    """Return the metrics of an optimizer step; a micro-batch adds 0 to those it leaves out."""
     names, zero = set().union(*micro_batches), torch.zeros(())
     return {name: sum((part.get(name, zero) for part in micro_batches), zero) / len(micro_batches) for name in names}

@@ -156,7 +156,7 @@ class RLModule(L.LightningModule):
             clip_apart(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def policy_weights(self) -> NamedTensors:
-        """Stream the policy's weights for an engine, adapters merged, under their Hugging Face names."""
+        """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""
         assert self.policy is not None, "`policy_weights` before `configure_model`"
         return stream_weights(self.policy)
 
@@ -164,7 +164,7 @@ class RLModule(L.LightningModule):
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, micro_batch_size: int, *, single_update: bool = False) -> RolloutBatch:
-        """Fill in old log-probs, reference log-probs and values of a rank's whole batch, the largest pass first.
+        """Fill in log-probs, reference log-probs and values of a rank's batch, largest pass first.
 
         Args:
             batch: On the CPU; the result stays there.
@@ -233,7 +233,7 @@ class RLModule(L.LightningModule):
         call_rollout_hook(self.trainer, "on_hidden_states", texts)
 
     def _check_kl(self, metrics: dict[str, Tensor]) -> None:
-        """Stop updating for the rest of the iteration once the policy has moved by `objective.stop_at_kl`."""
+        """Stop the iteration's updates once the policy has moved by `objective.stop_at_kl`."""
         if self.objective.stop_at_kl is None:
             return
         if self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > self.objective.stop_at_kl:
@@ -275,7 +275,7 @@ class RLModule(L.LightningModule):
         self._finish_iteration()
 
     def _finish_iteration(self) -> None:
-        """Have the Trainer finish this iteration before it obeys `should_stop`: a part of one cannot be resumed."""
+        """Have the Trainer finish this iteration before it obeys `should_stop`."""
         loop = self.trainer.fit_loop
         loop.min_epochs = max(loop.min_epochs or 0, self.current_epoch + 1)
 

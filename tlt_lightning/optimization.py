@@ -1,4 +1,4 @@
-"""The optimizer of a run: its schedule, its clipping, and settings that a resumed run has changed."""
+"""Schedule, clip and resume the optimizer of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 
 
 def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None) -> Any:
-    """Return what `configure_optimizers` returns: the optimizer, and a scheduler that moves once an optimizer step.
+    """Return the optimizer and a scheduler that moves once a step, as Lightning wants them.
 
     Raises:
         MisconfigurationException: The scheduler follows a metric, and none is named.
@@ -39,14 +39,14 @@ def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None) -> An
 
 
 def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
-    """Clip each parameter group's gradient by its own norm, so that a critic's does not shrink the policy's."""
+    """Clip each group's gradient by its own norm: a critic's must not shrink the policy's."""
     clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_
     for group in optimizer.param_groups:
         clip(group["params"], value)
 
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:
-    """Return the settings of an optimizer's parameter groups that are primitives: learning rates, decay, ..."""
+    """Return the primitive settings of an optimizer's groups: learning rates, decay, ..."""
     return [
         {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
         for group in optimizer.param_groups
@@ -54,7 +54,7 @@ def settings_of(optimizer: Optimizer) -> list[Settings]:
 
 
 def apply_changed(trainer: L.Trainer, saved: Sequence[Settings], wanted: Sequence[Settings]) -> None:
-    """Use what this run sets otherwise than the one it resumes, which the restored optimizer has overwritten.
+    """Apply settings that have changed since the checkpoint, which has overwritten them.
 
     A learning rate under a scheduler changes in proportion.
 

@@ -9,7 +9,7 @@ from tlt_lightning.policy import load_policy, response_logps
 
 
 class Reference:
-    """A frozen model, or the policy with its adapters off; no module, so that no checkpoint or optimizer sees it.
+    """A frozen model, or the policy with its adapters off; no module, hidden from checkpoints.
 
     Args:
         path: Path or hub name of the model; None takes the policy without its adapters, at no cost in memory.

@@ -1,4 +1,4 @@
-"""Resuming: a run that was saved within an iteration, and one whose settings have changed since."""
+"""Resume a run that was saved within an iteration, or whose settings have changed since."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 @dataclass
 class UpdateState:
-    """What an iteration's update knows beside weights and optimizer.
+    """State of an iteration's update beside weights and optimizer.
 
     Args:
         first_step: Optimizer steps before the iteration.
@@ -36,7 +36,7 @@ class UpdateState:
 def hand_over(
     trainer: L.Trainer, update: UpdateState, log: IterationLog, optimizer: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return what a checkpoint needs, as primitives, so that a run can go on from it within an iteration."""
+    """Return what a checkpoint needs, as primitives, to resume within an iteration."""
     return {
         "update": asdict(update),
         "log": log.state_dict(),
@@ -47,7 +47,7 @@ def hand_over(
 
 
 def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return what `RLModule` has saved; where it was within an iteration, rewind the Trainer's loops in `checkpoint`.
+    """Return what `RLModule` has saved, and rewind the Trainer's loops within an iteration.
 
     They begin again behind the last optimizer step: Lightning would go on behind the last batch, whose gradient is lost
     if it was not the step's last one. Before the first step the iteration begins anew, as after a checkpoint of the one
@@ -80,7 +80,7 @@ def _rewind(loops: dict[str, Any], num_batches: int, *, is_last: bool) -> None:
 
 
 def check_update(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError if an update that a checkpoint was saved in cannot go on because a setting has changed."""
+    """Raise ValueError if a changed setting splits the update that was saved halfway otherwise."""
     if changes := _changes(saved, now):
         raise ValueError(
             f"The checkpoint was saved within an iteration's update, which these settings split otherwise: {changes}. "
@@ -89,7 +89,7 @@ def check_update(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of each setting under which the resumed run goes on otherwise than the one that wrote the checkpoint."""
+    """Warn of each changed setting that makes the resumed run go on otherwise."""
     if changes := _changes(saved, now):
         log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", changes)
 
@@ -99,7 +99,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 class Requeue(L.Callback):
-    """Has SLURM's requeue wait for the end of a micro-batch: amid an optimizer step there is nothing whole to save."""
+    """Holds SLURM's requeue back until a micro-batch ends: amid a step nothing is whole."""
 
     def __init__(self) -> None:
         self._is_busy = False

@@ -1,4 +1,4 @@
-"""What `predict` leaves behind: completions as JSON lines."""
+"""CompletionsWriter: completions of `predict` as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class CompletionsWriter(BasePredictionWriter):
-    """Writes every completion of `predict`, with its rewards, to `completions.jsonl`; one file per rank on several.
+    """Writes completions and rewards of `predict` to `completions.jsonl`; a file a rank.
 
     Args:
         dirpath: Folder of the file.

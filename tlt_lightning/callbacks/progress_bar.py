@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: a bar while the engine writes, a line per iteration, sampled completions.
+"""RolloutProgressBar: a bar while the engine writes, a line an iteration, completions.
 
 Three displays share one throttle: a tqdm bar, a task inside Lightning's Rich display, and sparse lines where the
 output is not a terminal. Everything else is printed through `say`, which leaves bars intact.
@@ -27,12 +27,12 @@ MAX_SHOWN_CHARS = 400
 
 
 def say(text: str) -> None:
-    """Print `text` to standard output without breaking a bar, tqdm's or Rich's, that is being drawn there."""
+    """Print `text` to standard output without breaking a bar that is being drawn there."""
     tqdm.write(text, file=sys.stdout)
 
 
 class RolloutProgressBar(RolloutCallback):
-    """Shows the rollout while it runs, then one line per iteration and, if asked, some of its completions.
+    """Shows the rollout while it runs, then a line an iteration and, if asked, completions.
 
     It stands beside Lightning's own training bar. Where standard output is not a terminal, a rollout writes at most
     one line every ten seconds. Only rank zero writes; the bar counts that rank's requests.
@@ -167,7 +167,7 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
 
 
 def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
-    """An iteration's seconds; of its stages those that take a twentieth of it, and what all others take together."""
+    """Name an iteration's seconds, its stages above a twentieth, and all others together."""
     total = metrics["time/iteration"]
     stages = {name.removeprefix("time/"): seconds for name, seconds in metrics.items() if name.startswith("time/")}
     named = [stage for stage in stages if stage not in ("iteration", "other") and stages[stage] >= 0.05 * total]
@@ -177,7 +177,7 @@ def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
 
 
 def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Pick up to `count` rollouts, the highest rewards and the lowest, in descending order of reward."""
+    """Pick up to `count` rollouts, half with the highest rewards and half with the lowest."""
     ranked = sorted(rollouts, key=lambda rollout: rollout.reward, reverse=True)
     if len(ranked) <= count:
         return ranked
@@ -186,7 +186,7 @@ def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
 
 
 def completions_table(rollouts: Sequence[Rollout], title: str) -> str:
-    """Draw rollouts as a table of reward, length, prompt and completion, long texts cut in the middle."""
+    """Draw a table of reward, length, prompt and completion, long texts cut in the middle."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""What is left when a run is over: a picture of it, its key numbers as JSON, and where everything lies."""
+"""RunReport: a finished run's picture, key numbers as JSON, and places of its files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ History = Mapping[int, Mapping[str, float | None]]
 
 
 class RunReport(RolloutCallback):
-    """Leaves `report.png` and `summary.json` in a directory when `Trainer.fit` ends, and says where everything lies.
+    """Leaves `report.png` and `summary.json` when `Trainer.fit` ends, and says where files lie.
 
     An interrupted run gets both too. The history is in the checkpoint, so a resumed run reports from its beginning.
     `summary.json` has these keys, null where nothing was measured:
@@ -144,7 +144,7 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
 
 
 def draw(history: History, accuracy_before: float | None, path: Path, title: str) -> None:
-    """Draw reward, held-out accuracy (if measured) and response lengths over the iterations into the file `path`."""
+    """Draw reward, held-out accuracy (if measured) and response lengths over the iterations."""
     before = {} if accuracy_before is None else {0: accuracy_before}
     accuracy = before | _series(history, "held_out_accuracy")
     figure, panels = frame(3 if accuracy else 2)

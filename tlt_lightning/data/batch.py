@@ -1,4 +1,4 @@
-"""The data of one policy iteration: prompts, finished rollouts, and the tensors a loss is computed from.
+"""Data of one policy iteration: prompts, finished rollouts, and the tensors of a loss.
 
 Plain dataclasses; no Trainer, no engine. `B` sequences, `S` tokens of the longest prompt plus response, `T` tokens of
 the longest response.
@@ -69,7 +69,7 @@ class Rollout:
         return self.response.finish_reason == "length"
 
     def to_row(self) -> dict[str, Any]:
-        """What `predict` writes: one JSON-ready row."""
+        """Return a JSON-ready row, as `predict` writes it."""
         return {
             "index": self.prompt.index,
             "prompt": self.prompt.text,
@@ -87,8 +87,9 @@ class Rollout:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """What an objective sees. Sequences are right-padded, so a causal model needs no attention mask.
+    """Tensors that an objective sees.
 
+    Sequences are right-padded, so that a causal model needs no attention mask.
     Not frozen: Lightning rebuilds it when it moves it to the device.
 
     Args:
@@ -149,7 +150,7 @@ class RolloutBatch:
         return self.prompt_lengths + self.response_lengths
 
     def count_loss(self, rows: Sequence[int]) -> tuple[float, float]:
-        """Response tokens that count in the loss of the given sequences, and how many of these have any."""
+        """Count the loss tokens of the given sequences, and the sequences that have any."""
         mask = self.response_mask[rows]
         return float(mask.sum()), float(mask.bool().any(-1).sum())
 

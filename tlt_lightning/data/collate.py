@@ -1,4 +1,4 @@
-"""From rollouts to tensors, and from an iteration's batch to the minibatches of its optimizer steps."""
+"""Turn rollouts into tensors, and an iteration's batch into the minibatches of its steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> 
 
 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[range]:
-    """Cut sequences into neighbours in length so that the largest part, rows times its longest, is as small as can be.
+    """Cut sequences into parts of similar length, the largest as small as can be.
+
+    The size of a part is its rows times its longest sequence.
 
     A pass takes memory by its padded tokens, and time by these plus a constant. So the longest sequences run with few
     others or alone, and the many short ones, whose passes would be all constant, share few passes. Where fewer parts
@@ -62,7 +64,7 @@ def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[range]:
 
 
 def _fill(lengths: Sequence[int], limit: int) -> list[range]:
-    """Fill one part after the other up to `limit` padded tokens; no cut within the limit has fewer parts."""
+    """Fill one part after the other up to `limit` padded tokens: the fewest parts within it."""
     starts = [0]
     for row in range(1, len(lengths)):
         if (row + 1 - starts[-1]) * lengths[starts[-1]] > limit:
@@ -83,7 +85,9 @@ def _cut_once_more(lengths: Sequence[int], parts: Sequence[range]) -> list[range
 
 
 def cut_micro_batches(rows: Tensor, lengths: Tensor, micro_batch_size: int) -> list[list[int]]:
-    """Cut sequences into micro-batches by `split_by_tokens`, largest first so that a lack of memory shows at once.
+    """Cut sequences into micro-batches by `split_by_tokens`, largest first.
+
+    A lack of memory so shows at once.
 
     Args:
         rows: Row numbers of the sequences. (N,)
@@ -105,7 +109,7 @@ def cut_micro_batches(rows: Tensor, lengths: Tensor, micro_batch_size: int) -> l
 def plan_minibatches(
     lengths: Tensor, *, micro_batch_size: int, num_steps: int, generator: torch.Generator
 ) -> list[list[list[int]]]:
-    """Split sequences at random into optimizer steps, and each step into micro-batches of similar length.
+    """Split sequences at random into steps, and steps into micro-batches of similar length.
 
     Args:
         lengths: Tokens of each sequence. (B,), int64

@@ -1,4 +1,4 @@
-"""One rollout from prompts to scored text: wake and sync the engine, write, reward while writing."""
+"""Collect a rollout: wake and sync the engine, write, reward while writing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RolloutCollector:
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int, seed: int, first_group: int = 0
     ) -> list[Rollout]:
-        """Write and score `group_size` responses to each prompt; groups are numbered from `first_group`.
+        """Write and score `group_size` responses to each prompt; groups count from `first_group`.
 
         Without prompts this only waits for the other workers: the engine sleeps on, and `on_rollout_idle` is the only
         hook.
@@ -104,7 +104,7 @@ class RolloutCollector:
         return [rollouts[number] for number in range(len(requests))]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without what ends or pads it; other special tokens, `<think>` perhaps, are for rewards."""
+        """Return the text without what ends or pads it; other special tokens are for rewards."""
         return str(self.tokenizer.decode([token for token in token_ids if token not in self._unseen]))
 
     def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:

@@ -1,4 +1,4 @@
-"""Dynamic sampling: replace the prompts that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""
+"""Replace the prompts that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DynamicSampling:
 
 
 def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The rollouts by group, groups and rollouts in their order."""
+    """Return the rollouts by group, groups and rollouts in their order."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
@@ -36,7 +36,7 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """True if the rewards of a group differ, so that group-relative advantages are not all zero (DAPO, Eq. 11).
+    """Return whether the rewards of a group differ, so that some advantages do (DAPO, Eq. 11).
 
     What an objective adds to the rewards, such as DAPO's overlong punishment, does not count.
     """

@@ -1,4 +1,4 @@
-"""One policy iteration on one rank: collect rollouts, score them, compute advantages, cut minibatches."""
+"""Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class PolicyIteration:
         return self.trainer.global_step - self.first_step
 
     def state(self) -> dict[str, Any] | None:
-        """Return what the rest of the update needs, as tensors and primitives; None before it and after it."""
+        """Return what the rest of the update needs, as primitives; None before and after it."""
         if (
             self._batch is None
             or not 0 < self.num_steps < self._steps_per_pass(self._batch) * self.settings.inner_epochs
@@ -102,7 +102,7 @@ class PolicyIteration:
         return {"first_step": self.first_step, "batch": batch}
 
     def minibatches(self, prompts: Sequence[Prompt]) -> Iterator[RolloutBatch]:
-        """Roll out, score, and yield one micro-batch after the other, `inner_epochs` times over all responses."""
+        """Roll out, score, and yield the micro-batches of `inner_epochs` passes over all responses."""
         accumulate = self.trainer.accumulate_grad_batches  # a callback may have changed it
         self.settings.check(
             self.module.objective, accumulate_grad_batches=accumulate, num_ranks=self.trainer.world_size
@@ -124,7 +124,7 @@ class PolicyIteration:
         return batch
 
     def _collect(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Roll out this rank's share of groups; with dynamic sampling, of groups with a learning signal."""
+        """Roll out this rank's groups; with dynamic sampling, groups with a learning signal."""
         trainer, settings, dynamic = self.trainer, self.settings, self.settings.dynamic_sampling
         wanted = settings.prompts_per_iteration // trainer.world_size
         informative: list[list[Rollout]] = []

@@ -1,4 +1,4 @@
-"""RolloutDataModule: one epoch is one policy iteration, its batches are made by the policy itself."""
+"""RolloutDataModule: an epoch is a policy iteration, and the policy makes its batches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutDataModule(L.LightningDataModule):
-    """Rolls out the policy on prompts, scores the responses, and yields the minibatches of an iteration.
+    """Rolls out the policy on prompts, scores the responses, yields an iteration's minibatches.
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
@@ -128,7 +128,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Read the prompts, then load the engine: while the accelerator is empty, and after all checks have passed."""
+        """Read the prompts, then load the engine: after all checks, while the device is empty."""
         check_trainer(self._trainer)
         if stage == "fit":
             for steps in accumulations(self._trainer):
@@ -212,7 +212,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     @property
     def _kept_settings(self) -> dict[str, int]:
-        """What a resumed run must not change to go on exactly."""
+        """Settings that a resumed run must not change to go on exactly."""
         prompts = b"".join(repr(prompt.ids).encode() for prompt in self.train_prompts)
         return {
             "seed_everything": run_seed(),

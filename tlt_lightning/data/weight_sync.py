@@ -11,7 +11,7 @@ from tlt_lightning.hooks import call_rollout_hook
 
 
 class WeightSync:
-    """Gives the engine the policy's weights whenever these have changed, whoever has changed them.
+    """Gives the engine the policy's weights whenever anybody has changed them.
 
     The optimizer's steps alone do not tell: callbacks swap weights for a validation (`EMAWeightAveraging`) and back.
 
@@ -37,6 +37,6 @@ class WeightSync:
 
 
 def fingerprint_of(module: nn.Module) -> tuple[int, ...]:
-    """Return a hash of each parameter's bits; changes behind autograd's back (`tensor.data`) show, too."""
+    """Return a hash of each parameter's bits: changes to `tensor.data` show, too."""
     hashes = [torch.hash_tensor(parameter.detach()) for parameter in module.parameters()]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
