@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import LoRA, export_policy
 from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.export import run_export
 from tlt_lightning.policy import load_tokenizer
 
 IDS = torch.arange(3, 11)[None]
@@ -45,7 +47,8 @@ def test_peft_loads_the_adapter_alone(policy_path: str, prompts_path: str, tmp_p
     from peft import AutoPeftModelForCausalLM
 
     checkpoint, expected = train(policy_path, prompts_path, tmp_path, LoRA(rank=4))
-    path = export_policy(str(checkpoint), str(tmp_path / "adapter"), adapter=True)
+    path = tmp_path / "adapter"
+    run_export([f"--ckpt_path={checkpoint}", f"--output_dir={path}", "--adapter"])
     assert (path / "adapter_config.json").is_file()
     assert not (path / "model.safetensors").exists()
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(path)), expected, atol=1e-4, rtol=1e-4)
@@ -64,6 +67,21 @@ def test_vllm_loads_the_trained_policy(policy_path: str, prompts_path: str, tmp_
     finally:
         engine.close()
     assert list(response.token_ids) == [expected[0, -1].argmax().item()]
+
+
+def test_a_run_of_a_relative_policy_is_exported_from_another_folder(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(policy_path, tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    checkpoint, _ = train("policy", prompts_path, tmp_path / "run", None)
+    monkeypatch.chdir("/")
+    assert (export_policy(str(checkpoint), str(tmp_path / "exported")) / "config.json").is_file()
+    (tmp_path / "policy").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"is not at .*policy'; say with `policy`"):
+        export_policy(str(checkpoint), str(tmp_path / "again"))
+    path = export_policy(str(checkpoint), str(tmp_path / "again"), policy=str(tmp_path / "moved"))
+    assert (path / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,9 @@ def main() -> None:
         case [] | ["-h" | "--help"]:
             print(HELP, end="")
         case ["export", *arguments]:
-            from jsonargparse import auto_cli
+            from tlt_lightning.export import run_export
 
-            from tlt_lightning.export import export_policy
-
-            auto_cli(export_policy, args=arguments, as_positional=False)
+            run_export(arguments)
         case ["drafter", *arguments]:
             from tlt_lightning.cli import run_drafter_cli
 

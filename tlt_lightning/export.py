@@ -14,7 +14,9 @@ log = logging.getLogger(__name__)
 _PREFIX = "policy."
 
 
-def export_policy(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False) -> Path:
+def export_policy(
+    ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False, policy: str | None = None
+) -> Path:
     """Write the policy of a checkpoint as a Hugging Face directory, tokenizer included.
 
     Args:
@@ -22,6 +24,7 @@ def export_policy(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adap
         output_dir: Where to write; must be empty or absent.
         dtype: Type of the written weights: bfloat16, float16 or float32.
         adapter: For a LoRA run, write the adapter alone (PEFT format) instead of merged weights.
+        policy: Where the policy is now that the run began with; None takes the path that the checkpoint remembers.
 
     Returns:
         `output_dir`.
@@ -36,7 +39,12 @@ def export_policy(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adap
     checkpoint = torch.load(source, map_location="cpu", weights_only=True)
     if "policy" not in checkpoint:
         raise ValueError(f"`ckpt_path` {ckpt_path!r} was not written by an RLModule: it has no `policy` entry.")
-    path, lora = checkpoint["policy"]["path"], checkpoint["policy"]["lora"]
+    path, lora = policy or checkpoint["policy"]["path"], checkpoint["policy"]["lora"]
+    if not Path(path).exists() and (policy is not None or Path(path).is_absolute()):
+        raise FileNotFoundError(
+            f"The policy that the run began with is not at {path!r}; say with `policy` where it is (`--policy` on the "
+            "command line): its config and tokenizer are exported too."
+        )
     if adapter and lora is None:
         raise ValueError("`adapter` needs a checkpoint of a LoRA run; this one trained all weights.")
     model = load_policy(path, lora=None if lora is None else LoRA(**lora))
@@ -58,3 +66,13 @@ def export_policy(ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adap
     load_tokenizer(path).save_pretrained(target)
     log.info("Wrote %s to %s", "the adapter" if adapter else f"the policy in {dtype}", target)
     return target
+
+
+def run_export(args: list[str]) -> None:
+    """Export as the command line's `args` say; `--adapter` is a flag there."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="python -m tlt_lightning export")
+    parser.add_function_arguments(export_policy, skip={"adapter"})
+    parser.add_argument("--adapter", action="store_true", help="Write the adapter of a LoRA run alone.")
+    export_policy(**parser.parse_args(args).as_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -332,7 +333,8 @@ class RLModule(L.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = hand_over(self.trainer, self._update, self.iteration_log, self._optimizer_settings)
-        checkpoint["policy"] = {"path": self.policy_path, "lora": None if self.lora is None else asdict(self.lora)}
+        path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
+        checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         if self.lora is not None:
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: state[name] for name in state if name in self._trained_names}

@@ -55,8 +55,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     saved_as = get_tokenizer_config(path).get("tokenizer_class")
     is_generic = saved_as in ("TokenizersBackend", "PreTrainedTokenizerFast")
     tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(path)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"`policy` {path!r} has no tokenizer files: save its tokenizer in the same folder.")
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of `policy` {path!r} has no end-of-sequence token; set `eos_token` and save it."

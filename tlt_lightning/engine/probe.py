@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tlt_lightning.engine.architectures import WAY_OUT
+
 log = logging.getLogger(__name__)
 
 TOLERANCES = {"float32": 5e-3, "bfloat16": 0.1}
@@ -20,10 +22,7 @@ in a tiny random model, attention dropout by 0.1.
 LOUD_KL = 0.02
 """`mismatch/kl` of an iteration, in nats a token, that is worth a warning; bfloat16 alone makes up to 0.005."""
 
-WAY_OUT = (
-    "vLLM may not run this architecture rightly, or a callback changed the policy unseen; roll out with "
-    "`tlt_lightning.TransformersEngine`, which uses the trainer's own model"
-)
+_CAUSES = f"vLLM may not run this architecture rightly, or a callback changed the policy unseen. {WAY_OUT}"
 
 
 def check_agreement(
@@ -48,7 +47,7 @@ def check_agreement(
         raise RuntimeError(
             f"{when} the engine does not compute with the policy's weights: log-probs of {len(sampled)} tokens differ "
             f"by {mean:.2g} on average and {float(differences.max()):.2g} at most, where {limit} on average is allowed "
-            f"in {dtype}. {WAY_OUT}."
+            f"in {dtype}. {_CAUSES}."
         )
     return mean
 
@@ -62,5 +61,5 @@ def warn_of_mismatch(kl: float, iteration: int) -> None:
             iteration,
             kl,
             LOUD_KL,
-            WAY_OUT,
+            _CAUSES,
         )

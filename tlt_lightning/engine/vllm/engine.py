@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
+from tlt_lightning.engine.architectures import check_architecture, check_files
 from tlt_lightning.engine.base import (
     NamedTensors,
     OnProgress,
@@ -107,6 +108,9 @@ class VLLMEngine(RolloutEngine):
                 held = f"(policy, max_model_len, seed) {self._set_up_for}"
                 raise RuntimeError(f"`setup` asks for {wanted} of an engine set up for {held}; call `close` first.")
             return
+        check_architecture(policy, with_head=self.speculation is not None and self.speculation.head is not None)
+        self._shapes = policy_shapes(policy)
+        check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -115,7 +119,7 @@ class VLLMEngine(RolloutEngine):
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
             internals.claim_sleep_mode()
-        self._end_token_ids, self._shapes = end_token_ids(policy), policy_shapes(policy)
+        self._end_token_ids = end_token_ids(policy)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
         graphs = None

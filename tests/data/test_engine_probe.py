@@ -1,0 +1,62 @@
+"""A run whose engine does not compute with the policy's weights stops at its first responses."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+from tests.support.architectures import save_architecture
+from tests.support.rl_runs import make_data, make_engine, make_module, make_trainer
+from tlt_lightning.data.engine_probe import EngineProbe
+from tlt_lightning.engine.vllm import engine as engine_module
+from tlt_lightning.engine.vllm.patches import cpu_experts, patched
+
+
+class DropoutOn(L.Callback):
+    """Turns on the dropout that attention keeps as a number."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for layer in pl_module.policy.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+
+
+def test_dropout_that_a_callback_turns_on_stops_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DropoutOn())
+    with pytest.raises(RuntimeError, match=r"After the first sync .* 0\.005 on average .*TransformersEngine"):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+
+@pytest.mark.vllm
+def test_experts_that_a_sync_leaves_wrong_stop_the_run(
+    prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "patched", lambda without: patched(without=(*without, cpu_experts.PATCH)))
+    policy = save_architecture("qwen3_moe", tmp_path / "policy")
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match=r"After the first sync .* the engine does not compute with the policy's"):
+        trainer.fit(make_module(policy), make_data(prompts_path, engine=make_engine("vllm")))
+
+
+class Counted(EngineProbe):
+    """Counts the comparisons."""
+
+    count = 0
+
+    def check(self, trainer, engine, rollouts, sampling) -> None:  # type: ignore[no-untyped-def]
+        before = set(self._done)
+        super().check(trainer, engine, rollouts, sampling)
+        self.count += before != self._done
+
+
+def test_a_run_is_looked_at_once_and_again_after_its_first_drafter(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt_lightning.data.module.EngineProbe", Counted)
+    data = make_data(prompts_path)
+
+    class Push(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            data.engine.drafter_version = trainer.current_epoch - 1
+
+    make_trainer(tmp_path, Push(), max_epochs=4).fit(make_module(policy_path), data)
+    assert data._probe.count == 2

@@ -1,0 +1,98 @@
+"""The architectures that are rolled out with vLLM, each proven by a test, and the refusal of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+WAY_OUT = (
+    "`data.engine: tlt_lightning.TransformersEngine` rolls out with the trainer's own model, slower, whatever the "
+    "architecture"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture, as Hugging Face names it, and what beside plain rollouts and look-ups it can be given.
+
+    Args:
+        name: First of the `architectures` in a config.
+        model_type: The config's `model_type`.
+        takes_head: vLLM's model hands out the hidden states that an EAGLE-3 head reads.
+        has_drafter: `DrafterModule` and `LongTailIdleCallback` build and train heads for it.
+    """
+
+    name: str
+    model_type: str
+    takes_head: bool = False
+    has_drafter: bool = False
+
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Architecture("Qwen2ForCausalLM", "qwen2", takes_head=True, has_drafter=True),
+    Architecture("Qwen3ForCausalLM", "qwen3", takes_head=True, has_drafter=True),
+    Architecture("LlamaForCausalLM", "llama", takes_head=True, has_drafter=True),
+    Architecture("MistralForCausalLM", "mistral", takes_head=True),
+    Architecture("GemmaForCausalLM", "gemma"),
+    Architecture("Gemma3ForCausalLM", "gemma3_text"),
+    Architecture("Phi3ForCausalLM", "phi3", takes_head=True),
+    Architecture("PhiForCausalLM", "phi"),
+    Architecture("SmolLM3ForCausalLM", "smollm3"),
+    Architecture("Olmo2ForCausalLM", "olmo2"),
+    Architecture("Olmo3ForCausalLM", "olmo3"),
+    Architecture("GraniteForCausalLM", "granite", takes_head=True),
+    Architecture("Qwen3MoeForCausalLM", "qwen3_moe", takes_head=True),
+    Architecture("OlmoeForCausalLM", "olmoe"),
+)
+
+
+def check_architecture(policy: str, *, with_head: bool = False) -> Architecture:
+    """Raise ValueError unless vLLM is proven to roll out the policy, before anything of vLLM is loaded.
+
+    Args:
+        policy: Path or hub name.
+        with_head: The engine is to draft with an EAGLE-3 head.
+    """
+    from transformers import AutoConfig
+
+    name = (AutoConfig.from_pretrained(policy).architectures or ["an unnamed architecture"])[0]
+    found = next((each for each in ARCHITECTURES if each.name == name), None)
+    if found is None:
+        raise ValueError(
+            f"`policy` {policy!r} is a {name}, for which rollouts with vLLM are not proven; they are for "
+            f"{', '.join(each.name for each in ARCHITECTURES)}. {WAY_OUT}."
+        )
+    if with_head and not found.takes_head:
+        raise ValueError(
+            f"`speculation` has a head, but vLLM's {name} (`policy` {policy!r}) hands no hidden states to one; "
+            "speculate by look-ups (`siblings`, `ngram`)."
+        )
+    return found
+
+
+def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if the policy's safetensors have other shapes than its config says."""
+    from safetensors import safe_open
+
+    for path in sorted(Path(policy).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                held = tuple(file.get_slice(name).get_shape())
+                if held != tuple(shapes.get(name, held)):
+                    raise ValueError(
+                        f"`policy` {policy!r}: its config.json makes {name!r} {tuple(shapes[name])}, but {path.name} "
+                        f"holds {held}; config and weights are not of one model."
+                    )
+
+
+def markdown_table() -> str:
+    """The architectures as a Markdown table."""
+    rows = [
+        "| architecture | rollouts, full and LoRA | look-ups | EAGLE-3 head | adaptive drafter |",
+        "|---|---|---|---|---|",
+    ]
+    for each in ARCHITECTURES:
+        head, drafter = ("yes" if flag else "no" for flag in (each.takes_head, each.has_drafter))
+        rows.append(f"| `{each.name}` | yes | yes | {head} | {drafter} |")
+    return "\n".join(rows)
