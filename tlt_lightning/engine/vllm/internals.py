@@ -11,7 +11,7 @@ import importlib.metadata
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -34,169 +34,104 @@ _PROPOSE = (
 _CACHE_UPDATE = "do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)"
 _LAYERWISE = "model_executor.model_loader.reload.layerwise"
 
-REQUIRED: dict[str, tuple[str, ...]] = {
+REQUIRED: dict[str, str] = {
     # Modules and classes below `vllm`: their attributes, and their functions with all parameters but `self`.
-    "v1.engine.llm_engine.LLMEngine": ("engine_core", "vllm_config", "has_unfinished_requests()", "step()"),
-    "v1.engine.core_client.InprocClient": ("engine_core", "shutdown(timeout)"),
-    "v1.engine.core.EngineCore": ("scheduler", "model_executor"),
+    "v1.engine.llm_engine.LLMEngine": "engine_core; vllm_config; has_unfinished_requests(); step()",
+    "v1.engine.core_client.InprocClient": "engine_core; shutdown(timeout)",
+    "v1.engine.core.EngineCore": "scheduler; model_executor",
     "v1.executor.uniproc_executor.UniProcExecutor": (
-        "driver_worker",
-        "_distributed_args()",
-        "determine_available_memory()",
-        "get_kv_cache_specs()",
+        "driver_worker; _distributed_args(); determine_available_memory(); get_kv_cache_specs()"
     ),
-    "v1.worker.worker_base.WorkerWrapperBase": ("worker",),
-    "v1.worker.gpu_worker.Worker": ("model_runner", "vllm_config"),
-    "v1.kv_cache_interface.FullAttentionSpec": ("max_memory_usage_bytes(vllm_config)", "page_size_bytes"),
-    "distributed.parallel_state": ("destroy_distributed_environment()", "_WORLD"),
+    "v1.worker.worker_base.WorkerWrapperBase": "worker",
+    "v1.worker.gpu_worker.Worker": "model_runner; vllm_config",
+    "v1.kv_cache_interface.FullAttentionSpec": "max_memory_usage_bytes(vllm_config); page_size_bytes",
+    "distributed.parallel_state": "destroy_distributed_environment(); _WORLD",
     "v1.core.sched.scheduler.Scheduler": (
-        "running",
-        "waiting",
-        "requests",
-        "max_num_running_reqs",
-        "kv_cache_manager",
-        "block_size",
-        "dynamic_sd_lookup",
-        "schedule(throttle_prefills)",
-        "update_draft_token_ids(draft_token_ids)",
-        "update_from_output(scheduler_output, model_runner_output)",
-        "reset_prefix_cache(reset_running_requests, reset_connector)",
+        "running; waiting; requests; max_num_running_reqs; kv_cache_manager; block_size; dynamic_sd_lookup; "
+        "schedule(throttle_prefills); update_draft_token_ids(draft_token_ids); "
+        "update_from_output(scheduler_output, model_runner_output); reset_prefix_cache(reset_running_requests, "
+        "reset_connector)"
     ),
-    "v1.core.sched.async_scheduler.AsyncScheduler": ("schedule(throttle_prefills)",),
+    "v1.core.sched.async_scheduler.AsyncScheduler": "schedule(throttle_prefills)",
     "v1.core.sched.output.SchedulerOutput": (
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "scheduled_spec_decode_tokens",
-        "finished_req_ids",
-        "preempted_req_ids",
+        "num_scheduled_tokens; total_num_scheduled_tokens; scheduled_spec_decode_tokens; finished_req_ids; "
+        "preempted_req_ids"
     ),
-    "v1.outputs.ModelRunnerOutput": ("req_id_to_index", "sampled_token_ids"),
-    "v1.outputs.DraftTokenIds": ("req_ids", "draft_token_ids"),
+    "v1.outputs.ModelRunnerOutput": "req_id_to_index; sampled_token_ids",
+    "v1.outputs.DraftTokenIds": "req_ids; draft_token_ids",
     "v1.request.Request": (
-        "num_tokens",
-        "num_output_tokens",
-        "num_stale_output_tokens",
-        "drop_stale_output",
-        "is_prefill_chunk",
-        "all_token_ids",
+        "num_tokens; num_output_tokens; num_stale_output_tokens; drop_stale_output; is_prefill_chunk; all_token_ids"
     ),
     _LAYERWISE: (
-        "initialize_layerwise_reload(model)",
-        "finalize_layerwise_reload(args, kwargs)",
-        "finalize_layerwise_processing(model, model_config)",
-        "get_layerwise_info(layer)",
+        "initialize_layerwise_reload(model); finalize_layerwise_reload(args, kwargs); "
+        "finalize_layerwise_processing(model, model_config); get_layerwise_info(layer)"
     ),
-    "model_executor.model_loader.reload.types.LayerReloadingInfo": ("loaded_weights", "load_numel"),
+    "model_executor.model_loader.reload.types.LayerReloadingInfo": "loaded_weights; load_numel",
     "model_executor.models.transformers.base.Base": (
-        "_decorate_cls_for_torch_compile(cls, dynamic_arg_dims, enable_if, is_encoder)",
+        "_decorate_cls_for_torch_compile(cls, dynamic_arg_dims, enable_if, is_encoder)"
     ),
     "v1.sample.rejection_sampler": (
-        "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
-        "_expand",
+        "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to); _expand"
     ),
-    "v1.sample.ops.logprobs": ("batched_count_greater_than",),
+    "v1.sample.ops.logprobs": "batched_count_greater_than",
     "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
-        "_setup_kernel(layer, w13, w2)",
-        "moe_kernel",
+        "_setup_kernel(layer, w13, w2); moe_kernel"
     ),
     "v1.worker.cpu_model_runner.CPUModelRunner": (
-        "reload_weights(weights_iterator, weights_path, is_checkpoint_format)",
-        "get_model()",
+        "reload_weights(weights_iterator, weights_path, is_checkpoint_format); get_model()"
     ),
     # The V1 runner and its drafter.
     "v1.worker.gpu_model_runner.GPUModelRunner": (
-        "drafter",
-        "input_batch",
-        "max_num_reqs",
-        "speculative_config",
-        "_get_spec_decode_draft_probs(spec_decode_metadata)",
-        "_sample(logits, spec_decode_metadata)",
-        "execute_model(scheduler_output, intermediate_tensors)",
-        "sample_tokens(grammar_output)",
+        "drafter; input_batch; max_num_reqs; speculative_config; "
+        "_get_spec_decode_draft_probs(spec_decode_metadata); _sample(logits, spec_decode_metadata); "
+        "execute_model(scheduler_output, intermediate_tensors); sample_tokens(grammar_output)"
     ),
-    "v1.worker.gpu_input_batch.InputBatch": ("req_ids", "req_id_to_index"),
+    "v1.worker.gpu_input_batch.InputBatch": "req_ids; req_id_to_index",
     "v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer": (
-        "model",
-        "block_size",
-        "_last_draft_probs",
-        "propose(num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids, "
-        "token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, "
-        "slot_mappings)",
+        "model; block_size; _last_draft_probs; propose(num_speculative_tokens, target_token_ids, target_positions, "
+        "target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata, sampling_metadata, "
+        "mm_embed_inputs, num_rejected_tokens_gpu, slot_mappings)"
     ),
-    "v1.spec_decode.metadata.SpecDecodeMetadata": ("max_spec_len", "num_draft_tokens", "draft_token_ids"),
-    "v1.attention.backend.CommonAttentionMetadata": ("max_query_len", "num_reqs", "block_table_tensor"),
+    "v1.spec_decode.metadata.SpecDecodeMetadata": "max_spec_len; num_draft_tokens; draft_token_ids",
+    "v1.attention.backend.CommonAttentionMetadata": "max_query_len; num_reqs; block_table_tensor",
     # The head's keys and values, written without running it.
-    "model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM": ("model", "combine_hidden_states(hidden_states)"),
-    "model_executor.models.llama_eagle3.LlamaModel": ("layers", "embed_tokens"),
-    "model_executor.models.llama_eagle3.LlamaDecoderLayer": ("self_attn", "input_layernorm", "_residual_norm"),
-    "model_executor.models.llama.LlamaAttention": ("qkv_proj", "rotary_emb", "q_size", "kv_size", "attn"),
-    "model_executor.layers.attention.attention.Attention": ("impl", "kv_cache", "num_kv_heads", "head_size"),
-    "v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": (_CACHE_UPDATE,),
+    "model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM": "model; combine_hidden_states(hidden_states)",
+    "model_executor.models.llama_eagle3.LlamaModel": "layers; embed_tokens",
+    "model_executor.models.llama_eagle3.LlamaDecoderLayer": "self_attn; input_layernorm; _residual_norm",
+    "model_executor.models.llama.LlamaAttention": "qkv_proj; rotary_emb; q_size; kv_size; attn",
+    "model_executor.layers.attention.attention.Attention": "impl; kv_cache; num_kv_heads; head_size",
+    "v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": _CACHE_UPDATE,
     # The V2 runner, its speculators and graphs.
     "v1.worker.gpu.model_runner.GPUModelRunner": (
-        "speculator",
-        "req_states",
-        "max_num_reqs",
-        "cudagraph_manager",
-        "get_model()",
-        "capture_model(profile_only)",
+        "speculator; req_states; max_num_reqs; cudagraph_manager; get_model(); capture_model(profile_only)"
     ),
-    "v1.worker.gpu.states.RequestState": ("draft_tokens", "all_token_ids", "total_len", "req_id_to_index"),
+    "v1.worker.gpu.states.RequestState": "draft_tokens; all_token_ids; total_len; req_id_to_index",
     "v1.worker.gpu.input_batch.InputBatch": (
-        "req_ids",
-        "num_reqs",
-        "idx_mapping",
-        "has_prefill",
-        "num_scheduled_tokens",
-        "positions",
+        "req_ids; num_reqs; idx_mapping; has_prefill; num_scheduled_tokens; positions"
     ),
-    "v1.worker.gpu.block_table.BlockTables": ("block_sizes", "block_tables"),
-    "v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator": (_PROPOSE,),
-    "v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator": (
-        _PROPOSE,
-        "model",
-        "draft_attn_layer_names",
-        "kv_cache_config",
-        "block_tables",
-        "supports_decode_metadata_update",
-        "prefill_cudagraph_manager",
-        "decode_cudagraph_manager",
-    ),
+    "v1.worker.gpu.block_table.BlockTables": "block_sizes; block_tables",
+    "v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator": _PROPOSE,
+    "v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator": _PROPOSE
+    + "; model; draft_attn_layer_names; kv_cache_config; block_tables; supports_decode_metadata_update; "
+    "prefill_cudagraph_manager; decode_cudagraph_manager",
     "v1.worker.gpu.cudagraph_utils.CudaGraphManager": (
-        "graphs",
-        "cudagraph_mode",
-        "decode_query_len",
-        "compilation_config",
-        "_candidates",
-        "_capture_descs",
-        "_max_full_descs_to_capture",
-        "_init_candidates()",
-        "capture(create_forward_fn, progress_bar_desc)",
-        "dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches)",
+        "graphs; cudagraph_mode; decode_query_len; compilation_config; _candidates; _capture_descs; "
+        "_max_full_descs_to_capture; _init_candidates(); capture(create_forward_fn, progress_bar_desc); "
+        "dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches)"
     ),
-    "v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor": (
-        "cg_mode",
-        "num_tokens",
-        "num_reqs",
-        "uniform_token_count",
-    ),
-    "v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorBatchDescriptor": (
-        "num_speculative_tokens",
-    ),
+    "v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor": "cg_mode; num_tokens; num_reqs; uniform_token_count",
+    "v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorBatchDescriptor": "num_speculative_tokens",
     "v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager": (
-        "specialize_spec_tokens(desc, num_speculative_tokens)",
+        "specialize_spec_tokens(desc, num_speculative_tokens)"
     ),
     "v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder": (
-        "build(common_prefix_len, common_attn_metadata, fast_build)",
-        "max_num_splits",
-        "num_heads_kv",
-        "device",
+        "build(common_prefix_len, common_attn_metadata, fast_build); max_num_splits; num_heads_kv; device"
     ),
-    "v1.attention.backends.flash_attn.FlashAttentionImpl": (_CACHE_UPDATE,),
+    "v1.attention.backends.flash_attn.FlashAttentionImpl": _CACHE_UPDATE,
 }
 
 
-def check_required(required: Mapping[str, Sequence[str]] = REQUIRED, *, only_imported: bool = False) -> None:
+def check_required(required: Mapping[str, str] = REQUIRED, *, only_imported: bool = False) -> None:
     """Raise RuntimeError that names every required part of vLLM which is gone or has other parameters.
 
     Args:
@@ -209,7 +144,7 @@ def check_required(required: Mapping[str, Sequence[str]] = REQUIRED, *, only_imp
         if only_imported and not {path, path.rpartition(".")[0]} & sys.modules.keys():
             continue
         owner = _import(path)
-        moved += [f"{place}: {name}" for name in names if not _has(owner, name)]
+        moved += [f"{place}: {name}" for name in names.split("; ") if not _has(owner, name)]
     if moved:
         raise RuntimeError(
             f"vLLM {installed_version()} has not, or not with these parameters: {'; '.join(moved)}. tlt_lightning "
