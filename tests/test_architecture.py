@@ -18,9 +18,9 @@ MODULES = {
 FLOORS = [
     {"arguments", "seeds", "host_copy"},
     {"speculation"},
-    {"policy", "critic", "hidden_states", "objectives", "rewards"},
+    {"policy", "hidden_states", "objectives", "rewards"},
     {"engine"},
-    {"hooks", "metrics", "checks"},
+    {"hooks", "metrics", "checks", "training"},
     {"data"},
     {"module", "export"},
     {"drafter", "callbacks"},

@@ -41,12 +41,12 @@ from tlt_lightning import (
     TransformersEngine,
 )
 from tlt_lightning.checks import check_trainer
-from tlt_lightning.critic import Critic
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.objectives import GRPO, K3, PPO, DrGRPO, KLPenalty, ObjectiveOutput, group_statistics
 from tlt_lightning.policy import causal_lm
+from tlt_lightning.training.critic import Critic
 
 
 @pytest.fixture(autouse=True)

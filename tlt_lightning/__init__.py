@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.callbacks.completions_writer import CompletionsWriter as CompletionsWriter
     from tlt_lightning.callbacks.progress_bar import RolloutProgressBar as RolloutProgressBar
     from tlt_lightning.callbacks.run_report import RunReport as RunReport
-    from tlt_lightning.critic import CriticConfig as CriticConfig
     from tlt_lightning.data.batch import Prompt as Prompt
     from tlt_lightning.data.batch import Rollout as Rollout
     from tlt_lightning.data.batch import RolloutBatch as RolloutBatch
@@ -50,6 +49,7 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.speculation.strategy import SelectorState as SelectorState
     from tlt_lightning.speculation.strategy import Strategy as Strategy
     from tlt_lightning.speculation.strategy import StrategySelector as StrategySelector
+    from tlt_lightning.training.critic import CriticConfig as CriticConfig
 
 __version__ = "0.1.0"
 

@@ -16,20 +16,20 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import check_type
 from tlt_lightning.checks import check_has_data, check_trainer
-from tlt_lightning.critic import Critic, CriticConfig
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, mean_of_step
 from tlt_lightning.objectives.base import PolicyObjective
-from tlt_lightning.optimization import apply_changed, clip_apart, settings_of, with_schedule
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
-from tlt_lightning.reference import Reference
-from tlt_lightning.resume import Requeue, UpdateState, hand_over, take_up
+from tlt_lightning.training.critic import Critic, CriticConfig
+from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
+from tlt_lightning.training.optimization import apply_changed, clip_apart, settings_of, with_schedule
+from tlt_lightning.training.reference import Reference
+from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_up
 
 
 class RLModule(L.LightningModule):

@@ -29,10 +29,10 @@ from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
-from tlt_lightning.resume import check_update, warn_of_changes
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.training.resume import check_update, warn_of_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
