@@ -14,7 +14,8 @@ from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.rewards import RewardPool
+from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rewards import Format, RewardPool
 
 SPECIAL = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": 0}
 PROMPTS = [Prompt(f"q{number}", [2], question=f"q{number}") for number in range(5)]
@@ -27,6 +28,7 @@ class Scripted(RolloutEngine):
     fast, slow = 1.0, 3.0
     num_unanswered = 0
     logp = -1.0
+    token_ids: Sequence[int] = (5, 1)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -37,7 +39,8 @@ class Scripted(RolloutEngine):
         for running, seconds in ((1, self.fast), (0, self.fast + self.slow)):
             on_progress(RolloutProgress(0, running, len(requests) - running, 0, 2, seconds))
         for request in requests[self.num_unanswered :]:
-            yield Response(request.id, [5, 1], [-1.0, self.logp], "stop", (0,))
+            logps = [-1.0] * (len(self.token_ids) - 1) + [self.logp]
+            yield Response(request.id, self.token_ids, logps, "stop", (0,))
 
     def wake(self) -> None:
         self.calls.append("wake")
@@ -108,6 +111,19 @@ def test_the_engine_sleeps_before_an_idle_window_opens(collector: RolloutCollect
     callback.on_rollout_idle = lambda *_: seen.append(list(collector.engine.calls))  # type: ignore[attr-defined]
     collect(collector)
     assert seen == [["wake", "sleep"]]
+
+
+def test_tags_that_are_special_tokens_have_their_format(collector: RolloutCollector, policy_path: str) -> None:
+    tokenizer = load_tokenizer(policy_path)
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    collector.tokenizer, collector.rewards = tokenizer, RewardPool([RewardTerm(function=Format())])
+    ids = tokenizer("<think> 2 + 2 </think> <answer> 4 </answer> <eos>")["input_ids"]
+    collector.engine.token_ids = ids  # type: ignore[attr-defined]
+    assert {tokenizer.convert_tokens_to_ids(tag) for tag in tags} < set(ids)
+    rollouts = collect(collector)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 10, rollouts[0].text
+    collector.rewards.close()
 
 
 def test_without_prompts_only_the_others_are_waited_for(collector: RolloutCollector, hooks: list[str]) -> None:
