@@ -174,7 +174,7 @@ def test_every_text_is_as_likely_as_it_should_be(setup: Setup, record_property: 
             record_property("enumeration", row | {"graphs": stats.get("speculation/graph_hits")})
             assert found > 1e-4, (drafter, sampling)
             assert stats["speculation/acceptance_length"] > 1
-            assert "graphs" not in setup.name or stats["speculation/graph_hits"] > 0.5
+            assert "graphs" not in setup.name or stats["speculation/graph_hits"] > 0
     assert uniform_p(values) > 1e-3, sorted(values)
 
 
