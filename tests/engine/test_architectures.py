@@ -113,6 +113,15 @@ def test_a_head_for_an_architecture_that_takes_none_is_refused(tmp_path: Path) -
         check_architecture(path, with_head=True)
 
 
+@pytest.mark.vllm
+def test_a_head_size_that_the_build_cannot_run_is_refused_before_it_loads(tmp_path: Path) -> None:
+    if not internals.is_cpu_build():
+        pytest.skip("a limit of the CPU build")
+    path = save_architecture("qwen2", tmp_path, num_attention_heads=4)
+    with pytest.raises(ValueError, match=r"heads of size 16; vLLM's CPU build runs only \[32, 64"):
+        VLLMEngine(kv_cache_gib=0.03).setup(path, max_model_len=64, seed=0)
+
+
 @pytest.mark.parametrize(("name", "value"), [("hidden_size", 96), ("vocab_size", 20)])
 def test_a_config_that_is_not_the_weights_is_refused(name: str, value: int, policy_path: str, tmp_path: Path) -> None:
     path = tmp_path / "policy"

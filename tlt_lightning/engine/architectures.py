@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,19 @@ def check_architecture(policy: str, *, with_head: bool = False) -> Architecture:
             "speculate by look-ups (`siblings`, `ngram`)."
         )
     return found
+
+
+def check_head_size(policy: str, supported: Sequence[int]) -> None:
+    """Raise ValueError unless the size of the policy's attention heads is among `supported`; none means all."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(policy)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if supported and size not in supported:
+        raise ValueError(
+            f"`policy` {policy!r} has attention heads of size {size}; vLLM's CPU build runs only {list(supported)}. "
+            f"{WAY_OUT}."
+        )
 
 
 def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

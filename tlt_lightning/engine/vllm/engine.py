@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
-from tlt_lightning.engine.architectures import check_architecture, check_files
+from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import (
     NamedTensors,
     OnProgress,
@@ -116,6 +116,7 @@ class VLLMEngine(RolloutEngine):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        check_head_size(policy, internals.supported_head_sizes())
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
             internals.claim_sleep_mode()

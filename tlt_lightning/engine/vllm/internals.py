@@ -101,6 +101,7 @@ REQUIRED: dict[str, str] = {
     "model_executor.models.llama.LlamaAttention": "qkv_proj; rotary_emb; q_size; kv_size; attn",
     "model_executor.layers.attention.attention.Attention": "impl; kv_cache; num_kv_heads; head_size",
     "v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": _CACHE_UPDATE,
+    "v1.attention.backends.cpu_attn.CPUAttentionBackend": "get_supported_head_sizes()",
     # The V2 runner, its speculators and graphs.
     "v1.worker.gpu.model_runner.GPUModelRunner": (
         "speculator; req_states; max_num_reqs; cudagraph_manager; get_model(); capture_model(profile_only)"
@@ -310,6 +311,15 @@ def quiet_loading() -> Iterator[None]:
     finally:
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
+
+
+def supported_head_sizes() -> list[int]:
+    """Sizes of attention heads that the CPU build runs; empty on a GPU, where some backend takes every common one."""
+    if not is_cpu_build():
+        return []
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def is_cpu_build() -> bool:
