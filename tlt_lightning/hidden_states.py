@@ -1,4 +1,4 @@
-"""Hidden states of the policy out of forward passes that happen anyway: what a drafter learns from, for free."""
+"""Keep hidden states of the policy from forward passes that happen anyway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_STRATA = 4  # classes of length that `choose_rows` serves alike; each holds
 
 @dataclass(slots=True)
 class PolicyText:
-    """A prompt with its response of `n` tokens together, as the policy saw it. All tensors lie on one device.
+    """Holds a prompt with its response, `n` tokens together, as the policy saw it.
 
     Args:
         input_ids: Prompt, then response. (n,), int64
@@ -84,7 +84,7 @@ class HiddenStateRequest:
 
 
 class HiddenStateTap:
-    """Keeps the hidden states of some rows of one forward pass of a policy; works around any forward of its trunk.
+    """Keeps the hidden states of some rows of one forward pass of a policy.
 
     Args:
         model: The policy; PEFT's wrapper may be around it.

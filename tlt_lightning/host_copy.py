@@ -27,7 +27,7 @@ class HostCopy:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What was copied last, complete; the next `fill` may write to the same memory."""
+        """Return what was copied last, complete; the next `fill` may reuse the memory."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

@@ -1,4 +1,4 @@
-"""Losses and agreement over the vocabulary in chunks of entries: no tensor is over all of both.
+"""Compute losses and agreement over the vocabulary in chunks of entries.
 
 The output head is frozen, so the gradient with respect to the features is all there is to the backward pass. It is
 taken while a chunk's logits exist: they are computed once and never kept.
@@ -25,7 +25,7 @@ LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
 
 @dataclass(slots=True)
 class Predictions:
-    """What the head makes of each entry at each step, (num_steps, T) each.
+    """Compares the head with the target at each entry and step, (num_steps, T) each.
 
     Args:
         losses: Weighted sum of the loss terms, float32; zero where no target exists.
@@ -46,7 +46,7 @@ def predict(
     weights: Tensor,
     watch: Watcher | None = None,
 ) -> tuple[Predictions, Tensor]:
-    """Compare `features` with the target; return that, and the weighted sum of losses, which gradients flow through.
+    """Compare `features` with the target; return that and the weighted sum of losses.
 
     Args:
         head: With its target's weights.
@@ -101,7 +101,7 @@ def _compare(logits: Tensor, targets: Tensor, result: Predictions, index: Any) -
 
 
 class _WithGradient(torch.autograd.Function):
-    """A value whose gradient with respect to its last argument is known already."""
+    """Returns a value whose gradient with respect to its last argument is known already."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradient: Tensor, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rollouts saved by the package as training data of a drafter: features come from the target as they are needed."""
+"""Turn rollouts that `predict` saved into training data of a drafter, pack by pack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Text = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to
 
 
 class DrafterDataModule(L.LightningDataModule):
-    """Warms up a drafter offline, on completions that `predict` wrote: `Trainer.fit(DrafterModule, DrafterDataModule)`.
+    """Warms up a drafter offline on completions that `predict` wrote, by `Trainer.fit`.
 
     The texts should be the target's own: what a head learns from others is drafted for others. Nothing is stored: the
     target runs over the texts of each pack when its turn comes.
@@ -74,7 +74,7 @@ class DrafterDataModule(L.LightningDataModule):
         self.target = target.to(self.trainer.strategy.root_device)  # type: ignore[union-attr]
 
     def token_counts(self) -> Tensor:
-        """How often each token was written in the training texts, (V,)."""
+        """Count how often each token was written in the training texts, (V,)."""
         ids = torch.tensor([token for _, response in self.train_texts for token in response])
         return torch.bincount(ids, minlength=self._drafter.target_config.vocab_size)
 
@@ -91,7 +91,7 @@ class DrafterDataModule(L.LightningDataModule):
 
     @torch.no_grad()
     def sequences(self, texts: Sequence[Text]) -> list[PolicyText]:
-        """What a drafter reads of `texts`, on the CPU: the target's states over each, in the order of the texts."""
+        """Run the target over `texts`; return them with its states, on the CPU, in their order."""
         assert self.target is not None, "`sequences` before `setup`"
         results: dict[int, PolicyText] = {}
         for rows in similar_lengths([len(prompt) + len(response) for prompt, response in texts], self.num_tokens):
@@ -108,7 +108,7 @@ class DrafterDataModule(L.LightningDataModule):
 
 
 class PackLoader:
-    """Packs of one epoch on this rank; each is computed when it is asked for. Every rank has as many.
+    """Yields the packs of one epoch on this rank, each computed when it is asked for.
 
     Args:
         data: Whose target computes the features.
@@ -148,7 +148,7 @@ class PackLoader:
 
 
 def read_texts(paths: Sequence[Path], vocab_size: int) -> list[Text]:
-    """The prompts and responses, as tokens, of files of completions; raises ValueError if they cannot be used."""
+    """Read prompts and responses as tokens; raises ValueError if they cannot be used."""
     texts: list[Text] = []
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -168,7 +168,7 @@ def read_texts(paths: Sequence[Path], vocab_size: int) -> list[Text]:
 
 
 def split_by_prompt(texts: Sequence[Text], val_share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """Training and held-out texts; responses to one prompt are never on both sides."""
+    """Split into training and held-out texts; responses to one prompt are never on both sides."""
     prompts = sorted({tuple(prompt) for prompt, _ in texts})
     if len(prompts) < 2:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A head as a directory that vLLM serves as it is, with what is known about it in a README."""
+"""Write a head as a directory that vLLM serves as it is, with a README about its quality."""
 
 from __future__ import annotations
 

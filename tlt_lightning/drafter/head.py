@@ -1,4 +1,4 @@
-"""The head itself, a model of `speculators`: built at random or loaded, and tied to its target's weights."""
+"""Build or load a head, a model of `speculators`, and tie it to its target's weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OWN_OUTPUT = 0.5  # relative distance: a policy's rows move by far less in any 
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """What fixes the shape of a head.
+    """Fixes the shape of a head.
 
     Args:
         target: Path or hub name of the target.
@@ -50,7 +50,7 @@ def choose_settings(
     draft_vocab_size: int | None,
     num_draft_tokens: int,
 ) -> HeadSettings:
-    """The settings of the head saved at `head`, or of a new one, from what the user asked for.
+    """Choose the settings of the head saved at `head`, or of a new one, as the user asked.
 
     Args:
         target: Path or hub name of the target.
@@ -96,14 +96,14 @@ def _saved_shape(
 
 
 def build_head(settings: HeadSettings, config: PretrainedConfig, seed: int) -> Eagle3DraftModel:
-    """A head with random float32 weights, the same for each rank; its target's parts are empty."""
+    """Build a head of random float32 weights, the same on each rank, without target's parts."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _empty_head(settings, _layer_config(config), norm_before_residual=False)
 
 
 def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
-    """The head saved at `path`, in vLLM's format or that of `speculators`, in float32.
+    """Load the head saved at `path`, in vLLM's format or that of `speculators`, in float32.
 
     Raises:
         ValueError: It is a head of a kind that is not trained here, or lacks weights.
@@ -138,7 +138,7 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
 
 
 def find_head(head: str) -> str:
-    """The directory of the head at path or hub name `head`; raises ValueError if it is neither."""
+    """Find the directory of the head at path or hub name `head`, or raise ValueError."""
     if Path(head).is_dir():
         return head
     from huggingface_hub import snapshot_download
@@ -153,7 +153,7 @@ def find_head(head: str) -> str:
 
 
 def _layer_config(target: PretrainedConfig) -> Any:
-    """A Llama layer of the target's widths and positions: it drafts for every family, and vLLM runs it for all."""
+    """Configure a Llama layer of the target's widths, which vLLM runs for every family."""
     from transformers import LlamaConfig
 
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
@@ -208,7 +208,7 @@ def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor) -> None:
 
 
 def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
-    """Give the head its target's frozen tensors, in the type they come in, shared where the target shares them.
+    """Give the head its target's frozen tensors, shared where the target shares them.
 
     Returns:
         True if the head drafts with the target's own output head, or rows of it; False if it was loaded with one of
@@ -239,7 +239,7 @@ def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
 
 
 def drafted_tokens(d2t: Tensor) -> Tensor:
-    """The target's tokens that a head of a reduced vocabulary drafts; `d2t` holds their distances to its own."""
+    """List the target's tokens that a head drafts; `d2t` holds their distances to its own."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
@@ -254,7 +254,7 @@ def draft_ids(head: Eagle3DraftModel, tokens: Tensor) -> Tensor:
 
 
 def trainable(head: Eagle3DraftModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are trained, under the names that checkpoints and engines use."""
+    """Yield the trained parameters under the names that checkpoints and engines use."""
     return ((name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad)
 
 

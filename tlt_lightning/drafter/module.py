@@ -33,7 +33,7 @@ POLICY_ROWS = "lm_head.weight"
 
 
 class DrafterModule(L.LightningModule):
-    """An EAGLE-3 head that drafts for a target policy, and learns to.
+    """Trains and measures an EAGLE-3 head that drafts for a target policy.
 
     Precision is the caller's: `bf16-mixed` on a GPU. The head's weights are float32; what it shares with the target
     is kept in the type of the target's checkpoint. Never make it a submodule of the policy's module.

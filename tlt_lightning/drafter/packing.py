@@ -1,4 +1,4 @@
-"""Sequences of any length in packs of one constant length: nothing is padded but the last pack's end.
+"""Lay sequences of any length into packs of one constant length.
 
 A pack holds *entries*. Entry `i` of a sequence is what the head reads in one step of drafting and what it should draft
 then: token `i + 1`, the target's states at `i`, and as the target the distribution that follows token `i + 1`. A
@@ -25,7 +25,7 @@ _LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled wi
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Entries of several sequences behind each other; attention never crosses from one `document_ids` to another.
+    """Holds entries of several sequences end to end; attention never crosses documents.
 
     Args:
         input_ids: Token `i + 1` of each entry. (1, T), int64
@@ -62,7 +62,7 @@ def num_entries(num_tokens: int) -> int:
 
 
 def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
-    """Distribute sequences over packs of `num_tokens` entries; only the last pack may be left with a large gap.
+    """Distribute sequences over packs of `num_tokens` entries; only the last may be left short.
 
     A pack takes the longest sequences that fit whole. What is left over is filled with the end of the longest
     remaining sequence: the entries of that end lose what came before them as context, all others lose nothing.
@@ -90,7 +90,7 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
 
 
 def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
-    """Raise ValueError, which names the `argument` that it was given as, unless `num_tokens` can be a pack's length."""
+    """Raise ValueError, which names the `argument`, unless a pack can have `num_tokens`."""
     if num_tokens < PACK_MULTIPLE or num_tokens % PACK_MULTIPLE:
         raise ValueError(f"`{argument}` must be a positive multiple of {PACK_MULTIPLE}, got {num_tokens}.")
 
@@ -98,7 +98,7 @@ def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
 def packs_of(
     sequences: Sequence[PolicyText], num_tokens: int, device: torch.device | None = None
 ) -> Iterator[PackedBatch]:
-    """Yield packs of `num_tokens` entries with all of `sequences`, each made when it is asked for; see `fill_pack`.
+    """Yield packs with all of `sequences`, each made when it is asked for; see `fill_pack`.
 
     All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
     pieces, which keep their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.

@@ -51,7 +51,7 @@ class AcceptanceRule:
 
 @dataclass(frozen=True, slots=True)
 class DraftQuality:
-    """What a head is worth at `K` drafted tokens; tuples hold one value per drafted token.
+    """Says how well a head drafts `K` tokens; tuples hold one value per drafted token.
 
     Args:
         accepted: Share of engine steps expected to accept this draft and all before it.

@@ -1,4 +1,4 @@
-"""What a drafter takes over from its target: shape, layers to read, embedding, final norm and output head."""
+"""Read what a drafter takes from its target: shape, layers, embedding, norm, output head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 
 @dataclass(slots=True)
 class TargetWeights:
-    """The target's tensors that a drafter reads and never trains.
+    """Holds the target's tensors that a drafter reads and never trains.
 
     Args:
         embedding: Of its tokens. (V, H)
@@ -34,7 +34,7 @@ class TargetWeights:
 
 
 def read_target(path: str) -> PretrainedConfig:
-    """The configuration of the target at path or hub name `path`; raises ValueError if no head can draft for it."""
+    """Read the target's configuration; raises ValueError if no head can draft for it."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
@@ -46,7 +46,7 @@ def read_target(path: str) -> PretrainedConfig:
 
 
 def choose_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """The layers a new head reads: vLLM's choice where its three ids differ, else three of a tiny target's layers.
+    """Choose the layers of a new head: vLLM's where they differ, else of a tiny target's.
 
     Raises:
         ValueError: Even the embedding and all layers are fewer than three.
@@ -60,7 +60,7 @@ def choose_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def is_valid(layer_ids: tuple[int, ...], num_layers: int) -> bool:
-    """True if these are three layers of the target in ascending order, in which the engine hands them over."""
+    """Tell whether these are three of the target's layers, in ascending order."""
     is_ascending = all(low < high for low, high in pairwise(layer_ids))
     return len(layer_ids) == 3 and is_ascending and layer_ids[0] >= 0 and layer_ids[-1] <= num_layers
 
@@ -79,12 +79,12 @@ def read_weights(path: str, config: PretrainedConfig) -> TargetWeights:
 
 
 def live_weights(policy: nn.Module) -> TargetWeights:
-    """The same tensors of the live policy, adapters merged. They are the policy's own and must not be written."""
+    """Return the live policy's own tensors, adapters merged, which must not be written."""
     model: Any = causal_lm(policy)
     modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
     return TargetWeights(*(_merged(module) for module in modules))
 
 
 def _merged(module: Any) -> Tensor:
-    """The weight a layer computes with; PEFT keeps its own beside the frozen one."""
+    """Return the weight a layer computes with; PEFT keeps its own beside the frozen one."""
     return merged_weight(module) if hasattr(module, "base_layer") else module.weight.detach()

@@ -1,4 +1,4 @@
-"""The head's forward pass over a pack: several drafted tokens per entry, each from the head's features of the last.
+"""Run the head over a pack: several drafts an entry, each from features of the last.
 
 This is the pass of `speculators`' `Eagle3DraftModel.forward` (training-time test), which tests compare it with. It is
 written out because regression needs the features, because the vocabulary is met in chunks, and because that forward is
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-    """Features of each drafted token of each entry, and the fused features the first one is drafted from.
+    """Compute features of each entry's drafts, and those that the first one is drafted from.
 
     In step `k` an entry reads the token that the text has there (a draft that differs is rejected, so what follows it
     never counts), attends to the first step's entries of its document up to itself, and to its own earlier steps.
@@ -53,7 +53,7 @@ def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[
 def attend_in_documents(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Sequence[int], **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of heads, as `transformers` calls it.
+    """Attend within documents; `transformers` calls this for heads.
 
     Args:
         module: The attention layer.
@@ -81,7 +81,7 @@ def attend_in_documents(
 
 
 def step_masks_of(lengths: Sequence[int], num_steps: int, device: torch.device) -> Iterator[Tensor | None]:
-    """Who may attend to whom in the last of `num_steps` steps over each document; None is to everything before.
+    """Yield each document's mask in the last of `num_steps` steps; None is plain causal.
 
     To the first step's entries up to one's own, and to one's own entry of later steps: (length, num_steps * length).
     """
@@ -96,12 +96,12 @@ def step_masks_of(lengths: Sequence[int], num_steps: int, device: torch.device) 
 
 
 def shifted(values: Tensor, steps: int) -> Tensor:
-    """Entry `i` of the last dimension gets the value of entry `i + steps`; zeros come in from the right."""
+    """Move the last dimension to the left by `steps` entries; zeros come in from the right."""
     return F.pad(values[..., steps:], (0, steps))
 
 
 def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor:
-    """Where the loss of each step counts, (num_steps, T) bool: the drafted token is part of the document's response.
+    """Mark entries of each step whose draft is part of a response, (num_steps, T) bool.
 
     With a reduced vocabulary, tokens outside it do not count. The text is a sample of the policy, so a position counts
     as often as the policy stays within the vocabulary there, which is what its renormalised distribution is worth.
@@ -114,7 +114,7 @@ def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor
 
 
 def regress(features: Tensor, fused: Tensor, documents: Tensor, masks: Tensor, decay: Tensor) -> Tensor:
-    """Distance of each step's features from the fused features of the entry that they stand in for.
+    """Measure how far features are from the fused ones that they stand in for.
 
     It is relative to the size of those, which the head is free to choose, and pulls on both: what the head puts out
     must also predict a token, which a mere projection of the target's states does not.

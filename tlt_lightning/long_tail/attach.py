@@ -53,7 +53,7 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
 
 
 def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
-    """Let the engine, not loaded yet, start with the head that `drafter` starts from, by way of the directory `path`.
+    """Let the engine, not loaded yet, start with the drafter's head, written to `path`.
 
     This sets `engine.speculation.head`, which the log says. A head of random weights is cold: the engine knows its
     shape and drafts nothing with it before the first push. The drafter is trained and judged as the engine drafts.

@@ -1,4 +1,4 @@
-"""What the drafter learns from between iterations: the policy's hidden states, bounded in bytes.
+"""Keep the policy's hidden states between iterations, bounded in bytes.
 
 What we do differently from TLT's DataBuffer: the bound is in bytes and is kept; nothing is cleared when a training
 session ends; whole sequences are held, not their last 512 tokens; held-out prompts are never trained on.
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class DrafterBuffer:
-    """Holds the newest iteration's sequences, and long ones of the iteration before, within a bound in bytes.
+    """Holds the newest iteration's sequences, and long ones of the iteration before.
 
     An iteration that ends early in the long tail, or of which only some rows were kept, has few long sequences; those
     of the iteration before stand in for them (TLT's one-step offset sampling). What is held out never shares a prompt
@@ -61,12 +61,12 @@ class DrafterBuffer:
 
     @property
     def training(self) -> list[PolicyText]:
-        """What `sample` draws from: the newest iteration's sequences, then the previous one's."""
+        """Sequences to train on: the newest iteration's, then the previous one's."""
         return self._newest + self._previous
 
     @property
     def held_out(self) -> list[PolicyText]:
-        """The newest iteration's sequences that are never trained on; empty if it had a single sequence."""
+        """Sequences of the newest iteration that are never trained on."""
         return list(self._held_out)
 
     @property
@@ -132,7 +132,7 @@ class DrafterBuffer:
         return [pool[rows[index]] for index in torch.randperm(len(rows), generator=generator).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything held, as lists of dictionaries of tensors and integers; no copies."""
+        """Return everything held, as dictionaries of tensors and integers; no copies."""
         return {
             name: [{item.name: getattr(sequence, item.name) for item in fields(sequence)} for sequence in part]
             for name, part in (("newest", self._newest), ("previous", self._previous), ("held_out", self._held_out))

@@ -1,4 +1,4 @@
-"""LongTailIdleCallback: the drafter follows the policy, and learns in the time that the long tail leaves idle."""
+"""Train the drafter beside the policy, in the time that the long tail leaves idle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tlt_lightning.seeds import run_seed, seed_of
 
 
 class LongTailIdleCallback(RolloutCallback):
-    """Trains a drafter beside the policy, and hands it to the engine whenever it drafts better than the one in use.
+    """Trains a drafter beside the policy, and publishes it whenever it drafts better.
 
     1. At the start the engine loads the head that training starts from; a random one drafts nothing yet. The engine
        must be a `VLLMEngine` that speculates, with a selector that may choose the drafter `learned`.
@@ -333,5 +333,5 @@ class LongTailIdleCallback(RolloutCallback):
 
 
 def _seed(stage: str, trainer: L.Trainer) -> int:
-    """A seed that a resumed run finds again, of its own for each iteration and rank."""
+    """Derive a seed of its own for each iteration and rank, which a resumed run finds again."""
     return seed_of(run_seed(), "drafter", stage, trainer.current_epoch, trainer.global_rank)

@@ -1,4 +1,4 @@
-"""Checkpoints of drafters on several workers: one file, written by rank zero, which is handed what the others hold.
+"""Gather what a checkpoint holds of drafters on several workers, on rank zero.
 
 Not a file per worker: Lightning copies, links and removes checkpoints, and a callback is not told their names. Tensors
 travel as they are, because pickled ones take several times their memory and ten times as long.
@@ -20,7 +20,7 @@ _SHARED = ("weights",)  # the same on all workers whenever a checkpoint may be s
 
 
 def make_group() -> dist.ProcessGroup:
-    """All ranks, over gloo: NCCL would take what is gathered through the GPU, which policy and engine have filled."""
+    """Make a group of all ranks over gloo: NCCL would gather through the full GPU."""
     return dist.new_group(backend="gloo")
 
 
@@ -42,7 +42,7 @@ def gather_others(state: dict[str, Any], group: dist.ProcessGroup) -> list[dict[
 
 
 def state_of_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """What a rank goes on from; with no state of its own that is rank zero's, and a buffer without hidden states.
+    """Return what a rank goes on from: its own state, or rank zero's without hidden states.
 
     Args:
         state: Rank zero's, with what `gather_others` returned as `others`; missing `others` count as none.

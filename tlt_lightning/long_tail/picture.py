@@ -1,4 +1,4 @@
-"""A picture of a run: how the drafter followed the policy while the policy moved."""
+"""Draw how the drafter followed the policy while the policy moved."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _draw_drift(axes: Axes, history: History, name: str) -> None:
 
 
 def _versions(history: History) -> dict[int, int]:
-    """The drafter's version that each publishing iteration began; counted where it was not logged."""
+    """Find the drafter's version that each publishing iteration began, or count it."""
     versions: dict[int, int] = {}
     for iteration, is_published in _series(history, "drafter/published").items():
         if is_published:
@@ -117,5 +117,5 @@ def _positions(history: History) -> list[int]:
 
 
 def _series(history: History, name: str) -> dict[int, float]:
-    """The values of a metric by iteration, counted from 1, where it was logged."""
+    """Return the values of a metric by iteration, counted from 1, where it was logged."""
     return {iteration: row[name] for iteration, row in enumerate(history, 1) if name in row}

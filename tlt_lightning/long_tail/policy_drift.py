@@ -1,4 +1,4 @@
-"""How far the policy has moved: what a drafter has to follow."""
+"""Measure how far the policy has moved, which a drafter has to follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def policy_logps(trainer: L.Trainer, module: Any, batch: RolloutBatch) -> Tensor
 
 
 class PolicyDrift:
-    """KL divergence of the policy from what it was when it was first seen, on a few answers that it wrote then.
+    """Measures the KL divergence of the policy from what it was in the first iteration.
 
     Nothing else in a run without a reference model says how far the policy has moved.
     """
@@ -41,7 +41,7 @@ class PolicyDrift:
 
     @torch.no_grad()
     def measure(self, batch: RolloutBatch, score: Callable[[RolloutBatch], Tensor]) -> float:
-        """The mean over tokens in nats, never negative; 0 in the first call.
+        """Return the mean over tokens in nats, never negative; 0 in the first call.
 
         Args:
             batch: Of this iteration; the first call takes its answers from it.
@@ -60,7 +60,7 @@ class PolicyDrift:
         return torch.cat(terms).mean().item()
 
     def state_dict(self) -> dict[str, Any]:
-        """The answers and what the policy thought of them, as tensors and primitives."""
+        """Return the answers and their first log-probs, as tensors and primitives."""
         answers = [
             {item.name: value for item in fields(answer) if (value := getattr(answer, item.name)) is not None}
             for answer in self._answers

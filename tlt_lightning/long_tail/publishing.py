@@ -1,4 +1,4 @@
-"""Gate between the drafter that is trained and the one that is served: only weights that are better are published.
+"""Publish trained weights of a drafter if they are better than those that are served.
 
 Training goes on from what was trained, published or not. A decision compares both sets of weights on the same held-out
 text: tokens per engine step, expected under the engine's own rule. Texts of one prompt say much the same, so the error

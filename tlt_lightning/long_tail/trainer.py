@@ -1,4 +1,4 @@
-"""Training of a drafter inside the policy's run: micro-steps that stop at any time and never end the run.
+"""Train a drafter inside the policy's run, in micro-steps that stop at any time.
 
 Knows neither Trainer nor engine. What we do differently from TLT's spot trainer: weights are averaged over the workers
 that trained, so that all engines serve the same drafter; passes over the same text are capped; running out of memory
