@@ -21,7 +21,7 @@ FLOORS = [
     {"policy", "hidden_states", "objectives", "rewards"},
     {"engine"},
     {"hooks", "metrics", "checks", "training"},
-    {"data"},
+    {"data", "guard"},
     {"module", "export"},
     {"drafter", "callbacks"},
     {"long_tail"},

@@ -102,7 +102,9 @@ class Liveness:
     def _connect(self, trainer: L.Trainer) -> None:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if self.rank == 0:
-            with socket.create_server(("", 0), backlog=self.world_size) as listener:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            with socket.create_server(("", 0), family=family, backlog=self.world_size, dualstack_ipv6=dual) as listener:
                 trainer.strategy.broadcast(listener.getsockname()[1])
                 listener.settimeout(_SILENT_SECONDS)
                 for _ in range(1, self.world_size):
