@@ -27,7 +27,7 @@ from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
-from tlt_lightning.training.optimization import apply_changed, clip_apart, settings_of, with_schedule
+from tlt_lightning.training.optimization import apply_changed, check_builds, clip_apart, settings_of, with_schedule
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_up
 
@@ -71,11 +71,7 @@ class RLModule(L.LightningModule):
         super().__init__()
         check_type("policy", policy, str, "Save a model with `save_pretrained` and give its folder.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
-        if not callable(optimizer):
-            raise TypeError(
-                f"`optimizer` must build one from parameters, as `torch.optim.AdamW` and `lambda parameters: AdamW("
-                f"parameters, lr=1e-6)` do, got a {type(optimizer).__name__} that is built already."
-            )
+        check_builds(optimizer)
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "
@@ -235,9 +231,8 @@ class RLModule(L.LightningModule):
 
     def _check_kl(self, metrics: dict[str, Tensor]) -> None:
         """Stop the iteration's updates once the policy has moved by `objective.stop_at_kl`."""
-        if self.objective.stop_at_kl is None:
-            return
-        if self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > self.objective.stop_at_kl:
+        limit = self.objective.stop_at_kl
+        if limit is not None and self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > limit:
             self._update.is_stopped = True
 
     @override

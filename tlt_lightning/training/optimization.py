@@ -19,6 +19,15 @@ Settings = dict[str, Any]
 """Of one parameter group of an optimizer, by name."""
 
 
+def check_builds(optimizer: object) -> None:
+    """Raise TypeError if `optimizer` is one that is built already."""
+    if not callable(optimizer):
+        raise TypeError(
+            "`optimizer` must build one from parameters, as `torch.optim.AdamW` and `lambda parameters: AdamW("
+            f"parameters, lr=1e-6)` do, got a {type(optimizer).__name__} that is built already."
+        )
+
+
 def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None) -> Any:
     """Return the optimizer and a scheduler that moves once a step, as Lightning wants them.
 
