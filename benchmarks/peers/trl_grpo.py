@@ -193,12 +193,14 @@ def replay_lengths(trainer: Any, lengths: list[list[int]]) -> None:
 
 def reload_on_cpu(trainer: Any) -> None:
     """Update weights by vLLM's own reload: its CPU build packs them, after which TRL cannot write them in place."""
-    from tlt_lightning.engine.vllm.internals import reload_weights
+    from tlt_lightning.engine.vllm.patches import patched
+    from tlt_lightning.engine.vllm.policy_weights import reload_policy
 
     generation = trainer.vllm_generation
 
     def sync_weights() -> None:
-        reload_weights(generation.llm.llm_engine, generation._iter_named_params())
+        with patched():
+            reload_policy(generation.llm.llm_engine, generation._iter_named_params())
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights
