@@ -4,7 +4,7 @@
 
 `--tiny` runs it on two CPU processes with the quickstart's policy and a random head, to see that it works.
 
-The last rank writes long responses, the others short ones, ends ignored. In the first `--learning` iterations policy
+The last rank writes long responses, the others short ones, ends ignored. In the first iterations policy
 and drafter learn, the drafter in every idle window. From then on both learning rates are 0, so that every iteration
 does the same work, and the drafter is trained in every second window only. The pace of the last rank, in engine steps
 per second, is counted while the windows of the others are open. Rank zero saves all results after every iteration.
@@ -182,30 +182,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = sized_parser_of(__doc__)
     parser.add_argument("--devices", type=int, default=2, help="ranks, with a device each; the last one is late")
-    parser.add_argument("--iterations", type=int, help="in all, the first, which warms up, included")
-    parser.add_argument("--learning", type=int, help="first iterations, in which policy and drafter learn")
-    parser.add_argument("--short", type=int, help="tokens of the early ranks' responses")
-    parser.add_argument("--long", type=int, help="tokens of the last rank's responses")
-    parser.add_argument("--lr", type=float, help="learning rate of the policy")
     args = parser.parse_args(arguments)
     take_size(args, trains=True)
-    for name, value in DEFAULTS[args.size].items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    if problem := problem_of(args, args.devices if args.tiny else torch.cuda.device_count()):
-        parser.error(problem)
-    return args
-
-
-def problem_of(args: argparse.Namespace, present: int) -> str | None:
-    """Say what is wrong with the arguments on a machine with `present` devices; None if nothing is."""
+    present = args.devices if args.tiny else torch.cuda.device_count()
     if not 2 <= args.devices <= present:
-        return f"`--devices` {args.devices} must be at least 2 and no more than the {present} in sight; try `--tiny`"
-    if not 0 < args.short < args.long:
-        return f"`--short` {args.short} must be positive and less than `--long` {args.long}"
-    if args.learning < 1 or args.iterations < args.learning + 3:
-        return f"`--iterations` {args.iterations} must be 3 more than `--learning` {args.learning}, which is at least 1"
-    return None
+        parser.error(f"`--devices` {args.devices} must be at least 2, and {present} are in sight; try `--tiny`")
+    return argparse.Namespace(**vars(args), **DEFAULTS[args.size])
 
 
 def work_of(args: argparse.Namespace) -> Work:

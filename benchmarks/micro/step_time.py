@@ -132,7 +132,7 @@ class SetLength(StrategySelector):
 
 
 def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
-    """Write the configurations of a policy, with a tokenizer of nothing but an end, and of a head; return the paths."""
+    """Write the configurations of a policy, with a tokenizer of one word, and of a head; return the paths."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -150,7 +150,7 @@ def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
     for name, config in (("policy", shape), ("head", head)):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
-    words = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    words = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "word": 2}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(path / "policy")
     return str(path / "policy"), str(path / "head")

@@ -14,12 +14,11 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from benchmarks.rollout.steps import EDGES
 from benchmarks.simulation.selector_regret import DRAFT_LENGTHS, Oracle
@@ -30,21 +29,6 @@ Runs = Sequence[dict[str, Any]]
 SEEDS = range(5)
 LEAST_STEPS = 4
 """Steps that the median of a bin needs to be believed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedWorkload(Workload):
-    """A workload whose lengths are recorded ones; the seed draws the luck alone.
-
-    Args:
-        recorded: Tokens of each response.
-    """
-
-    recorded: tuple[int, ...] = ()
-
-    @override
-    def lengths(self) -> np.ndarray:
-        return np.array(self.recorded, dtype=np.int64)
 
 
 def step_curve(runs: Runs) -> tuple[list[float], list[float]]:
@@ -102,7 +86,7 @@ def model(arms: Mapping[str, Runs], lengths: Sequence[int]) -> dict[str, Any]:
     costs = measured_costs(arms)
     chances = np.mean([conditional_chances(run) for run in arms[f"K={max(DRAFT_LENGTHS)}"]], axis=0)
     acceptance = {"learned": constant(*chances.tolist())}
-    workload = RecordedWorkload(acceptance=acceptance, num_requests=len(lengths), recorded=tuple(lengths))
+    workload = Workload(acceptance=acceptance, num_requests=len(lengths), recorded=tuple(lengths))
     prompts = statistics.median(run["prefill_seconds"] for run in arms["plain"])
     modelled: dict[str, list[float]] = {}
     for seed in SEEDS:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.rollout.steps import Row
+from tlt_lightning.callbacks.plots import BLUE, GREEN, GREY, ORANGE, frame, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GREY = "#999999"
-DRAFTERS = {"learned": "#0072b2", "mixed": "#cc79a7", "sibling": "#d55e00", "ngram": "#009e73", "off": GREY}
+DRAFTERS = {"learned": BLUE, "mixed": "#cc79a7", "sibling": ORANGE, "ngram": GREEN, "off": GREY}
 MEAN_OVER = 50
 """Steps over which tokens per step are averaged: one step of a few requests says little."""
 
@@ -28,7 +28,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         compared = [row.elapsed for row in plain]
         panel.plot(compared, [row.running for row in plain], color="black", linewidth=0.8, label="without speculation")
         if any(row.waiting for row in steered):
-            panel.plot(times, [row.waiting for row in steered], color="#d55e00", label="waiting")
+            panel.plot(times, [row.waiting for row in steered], color=ORANGE, label="waiting")
         panel.set(ylabel="requests", ylim=(0, None))
 
     def drafts(panel: Axes) -> None:
@@ -47,15 +47,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
             rates.append((steered[end].tokens - window[0].tokens) / max(1, sum(row.running for row in window)))
         panel.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
         panel.plot([times[end] for end in ends], rates, color="black", linewidth=0.8)
-        panel.set(ylabel=f"tokens per request and step\n(mean of {MEAN_OVER} steps)", xlabel="seconds", ylim=(0, None))
+        panel.set(ylabel=f"tokens per request and step\n(mean of {MEAN_OVER} steps)", ylim=(0, None))
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    for panel, fill in zip(figure.subplots(3, 1, sharex=True), (requests, drafts, tokens), strict=True):
+    figure, panels = frame(3)
+    for panel, fill in zip(panels, (requests, drafts, tokens), strict=True):
         fill(panel)
-        panel.spines[["top", "right"]].set_visible(False)
         panel.legend(fontsize=8, frameon=False) if panel.get_legend_handles_labels()[0] else None
-    figure.savefig(path, dpi=150)
+    panels[-1].set_xlabel("seconds")
+    save(figure, path)

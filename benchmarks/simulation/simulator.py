@@ -109,6 +109,7 @@ class Workload:
         noise: Relative standard deviation of the step times that selectors see.
         pause_share: Share of steps with a pause of 10 ms, which selectors see too.
         seed: Of lengths, luck and noise.
+        recorded: Lengths to take instead of drawing them.
     """
 
     acceptance: Mapping[Drafter, AcceptanceProfile]
@@ -120,6 +121,7 @@ class Workload:
     noise: float = 0.02
     pause_share: float = 0.002
     seed: int = 0
+    recorded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_at_least("num_requests", self.num_requests, 1)
@@ -128,6 +130,8 @@ class Workload:
 
     def lengths(self) -> np.ndarray:
         """Tokens of each response, as (num_requests,) int64."""
+        if self.recorded:
+            return np.array(self.recorded, dtype=np.int64)
         normal = np.random.default_rng(self.seed).standard_normal(self.num_requests)
         lengths = self.median_length * np.exp(self.sigma * normal)
         return np.clip(np.ceil(lengths), 1, self.max_length).astype(np.int64)

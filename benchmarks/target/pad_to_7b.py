@@ -61,9 +61,9 @@ def write(path: Path, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def label(path: Path, what: str, facts: dict[str, Any]) -> None:
+def label(path: Path, source: Path, what: str) -> None:
     """Say in the directory that what it holds is padded."""
-    (path / "padded.json").write_text(json.dumps({"padded": True, "what": what, **facts}, indent=1) + "\n")
+    (path / "padded.json").write_text(json.dumps({"padded": True, "source": str(source), "what": what}) + "\n")
 
 
 def pad_policy(plan: Padding, policy: Path, out: Path) -> None:
@@ -88,8 +88,7 @@ def pad_policy(plan: Padding, policy: Path, out: Path) -> None:
         dtype=plan.dtype,
     )
     config.save_pretrained(out)
-    facts = {"source": str(policy), "layers that compute": plan.places, "tokens that occur": small.vocab_size}
-    label(out, f"policy of {count / 1e9:.2f} billion weights", facts)
+    label(out, policy, f"policy of {count / 1e9:.2f} billion weights")
 
 
 def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: int) -> None:
@@ -124,8 +123,7 @@ def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: in
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     config["speculators_config"]["verifier"]["name_or_path"] = str(policy)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    facts = {"source": str(head), "reads layers": layer_ids, "draft vocabulary": draft_vocab}
-    label(out, f"EAGLE-3 head of {count / 1e6:.0f} million weights", facts)
+    label(out, head, f"EAGLE-3 head of {count / 1e6:.0f} million weights")
 
 
 @torch.no_grad()

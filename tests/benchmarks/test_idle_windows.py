@@ -1,13 +1,11 @@
 """`python -m benchmarks idle_windows`: what it counts, compares and reports; the runs themselves need two devices."""
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.common.arguments import FILES
 from benchmarks.end_to_end import idle_windows
 from tlt_lightning.engine.base import RolloutProgress
 
@@ -72,29 +70,16 @@ def test_a_run_that_has_just_begun_has_a_report() -> None:
 
 
 def test_the_late_rank_has_the_last_lengths() -> None:
-    work = idle_windows.work_of(arguments())
+    work = idle_windows.work_of(idle_windows.parse(["--tiny"]))
     assert work.lengths == [[16] * 8 + [128] * 8] * 9
     assert (work.prompts, work.accumulate, work.max_tokens) == (4, 2, 128)
 
 
-def arguments(**given: Any) -> argparse.Namespace:
-    files = {"policy": FILES["tiny"].policy, "prompts": FILES["tiny"].train, "head": []}
-    chosen = {"size": "tiny", "devices": 2, "seed": 0, **idle_windows.DEFAULTS["tiny"], **files, **given}
-    return argparse.Namespace(**chosen)
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"devices": 3}, "no more than the 2 in sight"),
-        ({"devices": 1}, "at least 2"),
-        ({"short": 128}, "less than `--long`"),
-        ({"iterations": 5}, "3 more than `--learning` 3"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(given: dict[str, Any], problem: str) -> None:
-    assert idle_windows.problem_of(arguments(), present=2) is None
-    assert problem in str(idle_windows.problem_of(arguments(**given), present=2))
+def test_a_rank_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        idle_windows.parse(["--tiny", "--devices", "1"])
+    assert "`--devices` 1 must be at least 2" in capsys.readouterr().err
+    assert idle_windows.parse(["--tiny"]).learning == 3
 
 
 def test_once_learning_is_over_nothing_moves_and_every_second_window_trains() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.rollout.limit import RecordedWorkload, model
+from benchmarks.rollout.limit import model
 from benchmarks.rollout.steps import Row, summarize
 from benchmarks.simulation.selector_regret import DRAFT_LENGTHS, Oracle
 from benchmarks.simulation.simulator import Outcome, RolloutSimulator, StepCosts, Workload, constant
@@ -17,7 +17,7 @@ CHANCES = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 LENGTHS = tuple(
     Workload(acceptance={}, num_requests=128, median_length=150, max_length=1500, seed=3).lengths().tolist()
 )
-WORKLOAD = RecordedWorkload(acceptance={"learned": constant(*CHANCES)}, num_requests=128, recorded=LENGTHS, seed=11)
+WORKLOAD = Workload(acceptance={"learned": constant(*CHANCES)}, num_requests=128, recorded=LENGTHS, seed=11)
 COSTS = StepCosts(context_token=0.0)
 PROMPTS = 0.25
 
