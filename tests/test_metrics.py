@@ -8,7 +8,7 @@ import torch
 
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine import Response
-from tlt_lightning.metrics import IterationLog, PassAtK, combine, log_rollouts, mean_of_step, pass_at_k, tail_share
+from tlt_lightning.metrics import IterationLog, PassAtK, combine, end_step, log_rollouts, pass_at_k, tail_share
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
@@ -62,7 +62,7 @@ def test_tail_share_of_few_requests_is_that_of_the_last(
 
 def test_a_metric_that_a_micro_batch_leaves_out_gets_nothing_from_it() -> None:
     one, three = torch.tensor(1.0), torch.tensor(3.0)
-    assert mean_of_step([{"a": one}, {"a": three, "b": three}]) == {"a": 2.0, "b": 1.5}
+    assert end_step([{"a": one}, {"a": three, "b": three}]) == {"a": 2.0, "b": 1.5}
 
 
 def test_ranks_are_combined_as_each_number_says_even_where_one_lacks_it() -> None:

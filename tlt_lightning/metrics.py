@@ -246,7 +246,12 @@ def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
     return {name: REDUCTIONS[kinds[name]](parts[name]) for name in sorted(parts)}
 
 
-def mean_of_step(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the metrics of an optimizer step; a micro-batch adds 0 to those it leaves out."""
+def end_step(micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the metrics of an optimizer step, and empty the list of its micro-batches'.
+
+    A micro-batch adds 0 to those that it leaves out.
+    """
     names, zero = set().union(*micro_batches), torch.zeros(())
-    return {name: sum((part.get(name, zero) for part in micro_batches), zero) / len(micro_batches) for name in names}
+    metrics = {name: sum((part.get(name, zero) for part in micro_batches), zero) / len(micro_batches) for name in names}
+    micro_batches.clear()
+    return metrics

@@ -22,7 +22,7 @@ from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import HeldOutMetrics, IterationLog, mean_of_step
+from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 from tlt_lightning.training.critic import Critic, CriticConfig
@@ -238,8 +238,7 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.policy is not None
-        metrics = mean_of_step(self._micro_batches)
-        self._micro_batches.clear()
+        metrics = end_step(self._micro_batches)
         self.iteration_log.update(metrics)
         self._check_kl(metrics)
         if self._update.is_stopped:
@@ -302,8 +301,7 @@ class RLModule(L.LightningModule):
             self.iteration_log.lap(stage)
 
     @property
-    def _is_fitting(self) -> bool:
-        """True in an iteration of `fit`, its validation included."""
+    def _is_fitting(self) -> bool:  # in an iteration, its validation included
         return self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
 
     @override
