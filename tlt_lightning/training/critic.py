@@ -13,7 +13,7 @@ from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """How values are predicted.
+    """Settings of the critic: its trunk and its learning rate.
 
     Args:
         path: Path or hub name of the model whose trunk the critic starts from; None puts the value head on the
