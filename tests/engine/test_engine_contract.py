@@ -1,9 +1,11 @@
 """What every engine must do, run on both with the same tiny policy."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -126,6 +128,42 @@ def test_the_callers_random_numbers_do_not_move(engine: RolloutEngine, policy: t
     assert torch.equal(torch.rand(3), expected)
 
 
+def draw(*_: object) -> tuple[float, float, float]:
+    """One number of each of the process's generators."""
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
+def test_draws_of_callbacks_and_consumers_change_no_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    expected = run(engine, Sampling(max_tokens=16), seed=3)
+    written = {}
+    for response in engine.generate(requests(), Sampling(max_tokens=16), seed=3, on_progress=draw):
+        draw()
+        written[response.request_id] = list(response.token_ids)
+    assert [written[number] for number in sorted(written)] == [tokens for tokens, _, _ in expected]
+
+
+def test_a_rollout_that_ends_early_gives_the_callers_random_numbers_back(
+    engine: RolloutEngine, policy: torch.nn.Module
+) -> None:
+    def seed() -> None:
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+
+    def fail(progress: RolloutProgress) -> None:
+        raise KeyError
+
+    seed()
+    expected = draw()
+    seed()
+    stream = engine.generate(requests(), Sampling(max_tokens=16), seed=1)
+    next(stream)
+    stream.close()
+    assert draw() == expected
+    seed()
+    with pytest.raises(KeyError):
+        list(engine.generate(requests(), Sampling(max_tokens=16), seed=1, on_progress=fail))
+    assert draw() == expected
+
+
 def test_new_weights_write_the_next_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
     before = run(engine, Sampling(max_tokens=24, temperature=0))
     with torch.no_grad():
@@ -227,6 +265,8 @@ def test_generate_before_any_weights_is_an_error() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 0.005}, r"`sampling.temperature` must be 0 \(greedy\) or in \[0.01, 2\], got 0.005"),
+        ({"temperature": 2.5}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -1}, "top_k"),
     ],

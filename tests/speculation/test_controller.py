@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.speculation_engines import ScriptedSelector
+from tlt_lightning.speculation import BEGMABSelector, CostModelSelector
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
-from tlt_lightning.speculation.lookup import LEARNED
+from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
 from tlt_lightning.speculation.trace import StepTrace, read_trace
 
@@ -72,6 +73,64 @@ def test_calls_that_finish_no_step_add_to_the_next() -> None:
     control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
     control.account(0.25)
     assert selector.records[0][3] == 0.75
+
+
+def test_pauses_are_the_steps_own_unless_they_may_have_outlasted_it() -> None:
+    selector = ScriptedSelector()
+    control = StrategyController(selector, steps_per_choice=1)
+    for seconds, pause in ((0.25, 0.125), (0.125, 0.25)):
+        control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
+        control.account(seconds, pause)
+    assert [seconds for *_, seconds in selector.records] == [0.375]
+    assert control.counters.decode_steps == 2
+
+
+def test_state_is_restored() -> None:
+    def made() -> StrategyController:
+        lookups = LookupDrafter(siblings=True, ngram=False)
+        return StrategyController(BEGMABSelector(), lookups=lookups, alarm=AcceptanceAlarm(window=4))
+
+    control, again = made(), made()
+    control.weights_changed(5)
+    for _ in range(3):
+        control.finished(result(control.plan(2, 0.0, 0), [2, 2], [1, 1]))
+        control.account(1.0)
+    assert control.is_silenced
+    again.load_state_dict(json.loads(json.dumps(control.state_dict())))
+    assert again.state_dict() == control.state_dict()
+    assert (again.is_silenced, again.drafter_version, again.alarm.num_rung) == (True, 5, 1)
+    assert again.lookups is not None
+    assert again.lookups.scores.expected(LEARNED, 2) < 1
+
+
+@pytest.mark.parametrize("kind", [CostModelSelector, BEGMABSelector])
+def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
+    kind: type[CostModelSelector | BEGMABSelector],
+) -> None:
+    selector = kind()
+    control = StrategyController(selector, steps_per_choice=1)
+
+    def drafts(num_steps: int, emitted: int) -> list[Strategy]:
+        found = []
+        for _ in range(num_steps):
+            plan = control.plan(4, 100.0, 0)
+            k = plan.verifies.num_draft_tokens
+            control.finished(result(plan, [k] * 4, [min(emitted, k) + 1] * 4))
+            control.account(0.005 + 0.0025 * (k > 0))
+            found.append(plan.drafts)
+        return found
+
+    assert not all(arm.is_off for arm in drafts(300, 4))
+    learned = json.dumps(selector.state_dict())
+    control.alarm.is_ringing = True
+    drafts(1, 0)  # what the last step drafted
+    assert all(arm.is_off for arm in drafts(500, 0))
+    if isinstance(selector, CostModelSelector):
+        assert selector.step_time.seconds(4, Strategy(3), 100.0) == pytest.approx(0.0075, rel=0.05)
+        assert selector.step_time.seconds(4, OFF, 100.0) == pytest.approx(0.005, rel=0.05)
+    else:
+        rewards = [json.loads(state)["rewards"][0][1:] for state in (learned, json.dumps(selector.state_dict()))]
+        assert all(set(map(tuple, after)) <= set(map(tuple, before)) for before, after in zip(*rewards, strict=True))
 
 
 def test_counters_by_hand() -> None:

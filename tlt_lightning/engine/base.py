@@ -40,8 +40,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"`sampling.max_tokens` must be at least 1, got {self.max_tokens}.")
-        if self.temperature < 0:
-            raise ValueError(f"`sampling.temperature` must be 0 (greedy) or positive, got {self.temperature}.")
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 2:  # vLLM raises less to 0.01 and refuses more
+            raise ValueError(f"`sampling.temperature` must be 0 (greedy) or in [0.01, 2], got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`sampling.top_p` must be in (0, 1], got {self.top_p}; 1 switches it off.")
         if self.top_k < 0:

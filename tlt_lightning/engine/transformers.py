@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
-from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.policy import end_token_ids
 

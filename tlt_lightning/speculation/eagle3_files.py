@@ -68,6 +68,8 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens, more than the {head.vocab_size} there are")
     if head.draft_vocab_size < head.vocab_size and "d2t" not in head.tensors:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens without `d2t`, the map back to tokens")
+    if biases := sorted(name for name in head.tensors if name.endswith(".bias")):
+        faults.append(f"biases, which `update_drafter` does not know: {', '.join(biases)}")
     layers = config["num_hidden_layers"]
     wanted = head.layer_ids or default_layer_ids(layers)
     if any(not 0 <= index <= layers for index in wanted) or len(set(wanted)) != len(wanted):

@@ -34,7 +34,7 @@ NUM_DRAWS, SEEDS = 512, (1, 2)
 CASES: dict[str, dict[str, Any]] = {
     "greedy drafts and look-ups": {"draft_sampling": "greedy", "siblings": True, "ngram": True},
     "sampled drafts and look-ups": {"draft_sampling": "probabilistic", "siblings": True, "ngram": True},
-    "sampled drafts, asynchronous": {"draft_sampling": "probabilistic"},
+    "sampled drafts, the head alone": {"draft_sampling": "probabilistic"},
 }
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
+from safetensors.torch import load_file, save_file
+from transformers import FalconH1Config, MistralConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
 from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head
@@ -82,6 +85,37 @@ def test_a_head_for_another_policy_is_refused(
         speculation.check(policy, 4)
     assert path in str(caught.value)
     assert policy in str(caught.value)
+
+
+def test_a_head_with_biases_is_refused(policy: str, tmp_path: Path) -> None:
+    path = save_head(make_head(policy), tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    save_file(load_file(file) | {"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"biases, which `update_drafter` does not know: layers\.0\.self_attn\.q_proj"):
+        check_head(read_head(path), policy)
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (FalconH1Config(), "layers of the kind hybrid"),
+        (Qwen3NextConfig(num_hidden_layers=4), "layers of the kind linear_attention"),
+        (
+            Qwen2_5_VLConfig(text_config={"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}),
+            "M-RoPE",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_policies_that_cannot_verify_drafts_are_refused(config: Any, fault: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"cannot be used with policy .*{fault}.*`engine.speculation` to null"):
+        Speculation(selector=FixedSelector(3, "ngram"), ngram=True).check(str(tmp_path), 4)
+
+
+def test_policies_with_sliding_windows_are_not_refused(tmp_path: Path) -> None:
+    MistralConfig(sliding_window=16, num_hidden_layers=4).save_pretrained(tmp_path)
+    Speculation(selector=FixedSelector(3, "ngram"), ngram=True).check(str(tmp_path), 4)
 
 
 def test_what_is_no_head_is_refused(policy: str, tmp_path: Path) -> None:

@@ -68,6 +68,19 @@ def test_what_was_missed_is_written_once_for_those_still_there(written: list[tup
     assert catch_up.num_flushes == 2
 
 
+def test_a_preempted_request_is_forgotten_as_it_reads_everything_anew(
+    written: list[tuple[torch.Tensor, ...]],
+) -> None:
+    catch_up = KVCatchUp(None, max_batch_size=4)
+    add(catch_up, 1, "abc")
+    catch_up.drop({"b"})
+    add(catch_up, 2, "ac")
+    flush(catch_up, "abc")  # b is back, with fewer blocks than it had
+    (batch,) = written
+    assert batch[1].tolist() == [100, 102, 200, 202]
+    assert batch[0].shape[0] == len(batch[3]) == 4
+
+
 def test_rows_in_order_need_no_index(written: list[tuple[torch.Tensor, ...]]) -> None:
     catch_up = KVCatchUp(None, max_batch_size=4)
     catch_up.add(["a", "b"], [torch.ones(2, WIDTH)], torch.tensor([7, 8]), torch.tensor([3, 4]))

@@ -84,6 +84,17 @@ def test_the_selector_learns_with_the_requests_that_really_ran() -> None:
     assert result.plan.state.batch_size == 2
 
 
+def test_a_preempted_request_has_nothing_to_catch_up_with() -> None:
+    made = HeadlessRunner(None, StrategyController(ScriptedSelector()))
+    dropped: list[Any] = []
+    made.catch_up = SimpleNamespace(drop=dropped.append)  # type: ignore[assignment]
+    made.before_schedule(scheduler_of({}))
+    for preempted in (None, {"a"}):
+        output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=preempted, finished_req_ids=set())
+        made.after_schedule(output)
+    assert dropped == [{"a"}]
+
+
 def test_a_plain_step_is_collected_without_looking_at_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = {name: request() for name in "abc"}
     scheduled, sampled = dict.fromkeys("abc", 1), [[5], [6], [7]]

@@ -24,8 +24,8 @@ from tlt_lightning.engine.base import (
     RolloutProgress,
     Sampling,
 )
-from tlt_lightning.engine.checks import check_requests
 from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.requests import check_head_size, check_requests, response_of, sampling_params
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
@@ -38,7 +38,6 @@ from tlt_lightning.speculation.strategy import OFF
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
@@ -118,6 +117,10 @@ class VLLMEngine(RolloutEngine):
 
         check_head_size(policy, internals.supported_head_sizes())
         self._is_cpu = internals.is_cpu_build()
+        if self._is_cpu:
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+            check_head_size(policy, CPUAttentionBackend.get_supported_head_sizes())
         if self._can_sleep:
             internals.claim_sleep_mode()
         self._end_token_ids = end_token_ids(policy)
@@ -182,6 +185,8 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def sleep(self) -> None:
+        if self._engine is not None and self._engine.has_unfinished_requests():
+            raise RuntimeError("`sleep` found requests running; finish or close `generate` first.")
         if self._can_sleep and not self._asleep:
             if self._head_weights is not None:
                 self._head_weights.keep()
@@ -331,7 +336,7 @@ class VLLMEngine(RolloutEngine):
                 ended = time.perf_counter()
                 if speculative is not None:
                     speculative.controller.account(ended - started, pause)
-                yield [self._response(output) for output in outputs if output.finished]
+                yield [response_of(output, self._policy_version) for output in outputs if output.finished]
         finally:
             if engine.has_unfinished_requests():  # the caller gave up, or an exception passed through
                 engine.abort_request([str(request.id) for request in requests])
@@ -360,29 +365,4 @@ class VLLMEngine(RolloutEngine):
         )
 
     def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=max_tokens or sampling.max_tokens,
-            stop_token_ids=[*self._end_token_ids, *sampling.stop_token_ids],
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _response(self, output: RequestOutput) -> Response:
-        completion = output.outputs[0]
-        assert completion.logprobs is not None
-        assert completion.finish_reason is not None
-        return Response(
-            request_id=int(output.request_id),
-            token_ids=completion.token_ids,
-            logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
-            finish_reason=completion.finish_reason,
-            policy_versions=(self._policy_version,),
-        )
+        return sampling_params(sampling, max_tokens, self._end_token_ids)

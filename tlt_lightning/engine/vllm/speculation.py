@@ -122,6 +122,7 @@ class Speculation:
                 "`speculation.cold_head` has nobody who trains the head: add `tlt_lightning.long_tail.callback."
                 "LongTailIdleCallback` to the trainer's callbacks, or give a trained `head`."
             )
+        check_attention(policy)
         if self.head is None:
             return None
         head = read_head(self.head)
@@ -156,7 +157,8 @@ class Speculation:
             config |= {"method": "ngram_gpu"}  # stands in: it is asked for nothing
         else:
             config |= {"method": "custom_class", "model": "tlt_lightning.engine.vllm.runner_v1.NoDrafter"}
-        is_async = is_v2 or not looks_up  # V1 needs each step's tokens on the host before the next step
+        # V1 needs each step's tokens on the host before it looks up, and vLLM's CPU build is never asynchronous.
+        is_async = is_v2 or not (looks_up or internals.is_cpu_build())
         return {
             "speculative_config": config,
             "scheduler_cls": SteeredAsyncScheduler if is_async else SteeredScheduler,
@@ -171,6 +173,8 @@ class Speculation:
             head: The head's shape, from `check`.
             graphs: The graphs it captured by plan; None if it has none.
         """
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
         from tlt_lightning.engine.vllm.runner_v1 import RunnerV1
         from tlt_lightning.engine.vllm.runner_v2 import RunnerV2
 
@@ -196,5 +200,33 @@ class Speculation:
             graphs.attach(model_runner)
             log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
         scheduler: Any = internals.scheduler_of(engine)
+        if isinstance(scheduler, AsyncScheduler) != engine.vllm_config.scheduler_config.async_scheduling:
+            raise RuntimeError(
+                f"vLLM runs its scheduler {type(scheduler).__name__} in a loop made for the other kind; start it with "
+                f"`async_scheduling` {not engine.vllm_config.scheduler_config.async_scheduling}, or report this."
+            )
         scheduler.speculative_runner = runner
         return runner
+
+
+def check_attention(policy: str) -> None:
+    """Raise ValueError for policies that cannot verify drafts.
+
+    Recurrent layers (Mamba, linear attention, short convolutions) keep a state that rejected drafts have changed, and
+    positions of several axes (M-RoPE) are not those that a drafter reads.
+    """
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    recurrent = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if not recurrent and any(name.startswith("mamba_") for name in vars(config)):
+        recurrent = ["mamba"]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    fault = f"layers of the kind {', '.join(recurrent)}" if recurrent else ""
+    if "mrope_section" in rope:
+        fault = "positions of several axes (M-RoPE)"
+    if fault:
+        raise ValueError(
+            f"`speculation` cannot be used with policy {policy!r}, which has {fault}: set `engine.speculation` to null."
+        )

@@ -1,0 +1,68 @@
+"""A cache too small for all requests: some wait, some are set back, and everybody is told true numbers."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.speculation_engines import GREEDY, ScriptedSelector, greedy_gap, save_endless_policy, siblings
+from tlt_lightning.engine import Request, RolloutProgress, VLLMEngine
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.speculation.strategy import Strategy
+
+pytestmark = pytest.mark.vllm
+
+KV_CACHE_GIB = 24 * 2**17 / 2**30
+"""24 blocks of 128 tokens: all twelve requests begin, and eight have room for more than 256 tokens."""
+
+
+def test_selectors_and_callbacks_hear_of_the_requests_that_really_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, selector = save_endless_policy(tmp_path / "policy"), ScriptedSelector(("sibling",))
+    asked: list[int] = []
+
+    def script(state: Any) -> Strategy:
+        asked.append(state.batch_size)
+        return Strategy(2, "sibling")
+
+    selector.script = script
+    engine = VLLMEngine(
+        dtype="float32",
+        kv_cache_gib=KV_CACHE_GIB,
+        max_num_seqs=16,
+        enforce_eager=True,
+        speculation=Speculation(selector=selector, siblings=True, max_draft_tokens=5, steps_per_choice=1),
+    )
+    engine.setup(policy, max_model_len=512, seed=0)
+    try:
+        engine.update_weights(stream_weights(load_policy(policy)), 0)
+        scheduler, set_back = engine.inspect().scheduler, []
+        preempt = scheduler._preempt_request
+        monkeypatch.setattr(scheduler, "_preempt_request", lambda *args: set_back.append(1) or preempt(*args))
+        requests = [Request(id=r.id, prompt_ids=r.prompt_ids, max_tokens=250 + 10 * r.id) for r in siblings()]
+        seen: list[RolloutProgress] = []
+        ran: Counter[int] = Counter()
+
+        def on_progress(progress: RolloutProgress) -> None:
+            seen.append(progress)
+            ran[len(scheduler.running)] += 1
+
+        responses = list(engine.generate(requests, GREEDY, seed=0, on_progress=on_progress))
+    finally:
+        engine.close()
+    assert set_back
+    assert [r.finish_reason for r in responses] == ["length"] * 12
+    by_id = {r.request_id: list(r.token_ids) for r in responses}
+    assert greedy_gap(policy, [list(r.prompt_ids) for r in requests], [by_id[r.id] for r in requests]) < 1e-3
+    for earlier, later in pairwise(seen):
+        assert later.tokens >= earlier.tokens
+        assert later.waiting <= earlier.waiting
+        assert later.total == 12
+    assert all(state.batch_size == len(emitted) for state, _, emitted, _ in selector.records)
+    wrong = Counter(asked)
+    wrong.subtract(ran)
+    assert sum(map(abs, wrong.values())) < 0.1 * len(asked)
