@@ -22,7 +22,10 @@ KV_CACHE_GIB = 24 * 2**17 / 2**30
 def test_selectors_and_callbacks_hear_of_the_requests_that_really_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, selector = save_endless_policy(tmp_path / "policy"), ScriptedSelector(("sibling",))
+    policy, selector = (
+        save_endless_policy(tmp_path / "policy", max_position_embeddings=512),
+        ScriptedSelector(("sibling",)),
+    )
     asked: list[int] = []
 
     def script(state: Any) -> Strategy:
@@ -42,7 +45,12 @@ def test_selectors_and_callbacks_hear_of_the_requests_that_really_run(
         engine.update_weights(stream_weights(load_policy(policy)), 0)
         scheduler, set_back = engine.inspect().scheduler, []
         preempt = scheduler._preempt_request
-        monkeypatch.setattr(scheduler, "_preempt_request", lambda *args: set_back.append(1) or preempt(*args))
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            set_back.append(1)
+            preempt(*args, **kwargs)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", count)
         requests = [Request(id=r.id, prompt_ids=r.prompt_ids, max_tokens=250 + 10 * r.id) for r in siblings()]
         seen: list[RolloutProgress] = []
         ran: Counter[int] = Counter()

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 
 log = logging.getLogger(__name__)
 
@@ -172,9 +171,9 @@ class VLLMEngine(RolloutEngine):
             self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
         engine, self._engine, self._scheduler, self._set_up_for = self._engine, None, None, None
         self._policy_version, self._asleep = _NO_WEIGHTS, False
-        speculative, self._speculative = self._speculative, None
-        if speculative is not None and speculative.controller.trace is not None:
-            speculative.controller.trace.close()
+        if self._speculative is not None:
+            self._speculative.close()
+            self._speculative = None
         if engine is not None:
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)
             self._patches.close()
@@ -188,8 +187,8 @@ class VLLMEngine(RolloutEngine):
         if self._engine is not None and self._engine.has_unfinished_requests():
             raise RuntimeError("`sleep` found requests running; finish or close `generate` first.")
         if self._can_sleep and not self._asleep:
-            if self._head_weights is not None:
-                self._head_weights.keep()
+            if self._speculative is not None:
+                self._speculative.keep_head()
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self._policy_version, self._asleep = _NO_WEIGHTS, True
 
@@ -198,8 +197,8 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._live.wake_up()
             self._asleep = False
-            if self._head_weights is not None:
-                self._head_weights.restore()
+            if self._speculative is not None:
+                self._speculative.restore_head()
 
     def inspect(self) -> EngineParts:
         """Return the live parts; raises RuntimeError unless the engine is set up."""
@@ -212,10 +211,6 @@ class VLLMEngine(RolloutEngine):
             speculative_runner=speculative,
             graphs=None if speculative is None else speculative.graphs,
         )
-
-    @property
-    def _head_weights(self) -> HeadWeights | None:
-        return None if self._speculative is None else self._speculative.weights
 
     @property
     def _can_sleep(self) -> bool:

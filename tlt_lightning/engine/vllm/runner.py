@@ -117,6 +117,21 @@ class SpeculativeRunner(ABC):
         if self.catch_up is not None:
             self.catch_up.clear()
 
+    def keep_head(self) -> None:
+        """Save the head's weights, which a sleeping engine drops."""
+        if self.weights is not None:
+            self.weights.keep()
+
+    def restore_head(self) -> None:
+        """Put back what `keep_head` saved."""
+        if self.weights is not None:
+            self.weights.restore()
+
+    def close(self) -> None:
+        """Close the trace."""
+        if self.controller.trace is not None:
+            self.controller.trace.close()
+
     def before_schedule(self, scheduler: Any) -> int:
         """Plan a step; return the draft length that vLLM's own drafter is asked for in it."""
         running = scheduler.running

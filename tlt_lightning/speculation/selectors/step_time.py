@@ -116,7 +116,16 @@ class StepTimeModel:
     def update(
         self, batch_size: int, strategy: Strategy, mean_context: float, seconds: float, noise: float = NOISE
     ) -> None:
-        """Learn from a step that took `seconds`, known up to the relative error `noise`."""
+        """Learn from a step that took `seconds`, known up to the relative error `noise`.
+
+        With features x of predicted cost c = w.x, covariance P and noise s, in relative units r = x / c::
+
+            a = r.P.r / s^2                                 how much less is known of this step than it tells
+            w += P r / (s^2 (1 + a)) * (seconds / c - 1)    Kalman's gain times the surprise, which is bounded
+            P -= P r r' P * b / (s^2 (1 + a b)),  b = keep - (1 - keep) / a
+
+        b = 1 forgets nothing, and b < 0 where a step tells nothing new: P then grows, along r alone.
+        """
         if not seconds > 0:
             raise ValueError(f"`seconds` of a step must be positive, got {seconds}.")
         features = self.features(batch_size, strategy, mean_context)
