@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tlt_lightning.engine.base import Request, Response, Sampling
 
@@ -40,19 +40,6 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_siz
                 f"`requests` has a prompt with token {token} (id {request.id}); the policy's vocabulary is 0 to "
                 f"{vocab_size - 1}: use the policy's own tokenizer."
             )
-
-
-def check_head_size(policy: str, supported: Sequence[int]) -> None:
-    """Raise ValueError unless the attention heads of the policy at path or hub name `policy` have a supported size."""
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size not in supported:
-        raise ValueError(
-            f"`policy` {policy!r} has attention heads of size {size}; this build of vLLM runs {list(supported)}. Use "
-            "`tlt_lightning.engine.TransformersEngine`, or a policy with other heads."
-        )
 
 
 def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: Sequence[int]) -> SamplingParams:

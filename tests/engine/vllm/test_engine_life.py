@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import save_policy
 from tests.support.speculation_engines import MAX_MODEL_LEN, engine_of, siblings, write
 from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.policy import PolicyWeights, load_policy, stream_weights
@@ -146,14 +145,6 @@ def test_a_second_setup_must_ask_for_the_same(engine: VLLMEngine, policy_path: s
 def test_sizes_that_cannot_be_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         VLLMEngine(**arguments)
-
-
-@pytest.mark.vllm
-def test_attention_heads_that_the_build_cannot_run_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    policy = save_policy(tmp_path, hidden_size=48, num_attention_heads=2, num_key_value_heads=1)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"attention heads of size 24; this build of vLLM runs \[32, 64"):
-        VLLMEngine(kv_cache_gib=0.0625).setup(str(policy), max_model_len=64, seed=0)
 
 
 def test_an_engine_that_was_never_set_up_closes() -> None:

@@ -25,7 +25,7 @@ from tlt_lightning.engine.base import (
     Sampling,
 )
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.requests import check_head_size, check_requests, response_of, sampling_params
+from tlt_lightning.engine.requests import check_requests, response_of, sampling_params
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
@@ -116,10 +116,6 @@ class VLLMEngine(RolloutEngine):
 
         check_head_size(policy, internals.supported_head_sizes())
         self._is_cpu = internals.is_cpu_build()
-        if self._is_cpu:
-            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-            check_head_size(policy, CPUAttentionBackend.get_supported_head_sizes())
         if self._can_sleep:
             internals.claim_sleep_mode()
         self._end_token_ids = end_token_ids(policy)
