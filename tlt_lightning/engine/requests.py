@@ -1,15 +1,10 @@
-"""Requests as engines take them and responses as vLLM gives them, checked before anything is asked."""
+"""Requests as engines take them, checked before anything is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tlt_lightning.engine.base import Request, Response, Sampling
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.outputs import RequestOutput
+from tlt_lightning.engine.base import Request
 
 
 def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_size: int) -> None:
@@ -40,35 +35,3 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_siz
                 f"`requests` has a prompt with token {token} (id {request.id}); the policy's vocabulary is 0 to "
                 f"{vocab_size - 1}: use the policy's own tokenizer."
             )
-
-
-def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's parameters for requests of at most `max_tokens` tokens; None takes the limit of `sampling`."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=max_tokens or sampling.max_tokens,
-        stop_token_ids=[*end_token_ids, *sampling.stop_token_ids],
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def response_of(output: RequestOutput, policy_version: int) -> Response:
-    """Return the response in a finished output of vLLM."""
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    assert completion.finish_reason is not None
-    return Response(
-        request_id=int(output.request_id),
-        token_ids=completion.token_ids,
-        logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
-        finish_reason=completion.finish_reason,
-        policy_versions=(policy_version,),
-    )

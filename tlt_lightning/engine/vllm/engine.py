@@ -25,11 +25,12 @@ from tlt_lightning.engine.base import (
     Sampling,
 )
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.requests import check_requests, response_of, sampling_params
+from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
+from tlt_lightning.engine.vllm.requests import response_of, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import end_token_ids, policy_shapes

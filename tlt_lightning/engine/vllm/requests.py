@@ -1,0 +1,44 @@
+"""Requests as vLLM takes them and responses as vLLM gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tlt_lightning.engine.base import Response, Sampling
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+
+
+def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: Sequence[int]) -> SamplingParams:
+    """Return vLLM's parameters for requests of at most `max_tokens` tokens; None takes the limit of `sampling`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=max_tokens or sampling.max_tokens,
+        stop_token_ids=[*end_token_ids, *sampling.stop_token_ids],
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def response_of(output: RequestOutput, policy_version: int) -> Response:
+    """Return the response in a finished output of vLLM."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert completion.finish_reason is not None
+    return Response(
+        request_id=int(output.request_id),
+        token_ids=completion.token_ids,
+        logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
+        finish_reason=completion.finish_reason,
+        policy_versions=(policy_version,),
+    )
