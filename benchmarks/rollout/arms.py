@@ -77,8 +77,8 @@ def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
         for head in heads[1:]:
             add(f"adaptive, {Path(head).name}", "heads", f"head {Path(head).name}", CostModelSelector)
             add(f"K=3, {Path(head).name}", "heads", f"head {Path(head).name}", partial(FixedSelector, 3))
-        drafters = ("learned", "mixed", "sibling")
-        add("adaptive, siblings too", "lookups", "mixed", partial(CostModelSelector, drafters=drafters))
+        both = partial(CostModelSelector, drafters=("learned", "mixed", "sibling"))
+        add("adaptive, siblings too", "lookups", "mixed", both)
     add("siblings", "lookups", "siblings", partial(CostModelSelector, drafters=("sibling",)))
     add("n-gram", "lookups", "ngram", partial(CostModelSelector, drafters=("ngram",)))
     return {arm.name: arm for arm in arms}

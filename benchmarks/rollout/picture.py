@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DRAFTERS = {"learned": BLUE, "mixed": "#cc79a7", "sibling": ORANGE, "ngram": GREEN, "off": GREY}
-MEAN_OVER = 50
-"""Steps over which tokens per step are averaged: one step of a few requests says little."""
+MEAN_OVER = 50  # steps, for tokens per step: one step of a few requests says little
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

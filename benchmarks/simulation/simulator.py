@@ -125,7 +125,6 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_at_least("num_requests", self.num_requests, 1)
-        check_at_least("median_length", self.median_length, 1)
         check_at_least("max_length", self.max_length, 1)
 
     def lengths(self) -> np.ndarray:
