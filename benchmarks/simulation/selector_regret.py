@@ -84,7 +84,7 @@ class Oracle(StrategySelector):
 
 
 def measure(scenarios: Mapping[str, Workload], seeds: Sequence[int]) -> Results:
-    """Measure makespans of every fixed arm, of the oracle and of every selector's first and second rollout, by scenario."""
+    """Measure makespans of the fixed arms, the oracle and each selector's first and second rollout, by scenario."""
     results: Results = {}
     for name, workload in scenarios.items():
         makespans: dict[str, list[float]] = {}
