@@ -33,8 +33,9 @@ def count_texts(args: argparse.Namespace) -> None:
     import pytest
 
     counts = Counts()
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / TEST)], plugins=[counts])
     device = "gpu" if torch.cuda.is_available() else "cpu"
+    options = ["-q", "-p", "no:cacheprovider", "-m", "gpu" if device == "gpu" else "not gpu", "--rootdir", str(ROOT)]
+    status = pytest.main([*options, str(ROOT / TEST)], plugins=[counts])
     results = about(device, args.note, args.seed) | {"enumeration": counts.rows, "tests": counts.outcomes}
     lines = heading("Every text of a tiny vocabulary, counted", results)
     lines += [f"By `{TEST}`: p is the chi-square test's that texts are as likely as the policy says.", ""]

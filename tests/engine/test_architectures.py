@@ -32,6 +32,8 @@ head: policies whose config scales or caps them (Gemma 2, Cohere, most Granite) 
 
 """
 
+ROUNDING = 1e-2 if torch.cuda.is_available() else 1e-4  # vLLM's kernels on a GPU take TF32 for float32
+
 
 @pytest.fixture(scope="module", autouse=True)
 def known_classes() -> Iterator[None]:
@@ -80,13 +82,13 @@ def test_an_architecture_of_the_table_writes_with_the_weights_it_is_given(
     try:
         policy = load_policy(other)
         engine.update_weights(stream_weights(policy), 0)
-        assert disagreement(engine, policy) < 1e-4
+        assert disagreement(engine, policy) < ROUNDING
         adapted = load_policy(path, lora=LoRA(rank=2))
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
         engine.update_weights(stream_weights(adapted), 1)
-        assert disagreement(engine, adapted) < 1e-4
+        assert disagreement(engine, adapted) < ROUNDING
         model = internals.model_runner_of(engine.inspect().engine).get_model()
         is_own = not type(model).__name__.startswith("Transformers")
         assert architecture.takes_head == (is_own and supports_eagle3(model))
