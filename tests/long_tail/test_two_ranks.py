@@ -65,7 +65,7 @@ def test_the_late_rank_is_not_slowed(ranks: list[dict[str, Any]]) -> None:
 def test_the_death_of_the_training_rank_ends_the_run_at_once(prompts_path: str, tmp_path: Path) -> None:
     done = launch("tests.support.two_ranks_drafter", prompts_path, tmp_path, "die")
     assert done.statuses == [-signal.SIGKILL, 1]
-    assert "lost touch with rank 0, which has ended" in done.stderr
+    assert "rank 0 has died: its process ended" in done.stderr
     died, noticed = (float((tmp_path / f"ended{rank}").read_text()) for rank in (0, 1))
     assert noticed - died < 10  # of a rollout that would have gone on for 20
 

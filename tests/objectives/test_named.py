@@ -14,7 +14,7 @@ RandomVectors = Callable[..., SimpleNamespace]
 
 def test_overlong_punishment_falls_from_zero_to_minus_one_and_no_further(random_vectors: RandomVectors) -> None:
     batch = random_vectors(0, num_groups=1, group_size=6, num_tokens=250).batch
-    batch.response_mask = (torch.arange(250) < torch.tensor([0, 80, 81, 90, 100, 250])[:, None]).float()
+    batch.response_lengths = torch.tensor([0, 80, 81, 90, 100, 250])
     torch.testing.assert_close(
         OverlongPunishment(max_tokens=100, buffer_tokens=20)(batch),
         torch.tensor([0.0, 0.0, -0.05, -0.5, -1.0, -1.0]),

@@ -190,7 +190,8 @@ def test_extreme_log_ratios_stay_finite_in_float32(
 def test_equal_rewards_in_every_group_teach_nothing(name: str, random_vectors: RandomVectors) -> None:
     vectors = random_vectors(0, group_size=7, dtype=torch.float32)  # seven tenths over seven is not one tenth
     vectors.batch.rewards = vectors.batch.groups * 0.1
-    vectors.batch.response_mask = torch.ones_like(vectors.batch.response_mask)  # equal lengths, equal punishment
+    vectors.batch.response_mask = torch.ones_like(vectors.batch.response_mask)
+    vectors.batch.response_lengths = vectors.batch.response_mask.sum(-1).long()  # equal lengths, equal punishment
     assert (with_advantages(OBJECTIVES[name], vectors).batch.advantages == 0).all()
 
 
