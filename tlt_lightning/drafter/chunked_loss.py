@@ -1,7 +1,7 @@
 """Compute losses and agreement over the vocabulary in chunks of entries.
 
-The output head is frozen, so the gradient with respect to the features is all there is to the backward pass. It is
-taken while a chunk's logits exist: they are computed once and never kept.
+The output head is frozen, so the backward pass needs only the gradient with respect to the features. It is taken
+while a chunk's logits exist: they are computed once and never kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
 class Predictions:
     """Compares the head with the target at each entry and step, (num_steps, T) each.
 
-    Args:
-        losses: Weighted sum of the loss terms, float32; zero where no target exists.
-        top1: The target's likeliest token is the head's.
-        top3: The target's likeliest token is among the head's three likeliest.
+    `losses` is the weighted sum of the loss terms, float32, zero where no target exists; `top1` and `top3` tell whether
+    the target's likeliest token is the head's, or among its three likeliest.
     """
 
     losses: Tensor
@@ -46,14 +44,14 @@ def predict(
     weights: Tensor,
     watch: Watcher | None = None,
 ) -> tuple[Predictions, Tensor]:
-    """Compare `features` with the target; return that and the weighted sum of losses.
+    """Return the comparison of `features` with the target, and the weighted sum of losses.
 
     Args:
-        head: With its target's weights.
-        features: The head's, before its norm. (num_steps, T, H)
+        head: Head with its target's weights.
+        features: Features of the head before its norm. (num_steps, T, H)
         last_states: Input of the target's final norm; entry `i` of step `k` is compared with entry `i + k`. (T, H)
         terms: Losses of `speculators` with their weights.
-        weights: What each loss counts for. (num_steps, T)
+        weights: Weight of each loss. (num_steps, T)
         watch: Called with each chunk's step, its rows, and the logits of head and target over the head's tokens.
     """
     normed = head.norm(features)

@@ -27,14 +27,14 @@ Text = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to
 class DrafterDataModule(L.LightningDataModule):
     """Warms up a drafter offline on completions that `predict` wrote, by `Trainer.fit`.
 
-    The texts should be the target's own: what a head learns from others is drafted for others. Nothing is stored: the
+    The texts should be the target's own: a head that learns from another's drafts for that one. Nothing is stored: the
     target runs over the texts of each pack when its turn comes.
 
     Args:
         completions: A `completions.jsonl`, or several, one per rank of the run that wrote them.
         num_tokens: Length of a pack, a multiple of 128; memory and time of a step grow with it.
-        val_share: Share of the prompts that are held out, with all their responses, to measure acceptance on.
-        seed: Chooses which are held out and in which order packs are seen.
+        val_share: Share of the prompts held out, with all their responses, to measure acceptance on.
+        seed: Seed of the held-out prompts and of the packs' order.
 
     Example:
         >>> import lightning as L
@@ -91,7 +91,7 @@ class DrafterDataModule(L.LightningDataModule):
 
     @torch.no_grad()
     def sequences(self, texts: Sequence[Text]) -> list[PolicyText]:
-        """Run the target over `texts`; return them with its states, on the CPU, in their order."""
+        """Return `texts` with the target's states over them, on the CPU, in their order."""
         assert self.target is not None, "`sequences` before `setup`"
         results: dict[int, PolicyText] = {}
         for rows in similar_lengths([len(prompt) + len(response) for prompt, response in texts], self.num_tokens):
@@ -108,13 +108,7 @@ class DrafterDataModule(L.LightningDataModule):
 
 
 class PackLoader:
-    """Yields the packs of one epoch on this rank, each computed when it is asked for.
-
-    Args:
-        data: Whose target computes the features.
-        texts: To pack.
-        shuffled: Another order in each epoch.
-    """
+    """Yields the packs of one epoch on this rank, in another order each epoch if `shuffled`."""
 
     def __init__(self, data: DrafterDataModule, texts: Sequence[Text], *, shuffled: bool) -> None:
         trainer: Any = data.trainer
@@ -134,7 +128,7 @@ class PackLoader:
         return len(self.plans) // self.num_ranks
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """Compute the packs one by one."""
+        """Compute each pack when it is asked for."""
         order = list(range(len(self.plans)))
         if self.shuffled:
             epoch: int = self.data.trainer.current_epoch  # type: ignore[union-attr]
@@ -148,7 +142,7 @@ class PackLoader:
 
 
 def read_texts(paths: Sequence[Path], vocab_size: int) -> list[Text]:
-    """Read prompts and responses as tokens; raises ValueError if they cannot be used."""
+    """Read prompts and responses as tokens; raise ValueError unless they are the target's."""
     texts: list[Text] = []
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -168,7 +162,7 @@ def read_texts(paths: Sequence[Path], vocab_size: int) -> list[Text]:
 
 
 def split_by_prompt(texts: Sequence[Text], val_share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """Split into training and held-out texts; responses to one prompt are never on both sides."""
+    """Split `texts` into training and held-out ones; no prompt is on both sides."""
     prompts = sorted({tuple(prompt) for prompt, _ in texts})
     if len(prompts) < 2:
         raise ValueError(
@@ -183,7 +177,7 @@ def split_by_prompt(texts: Sequence[Text], val_share: float, seed: int) -> tuple
 
 
 def similar_lengths(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Group rows, longest first, so that each group padded to its longest row holds at most `max_tokens`.
+    """Group rows, longest first, so that each padded group holds at most `max_tokens`.
 
     A row longer than that is a group of its own.
     """

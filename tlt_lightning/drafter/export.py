@@ -42,10 +42,10 @@ _TABLE = """On {num_steps} engine steps of held-out text of its target, retraced
 def write_head(
     head: Eagle3DraftModel, tensors: Iterable[tuple[str, Tensor]], path: str | Path, quality: DraftQuality | None
 ) -> Path:
-    """Write the head's configuration, `tensors`, vocabulary maps and README to the directory `path`.
+    """Write a head's configuration, `tensors`, vocabulary maps and README to directory `path`.
 
-    The target's embedding, and its output head where the head drafts its whole vocabulary, are left out: vLLM then
-    shares the target's own, however far that has been trained. Weights are written in the target's type.
+    Without the target's embedding, and its output head where the head drafts its whole vocabulary, vLLM shares the
+    target's own, however far that has been trained. Weights are written in the target's type.
     """
     from safetensors.torch import save_file
 

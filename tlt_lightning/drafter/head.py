@@ -31,9 +31,9 @@ class HeadSettings:
 
     Args:
         target: Path or hub name of the target.
-        layer_ids: Layers of the target that it reads.
-        draft_vocab_size: Tokens it can draft.
-        num_draft_tokens: Tokens it drafts unless the engine is told otherwise.
+        layer_ids: Layers of the target that the head reads.
+        draft_vocab_size: Tokens that the head can draft.
+        num_draft_tokens: Draft length unless the engine is told otherwise.
     """
 
     target: str
@@ -50,18 +50,10 @@ def choose_settings(
     draft_vocab_size: int | None,
     num_draft_tokens: int,
 ) -> HeadSettings:
-    """Choose the settings of the head saved at `head`, or of a new one, as the user asked.
+    """Choose the settings of the head in the directory `head`, or if it is None, of a new one.
 
-    Args:
-        target: Path or hub name of the target.
-        config: Its configuration.
-        head: Directory of a head to go on from; None for a new one.
-        layer_ids: As in `HeadSettings`; None leaves the choice.
-        draft_vocab_size: Likewise.
-        num_draft_tokens: Likewise.
-
-    Raises:
-        ValueError: They do not fit the target, or the saved head.
+    `config` is the target's. `layer_ids` and `draft_vocab_size` of None leave the choice. ValueError means that the
+    settings do not fit the target or the saved head.
     """
     num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
     if num_draft_tokens < 1:
@@ -96,17 +88,16 @@ def _saved_shape(
 
 
 def build_head(settings: HeadSettings, config: PretrainedConfig, seed: int) -> Eagle3DraftModel:
-    """Build a head of random float32 weights, the same on each rank, without target's parts."""
+    """Build a head of random float32 weights, the same on each rank, without the target's parts."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _empty_head(settings, _layer_config(config), norm_before_residual=False)
 
 
 def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
-    """Load the head saved at `path`, in vLLM's format or that of `speculators`, in float32.
+    """Load the head at `path`, in vLLM's format or that of `speculators`, as float32.
 
-    Raises:
-        ValueError: It is a head of a kind that is not trained here, or lacks weights.
+    ValueError means that it is of a kind that is not trained here, or lacks weights.
     """
     from safetensors.torch import load_file
     from transformers import AutoConfig
@@ -138,7 +129,7 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
 
 
 def find_head(head: str) -> str:
-    """Find the directory of the head at path or hub name `head`, or raise ValueError."""
+    """Return the directory of the head at path or hub name `head`, or raise ValueError."""
     if Path(head).is_dir():
         return head
     from huggingface_hub import snapshot_download
@@ -210,9 +201,7 @@ def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor) -> None:
 def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
     """Give the head its target's frozen tensors, shared where the target shares them.
 
-    Returns:
-        True if the head drafts with the target's own output head, or rows of it; False if it was loaded with one of
-        its own, which is kept as it is.
+    True if the head drafts with the target's output head or rows of it; False if it keeps one of its own.
     """
     rows = weights.output if head.d2t is None else weights.output[drafted_tokens(head.d2t)]
     loaded = head.lm_head.weight.detach()
@@ -239,7 +228,7 @@ def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
 
 
 def drafted_tokens(d2t: Tensor) -> Tensor:
-    """List the target's tokens that a head drafts; `d2t` holds their distances to its own."""
+    """Return the target's tokens that a head drafts; `d2t` holds their distances to its own."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 

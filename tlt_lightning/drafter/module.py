@@ -1,4 +1,4 @@
-"""Train a draft head as a LightningModule: by a Trainer offline, or by a callback while a policy learns."""
+"""Train a head as a LightningModule, by a Trainer offline or by a callback beside a policy."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 _NUM_DRAFT_TOKENS = 3
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 POLICY_ROWS = "lm_head.weight"
-"""Travels to the engine with the trained weights where a head has rows of the policy's output head; never trained."""
+"""Name of a head's rows of the policy's output head, sent to the engine but never trained."""
 
 
 class DrafterModule(L.LightningModule):
     """Trains and measures an EAGLE-3 head that drafts for a target policy.
 
-    Precision is the caller's: `bf16-mixed` on a GPU. The head's weights are float32; what it shares with the target
-    is kept in the type of the target's checkpoint. Never make it a submodule of the policy's module.
+    The caller sets the precision: `bf16-mixed` on a GPU. The head's weights are float32; shared ones keep the type of
+    the target's checkpoint. Never make it a submodule of the policy's module.
 
     Args:
-        target: Path or hub name of the policy it drafts for, of the Llama, Qwen2 or Qwen3 family.
+        target: Path or hub name of the policy to draft for, of the Llama, Qwen2 or Qwen3 family.
         head: Path or hub name of an EAGLE-3 head to go on from; None starts from random weights.
-        teaching: How drafting several tokens is taught.
-        loss: What is minimised between the target's and the head's distribution: `kl_div` (soft cross-entropy), `rkl`,
-            `jsd`, `ce` (the target's likeliest token), `tv` (total variation: the rate of rejection), `nla` (negative
+        teaching: Settings of how a head learns to draft several tokens.
+        loss: Distance of the head's distribution from the target's: `kl_div` (soft cross-entropy), `rkl`, `jsd`, `ce`
+            (the target's likeliest token), `tv` (total variation: the rate of rejection), `nla` (negative
             log-acceptance) or `lk_hybrid` (KL that turns into TV); or several of them with their weights.
         optimizer: Builds the optimizer from the head's parameters.
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
         draft_vocab_size: Let a new head draft only so many of the target's tokens, the commonest in the training data;
-            None drafts all. Less work per draft, but other tokens are never drafted.
-        num_draft_tokens: Drafted tokens per engine step that are trained and measured, and that an exported head asks
-            for. None is 3, or the longest draft that the engine's selector may ask for beside a policy's run.
-        seed: Of the random weights.
-        export_dir: Where `Trainer.fit` leaves the finished head for vLLM; None leaves only checkpoints.
+            None drafts all. Fewer are less work per draft, but other tokens are never drafted.
+        num_draft_tokens: Draft length to train, measure and export. None is 3, or the selector's longest beside a
+            policy's run.
+        seed: Seed of the random weights.
+        export_dir: Directory in which `Trainer.fit` leaves the finished head for vLLM; None leaves only checkpoints.
 
     Example:
         >>> from tlt_lightning.drafter.module import DrafterModule
@@ -107,28 +107,28 @@ class DrafterModule(L.LightningModule):
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The layers of the target whose states the head reads: `i` is the input of decoder layer `i`."""
+        """Layers of the target that the head reads: `i` is the input of decoder layer `i`."""
         return self._settings.layer_ids
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted tokens per engine step that quality is measured at."""
+        """Draft length that quality is measured at."""
         return self._settings.num_draft_tokens
 
     @property
     def num_steps(self) -> int:
-        """Drafted tokens that are trained."""
+        """Draft length that is trained."""
         return self.teaching.num_steps or self.num_draft_tokens
 
     def follow_selector(self, longest: int) -> None:
-        """Train and measure drafts of `longest` tokens unless `num_draft_tokens` was given; before it is built."""
+        """Set the draft length to `longest` unless `num_draft_tokens` was given; before building."""
         if self._follows_selector:
             self._settings = replace(self._settings, num_draft_tokens=longest)
 
     # Building
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Say how often each of the target's tokens was seen, (V,), before a head of `draft_vocab_size` is built."""
+        """Set how often each token of the target was seen, (V,), before a reduced head is built."""
         self._counts = counts
 
     @property
@@ -181,9 +181,9 @@ class DrafterModule(L.LightningModule):
     # Learning
 
     def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of a pack, and `drafter/` metrics as tensors on the device, without waiting for it.
+        """Return the loss of a pack, and `drafter/` metrics as tensors, without a device sync.
 
-        Works without a Trainer.
+        No Trainer is needed.
         """
         head, num_steps, regression_weight = self._built, self.num_steps, self.teaching.regression_weight
         features, fused = unroll(head, batch, num_steps)
@@ -218,10 +218,10 @@ class DrafterModule(L.LightningModule):
 
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Tensor:
-        """Sum up, for each document of a pack, what `quality_of` turns into a quality: (documents, 6, K) on the CPU.
+        """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU.
 
-        The sums add up over documents, packs and ranks. Acceptance is that of `acceptance`, expected over the text as
-        the target wrote it; text of an older policy measures acceptance by that one.
+        The sums add up over documents, packs and ranks. `acceptance` is the rule of acceptance, expected over the text
+        as the target wrote it; text of an older policy measures acceptance by that one.
         """
         head, num_steps = self._built, self.num_draft_tokens
         features, _ = unroll(head, batch, num_steps)
@@ -261,7 +261,7 @@ class DrafterModule(L.LightningModule):
 
     @property
     def has_policy_rows(self) -> bool:
-        """True if it drafts with some rows of the policy's output head, of which the engine keeps a copy.
+        """True if the head drafts with some rows of the policy's output head, copied by the engine.
 
         That is so for a head of a reduced vocabulary without an output head of its own.
         """
@@ -270,8 +270,8 @@ class DrafterModule(L.LightningModule):
     def trainable_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an engine takes and a checkpoint holds, live and detached.
 
-        These are the trained ones and, if it `has_policy_rows`, those, which must follow the policy. The embedding and
-        a whole output head are shared with the policy in the engine and never travel.
+        These are the trained ones and any policy's rows (`has_policy_rows`), which must follow the policy. The engine
+        shares the embedding and a whole output head with the policy: they never travel.
         """
         yield from ((name, parameter.detach()) for name, parameter in heads.trainable(self._built))
         if self.has_policy_rows:
@@ -279,7 +279,7 @@ class DrafterModule(L.LightningModule):
 
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `trainable_tensors` yielded; raises ValueError and changes nothing if the names differ."""
+        """Load what `trainable_tensors` yielded; raise ValueError, unchanged, if the names differ."""
         held = dict(self.trainable_tensors())
         if wrong := sorted(set(held) ^ set(tensors)):
             raise ValueError(f"`tensors` are not this drafter's trainable ones; they differ in {wrong}.")
@@ -287,18 +287,16 @@ class DrafterModule(L.LightningModule):
             tensor.copy_(tensors[name])
 
     def refresh_target(self, policy: nn.Module) -> None:
-        """Copy embedding, final norm and output head of the live policy into the frozen parts, adapters merged.
+        """Copy the live policy, adapters merged, to the frozen embedding, norm and output head.
 
         Without it the head would learn to draft for the policy as it was.
         """
         heads.refresh_target(self._built, live_weights(policy))
 
     def export(self, path: str | Path, quality: DraftQuality | None = None) -> Path:
-        """Write a directory that vLLM serves as it is, with a README that says how well it drafts.
+        """Write the head to the directory `path`, which vLLM serves as it is, with a README.
 
-        Args:
-            path: The directory; files of an earlier export are overwritten.
-            quality: For the README.
+        Files of an earlier export are overwritten. The README states `quality`.
         """
         tensors = dict(self.trainable_tensors())
         if not self.follows_target:

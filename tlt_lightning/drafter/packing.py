@@ -1,8 +1,8 @@
 """Lay sequences of any length into packs of one constant length.
 
-A pack holds *entries*. Entry `i` of a sequence is what the head reads in one step of drafting and what it should draft
-then: token `i + 1`, the target's states at `i`, and as the target the distribution that follows token `i + 1`. A
-sequence of `n` tokens has `n - 2` entries: the last token is only ever drafted.
+A pack holds *entries*. Entry `i` of a sequence is what the head reads in one step of drafting, token `i + 1` and the
+target's states at `i`, and what it should draft then, the distribution that follows token `i + 1`. A sequence of `n`
+tokens has `n - 2` entries: the last token is only ever drafted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tlt_lightning.hidden_states import PolicyText
 
 PADDING = -1
 PACK_MULTIPLE = 128
-"""Lengths of packs are multiples of it, which suits every kernel."""
+"""Divisor of every pack's length, which suits every kernel."""
 _LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled with the torn-off end of a sequence
 
 
@@ -49,7 +49,7 @@ class PackedBatch:
 
 
 class Piece(NamedTuple):
-    """Entries `start` to `stop` of sequence number `sequence`."""
+    """Names entries `start` to `stop` of sequence number `sequence`."""
 
     sequence: int
     start: int
@@ -62,14 +62,10 @@ def num_entries(num_tokens: int) -> int:
 
 
 def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
-    """Distribute sequences over packs of `num_tokens` entries; only the last may be left short.
+    """Distribute sequences of `lengths` tokens over packs of `num_tokens` entries.
 
-    A pack takes the longest sequences that fit whole. What is left over is filled with the end of the longest
-    remaining sequence: the entries of that end lose what came before them as context, all others lose nothing.
-
-    Args:
-        lengths: Tokens of each sequence.
-        num_tokens: Entries of a pack.
+    A pack takes the longest sequences that fit whole. The end of the longest remaining sequence fills the rest: its
+    entries lose the context before them, all others lose nothing. Only the last pack may be left short.
     """
     rest = sorted((num_entries(length), index) for index, length in enumerate(lengths) if num_entries(length))
     packs = []
@@ -100,8 +96,8 @@ def packs_of(
 ) -> Iterator[PackedBatch]:
     """Yield packs with all of `sequences`, each made when it is asked for; see `fill_pack`.
 
-    All have one shape, so that memory and time of a step are known. Sequences longer than a pack come in several
-    pieces, which keep their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.
+    Packs have one shape, so that memory and time of a step are known. Pieces of a sequence longer than a pack keep
+    their positions. Sequences of fewer than three tokens hold nothing to learn and are left out.
     """
     for plan in plan_packs([len(sequence) for sequence in sequences], num_tokens):
         yield fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens, device)
@@ -110,10 +106,10 @@ def packs_of(
 def fill_pack(
     pieces: Sequence[tuple[PolicyText, Piece]], num_tokens: int, device: torch.device | None = None
 ) -> PackedBatch:
-    """Make the pack of `num_tokens` entries that holds `pieces`, each with the sequence it is a part of.
+    """Make a pack of `num_tokens` entries from `pieces`, each with its sequence.
 
-    States go straight to `device`, where the sequences lie if not given: packed on the host first they would be copied
-    twice, once into new memory, which takes longer than either.
+    States go straight to `device`, the sequences' own by default: packed on the host first they would be copied twice,
+    once into new memory, which takes longer than either.
     """
     first = pieces[0][0]
     device = first.states.device if device is None else device

@@ -1,7 +1,7 @@
-"""Quality of a head's drafts, measured on text that its target wrote.
+"""Measure the quality of a head's drafts on text that its target wrote.
 
 The measure is the engine's own: tokens per request and engine step, expected under the rule by which it accepts drafts.
-It follows from the target's and the head's distributions, and varies less than counts of accepted drafts.
+The target's and the head's distributions give it, which varies less than counts of accepted drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
-    """Rule by which the engine drafts and accepts (Leviathan et al., 2023, arXiv 2211.17192).
+    """States how the engine drafts and accepts (Leviathan et al., 2023, arXiv 2211.17192).
 
     Args:
         samples_drafts: Drafts are sampled from the head's distribution q and accepted with `min(1, p / q)`, in all with
@@ -29,12 +29,12 @@ class AcceptanceRule:
     temperature: float = 1.0
 
     def judge(self, logits: Tensor, targets: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chance that a draft is accepted, and the same given the token that was written, (n,) each.
+        """Return the chance that a draft is accepted, and that given the text's token, (n,) each.
 
         Args:
-            logits: Of the head over its `V` tokens. (n, V)
-            targets: Of the target over the same tokens. (n, V)
-            written: Which of them the text has; -1 is a token that the head cannot draft. (n,)
+            logits: Logits of the head over its `V` tokens. (n, V)
+            targets: Logits of the target over the same tokens. (n, V)
+            written: Token of the text; -1 is one that the head cannot draft. (n,)
         """
         temperature = max(self.temperature, _COLDEST)
         p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
@@ -73,7 +73,7 @@ class DraftQuality:
         return 1 + sum(self.accepted)
 
     def metrics(self, prefix: str = "drafter/") -> dict[str, float]:
-        """Name the numbers as the loggers see them."""
+        """Return the numbers under the loggers' names."""
         values = {"acceptance_length": self.acceptance_length}
         for name in ("top1", "top3", "loss"):
             values |= {f"{name}_pos_{k}": value for k, value in enumerate(getattr(self, name), start=1)}
@@ -82,10 +82,9 @@ class DraftQuality:
 
 
 def quality_of(sums: Tensor) -> DraftQuality:
-    """Turn sums over packs and ranks into a quality.
+    """Turn `sums` over packs and ranks into a quality.
 
-    Args:
-        sums: Accepted drafts, engine steps, then top1, top3 and loss, and the positions these three are over. (6, K)
+    The rows are accepted drafts, engine steps, top1, top3, loss, and the positions of these three. (6, K)
     """
     accepted, steps, top1, top3, loss, positions = sums.tolist()
 
@@ -102,13 +101,13 @@ def quality_of(sums: Tensor) -> DraftQuality:
 
 
 def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is_response: Tensor) -> Tensor:
-    """Retrace over each text how an engine that drafts `K` tokens a step would have written it.
+    """Retrace the engine steps that would have written each text with drafts of `K` tokens.
 
     Given the text, a step that starts from entry `i` accepts its first `k` drafts with the chance that each of them
     matches; the next step starts one entry after the last match. So `visits`, the chance that a step starts from an
-    entry, follows from those before it. Of the last draft that counts, not the match with the one token that was
-    written is taken but its mean over all that the target might have written, which is the same on average and varies
-    less. Steps whose drafts would reach beyond the text are left out.
+    entry, follows from those before it. The last draft that counts is taken at its mean over all tokens that the target
+    might have written, not at the one in the text: the same on average, with less variance. Steps whose drafts would
+    reach beyond the text are left out.
 
     Args:
         rates: Chance that a draft is accepted, over the target's distribution. (K, T)
@@ -117,7 +116,7 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
         is_response: Entries that drafting may start from. (T,), bool
 
     Returns:
-        Engine steps expected to accept the k-th draft and all before it, and engine steps, for each document.
+        Each document's engine steps expected to accept the k-th draft and all before it, and all of its engine steps.
         (documents, 2, K)
     """
     num_drafts, responses = len(rates), is_response.tolist()

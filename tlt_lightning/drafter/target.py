@@ -22,10 +22,7 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 class TargetWeights:
     """Holds the target's tensors that a drafter reads and never trains.
 
-    Args:
-        embedding: Of its tokens. (V, H)
-        norm: Of its final norm. (H,)
-        output: Of its output head; the embedding itself where the two are tied. (V, H)
+    `embedding` and `output`, its output head, are (V, H) and one tensor where tied; `norm` is the final norm's. (H,)
     """
 
     embedding: Tensor
@@ -34,7 +31,7 @@ class TargetWeights:
 
 
 def read_target(path: str) -> PretrainedConfig:
-    """Read the target's configuration; raises ValueError if no head can draft for it."""
+    """Read the target's configuration; raise ValueError if no head can draft for it."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
@@ -46,11 +43,7 @@ def read_target(path: str) -> PretrainedConfig:
 
 
 def choose_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Choose the layers of a new head: vLLM's where they differ, else of a tiny target's.
-
-    Raises:
-        ValueError: Even the embedding and all layers are fewer than three.
-    """
+    """Choose a new head's layers: vLLM's, or a tiny target's; ValueError below two layers."""
     spread = (1, num_layers // 2, num_layers - 1)
     last = (num_layers - 2, num_layers - 1, num_layers)
     for layer_ids in (default_layer_ids(num_layers), spread, last):
@@ -60,13 +53,13 @@ def choose_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def is_valid(layer_ids: tuple[int, ...], num_layers: int) -> bool:
-    """Tell whether these are three of the target's layers, in ascending order."""
+    """Tell whether `layer_ids` are three of the target's layers, in ascending order."""
     is_ascending = all(low < high for low, high in pairwise(layer_ids))
     return len(layer_ids) == 3 and is_ascending and layer_ids[0] >= 0 and layer_ids[-1] <= num_layers
 
 
 def read_weights(path: str, config: PretrainedConfig) -> TargetWeights:
-    """Read the target's frozen tensors from its checkpoint, in the type they are stored in."""
+    """Read the target's frozen tensors from its checkpoint in their type, or raise ValueError."""
     from loguru import logger
     from speculators.utils.loading import load_model_layers
 
@@ -79,12 +72,12 @@ def read_weights(path: str, config: PretrainedConfig) -> TargetWeights:
 
 
 def live_weights(policy: nn.Module) -> TargetWeights:
-    """Return the live policy's own tensors, adapters merged, which must not be written."""
+    """Return the live policy's own tensors, adapters merged; never write to them."""
     model: Any = causal_lm(policy)
     modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
     return TargetWeights(*(_merged(module) for module in modules))
 
 
 def _merged(module: Any) -> Tensor:
-    """Return the weight a layer computes with; PEFT keeps its own beside the frozen one."""
+    """Return the weight that a layer computes with; PEFT keeps its own beside the frozen one."""
     return merged_weight(module) if hasattr(module, "base_layer") else module.weight.detach()

@@ -1,19 +1,18 @@
-"""Settings of how a head is taught to draft several tokens in a row.
+"""Set how a head learns to draft several tokens in a row.
 
-Every setting trains the same EAGLE-3 head, fused layers included, so that vLLM serves what any of them leaves behind.
-They differ in what the head sees beyond its first drafted token:
+Every setting trains the same EAGLE-3 head, fused layers included, so that vLLM serves any of them. The settings differ
+in what the head sees beyond its first drafted token:
 
 - `Teaching()` trains on the head's own features, the "training-time test" of EAGLE-3 (Li et al., 2025,
   arXiv 2503.01840).
 - `Teaching(num_steps=1, regression_weight=1)` trains the first token only and pulls the head's own output towards the
-  fused features of the next position, so that it can be fed back although that was never trained. This pull is EAGLE's
-  (Li et al., 2024, arXiv 2401.15077).
-- `Teaching(regression_weight=1)` trains the later tokens too and keeps the pull, as HASS does (Zhang et al., 2025,
-  arXiv 2408.15766).
+  fused features of the next position, so that it can be fed back untrained, as in EAGLE (Li et al., 2024, arXiv
+  2401.15077).
+- `Teaching(regression_weight=1)` also trains the later tokens, as in HASS (Zhang et al., 2025, arXiv 2408.15766).
 
-The last two are ideas of EAGLE and HASS, not these methods: as published they read the target's last layer and regress
-on it; here the goal is the head's own projection of three layers, which the regression pulls on as well. HASS's ranking
-loss over the likeliest tokens is left to the choice of loss.
+The last two take ideas of EAGLE and HASS, which as published read the target's last layer and regress on it; here the
+goal is the head's own projection of three layers, which the regression pulls on as well. HASS's ranking loss over the
+likeliest tokens is left to the choice of loss.
 """
 
 from __future__ import annotations

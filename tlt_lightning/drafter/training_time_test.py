@@ -1,9 +1,9 @@
 """Run the head over a pack: several drafts an entry, each from features of the last.
 
-This is the pass of `speculators`' `Eagle3DraftModel.forward` (training-time test), which tests compare it with. It is
-written out because regression needs the features, because the vocabulary is met in chunks, and because that forward is
-compiled wherever a GPU is visible, which takes longer than an idle window lasts. Attention runs document by document:
-its cost follows the lengths of the sequences and not the square of the pack's.
+This is the pass of `speculators`' `Eagle3DraftModel.forward` (training-time test); tests compare the two. It is written
+out because regression needs the features, the vocabulary comes in chunks, and that forward is compiled wherever a GPU
+is visible, which takes longer than an idle window lasts. Attention runs document by document: its cost follows the
+lengths of the sequences and not the square of the pack's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 
 
 def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-    """Compute features of each entry's drafts, and those that the first one is drafted from.
+    """Return the head's features before its norm, (num_steps, T, H), and the fused ones, (T, H).
 
     In step `k` an entry reads the token that the text has there (a draft that differs is rejected, so what follows it
     never counts), attends to the first step's entries of its document up to itself, and to its own earlier steps.
-
-    Returns:
-        The head's features before its norm, (num_steps, T, H), and the fused features, (T, H).
     """
     from transformers import DynamicCache
 
@@ -57,9 +54,9 @@ def attend_in_documents(
 
     Args:
         module: The attention layer.
-        query: Of the current step. (1, heads, T, D)
-        key: Of all steps so far, one behind the other. (1, key heads, steps * T, D)
-        value: Likewise.
+        query: Queries of the current step. (1, heads, T, D)
+        key: Keys of all steps so far, one behind the other. (1, key heads, steps * T, D)
+        value: Values likewise.
         attention_mask: Entries of each document of the pack, which need not fill it.
         options: `scaling`, and others that heads do not use.
     """
@@ -83,7 +80,7 @@ def attend_in_documents(
 def step_masks_of(lengths: Sequence[int], num_steps: int, device: torch.device) -> Iterator[Tensor | None]:
     """Yield each document's mask in the last of `num_steps` steps; None is plain causal.
 
-    To the first step's entries up to one's own, and to one's own entry of later steps: (length, num_steps * length).
+    An entry sees the first step's entries up to itself, and itself in later steps: (length, num_steps * length).
     """
     if num_steps == 1:
         yield from [None] * len(lengths)
@@ -103,8 +100,8 @@ def shifted(values: Tensor, steps: int) -> Tensor:
 def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor:
     """Mark entries of each step whose draft is part of a response, (num_steps, T) bool.
 
-    With a reduced vocabulary, tokens outside it do not count. The text is a sample of the policy, so a position counts
-    as often as the policy stays within the vocabulary there, which is what its renormalised distribution is worth.
+    Tokens outside a reduced vocabulary do not count. The text is a sample of the policy, so a position counts as often
+    as the policy stays within the vocabulary there, which is what its renormalised distribution is worth.
     """
     counts = batch.loss_mask[0]
     if t2d is not None:
@@ -116,15 +113,11 @@ def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor
 def regress(features: Tensor, fused: Tensor, documents: Tensor, masks: Tensor, decay: Tensor) -> Tensor:
     """Measure how far features are from the fused ones that they stand in for.
 
-    It is relative to the size of those, which the head is free to choose, and pulls on both: what the head puts out
-    must also predict a token, which a mere projection of the target's states does not.
+    The distance is relative to the size of those, which the head is free to choose, and pulls on both: the head's
+    output must also predict a token, which a mere projection of the target's states does not.
 
-    Args:
-        features: (num_steps, T, H)
-        fused: (T, H)
-        documents: Number of each entry's document. (T,)
-        masks: Where the loss counts. (num_steps, T)
-        decay: Weight of each step. (num_steps,)
+    `features` are (num_steps, T, H), `fused` (T, H), `documents` the number of each entry's document (T,), `masks`
+    where the loss counts (num_steps, T), and `decay` the weight of each step (num_steps,).
     """
     features, fused = features.float(), fused.float()
     scale = fused.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()

@@ -1,4 +1,4 @@
-"""Attach a drafter that is trained beside the policy to the engine that serves it, before the engine is loaded."""
+"""Attach the drafter that a run trains to the engine that serves it, before loading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SELECTOR = (
 
 
 def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> tuple[VLLMEngine, Speculation]:
-    """Return the engine and its speculation if it can serve `drafter` for `policy`, else raise."""
+    """Return engine and speculation; MisconfigurationException if `drafter` does not fit."""
     if not isinstance(engine, VLLMEngine):
         raise MisconfigurationException(
             f"`LongTailIdleCallback` trains a drafter that {type(engine).__name__} cannot use; roll out with "
@@ -53,10 +53,10 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
 
 
 def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
-    """Let the engine, not loaded yet, start with the drafter's head, written to `path`.
+    """Write the drafter's head to `path`, and set it as `engine.speculation.head`.
 
-    This sets `engine.speculation.head`, which the log says. A head of random weights is cold: the engine knows its
-    shape and drafts nothing with it before the first push. The drafter is trained and judged as the engine drafts.
+    A head of random weights is cold: the engine knows its shape and drafts nothing with it before the first push. The
+    drafter is trained and judged as the engine drafts.
     """
     if speculation.head not in (None, drafter.head_path, str(path)):
         raise MisconfigurationException(

@@ -1,7 +1,7 @@
 """Keep the policy's hidden states between iterations, bounded in bytes.
 
-What we do differently from TLT's DataBuffer: the bound is in bytes and is kept; nothing is cleared when a training
-session ends; whole sequences are held, not their last 512 tokens; held-out prompts are never trained on.
+Unlike TLT's DataBuffer: the bound is in bytes and is kept; the end of a training session clears nothing; sequences are
+whole, not their last 512 tokens; held-out prompts are never trained on.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ log = logging.getLogger(__name__)
 class DrafterBuffer:
     """Holds the newest iteration's sequences, and long ones of the iteration before.
 
-    An iteration that ends early in the long tail, or of which only some rows were kept, has few long sequences; those
-    of the iteration before stand in for them (TLT's one-step offset sampling). What is held out never shares a prompt
-    with what is trained on, because siblings of one prompt say much the same. Which prompts are held out depends on
-    the prompts alone: one that returns is likely to be held out again.
+    Where an iteration ends early in the long tail or keeps only some rows, long ones of the iteration before stand in
+    (TLT's one-step offset sampling). Siblings of one prompt say much the same, so held-out sequences share no prompt
+    with training ones. The prompts alone decide: one that returns is likely to be held out again.
 
     Args:
-        max_bytes: Most bytes held, everything together; a 7B policy takes 28.7 kB a token (4 vectors of 3584 in
-            bfloat16).
-        held_out_share: Share of the newest iteration's prompts that is only evaluated on; 0 holds none out. What is
-            published is decided by it, and with a tenth of little text chance would decide.
+        max_bytes: Most bytes held in all; a 7B policy takes 28.7 kB a token (4 vectors of 3584 in bfloat16).
+        held_out_share: Share of the newest iteration's prompts that is only evaluated on; 0 holds none out. It decides
+            on publication; with a tenth of little text, chance would.
         previous_share: Share of the bytes for training that the previous iteration's longest sequences may take from
-            the newest. Bytes that the newest leaves over are theirs too.
+            the newest, besides what the newest leaves over.
 
     Example:
         >>> buffer = DrafterBuffer(max_bytes=2 << 30)
@@ -80,13 +78,11 @@ class DrafterBuffer:
         return sum(map(len, self.training))
 
     def add(self, sequences: Sequence[PolicyText]) -> None:
-        """Take one iteration's sequences; of the one before only long ones stay, of older ones nothing.
+        """Take one iteration's sequences; keep long ones of the iteration before, and none older.
 
-        What does not fit is left out, the last first, and so are sequences too short to draft anything in. An iteration
-        without sequences changes nothing. With a single prompt, sequences of it are held out.
-
-        Args:
-            sequences: One iteration's; their tensors are no views of larger ones, or the bound would not hold.
+        Sequences that do not fit are dropped, the last first, and so are those too short for a draft. No sequences
+        change nothing. With a single prompt, sequences of it are held out. Tensors must not be views of larger ones, or
+        the bound would not hold.
         """
         sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
@@ -108,19 +104,15 @@ class DrafterBuffer:
             )
 
     def request(self, layer_ids: tuple[int, ...], hidden_size: int, share: float, seed: int) -> HiddenStateRequest:
-        """Ask for the states of no more tokens than fit, or than `share` of an iteration's and what is held out."""
+        """Request states of the tokens that fit, at most `share` of an iteration and the held-out."""
         bytes_per_token = 4 * 2 * hidden_size + 8  # four bfloat16 states, and the token
         return HiddenStateRequest(layer_ids, self.max_bytes // bytes_per_token, share / (1 - self.held_out_share), seed)
 
     def sample(self, num_tokens: int, generator: torch.Generator) -> list[PolicyText]:
-        """Draw sequences of all lengths, each as likely as any other, none twice before each was drawn once.
+        """Draw whole sequences of all lengths, all alike likely, none twice before each came once.
 
-        Args:
-            num_tokens: What they should have together, on average; at least one sequence is drawn.
-            generator: Source of randomness; the same state gives the same sequences.
-
-        Returns:
-            Whole sequences in random order; the same objects that are held, so do not change them.
+        The sequences have `num_tokens` together on average, and one is drawn at least. The order is random. These are
+        the objects that the buffer holds, so do not change them.
         """
         if num_tokens <= 0:
             raise ValueError(f"`num_tokens` must be positive, got {num_tokens}.")
@@ -139,14 +131,14 @@ class DrafterBuffer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold what was held; if `max_bytes` is smaller than it was, what fits of it."""
+        """Restore what `state_dict` saved, as far as it fits into `max_bytes`."""
         parts = {name: [PolicyText(**values) for values in part] for name, part in state_dict.items()}
         self._fill(parts["newest"], parts["previous"], parts["held_out"])
 
     def _fill(
         self, newest: Sequence[PolicyText], previous: Sequence[PolicyText], held_out: Sequence[PolicyText]
     ) -> None:
-        """Hold what fits of each part. Changes nothing about parts that this method chose before."""
+        """Hold what fits of each part; parts that this method chose before stay as they are."""
         # Something must be held out, or nobody can tell whether the drafter improves.
         smallest = min((sequence.nbytes for sequence in held_out), default=0)
         bound = min(max(int(self.held_out_share * self.max_bytes), smallest), self.max_bytes)
@@ -158,13 +150,13 @@ class DrafterBuffer:
 
 
 def keys_of(sequences: Sequence[PolicyText]) -> list[bytes]:
-    """Return a key for each sequence: that of its prompt, or if all have one prompt, one for each text."""
+    """Return a key of each sequence: of its prompt, or of its text if all have one prompt."""
     keys = [_prompt_key(sequence) for sequence in sequences]
     return keys if len(set(keys)) > 1 else [_key(sequence) for sequence in sequences]
 
 
 def _hold_out(keys: Sequence[bytes], share: float) -> set[bytes]:
-    """Choose the keys whose sequences are held out, two at least of four or more: one prompt tells no error."""
+    """Choose the held-out keys, two at least of four or more: one prompt tells no error."""
     distinct = sorted(set(keys))  # hashes: in no order that has to do with the prompts
     least = 2 if len(distinct) >= 4 else 1
     num_held = min(max(least, round(share * len(distinct))), len(distinct) - 1) if share else 0
@@ -194,7 +186,7 @@ def _fitting(sequences: Sequence[PolicyText], max_bytes: int) -> list[PolicyText
 
 
 def _spread(num_rows: int, num_drawn: int, generator: torch.Generator) -> list[int]:
-    """Draw rows in equal steps from a random start: all alike likely, none twice, from all of a sorted list."""
+    """Draw rows in equal steps from a random start: all alike likely, none twice."""
     if num_drawn == 0:
         return []
     step = num_rows / num_drawn

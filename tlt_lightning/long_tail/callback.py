@@ -37,32 +37,32 @@ from tlt_lightning.seeds import run_seed, seed_of
 class LongTailIdleCallback(RolloutCallback):
     """Trains a drafter beside the policy, and publishes it whenever it drafts better.
 
-    1. At the start the engine loads the head that training starts from; a random one drafts nothing yet. The engine
-       must be a `VLLMEngine` that speculates, with a selector that may choose the drafter `learned`.
-    2. During a rollout, with several workers, a worker that is done trains while others still write, and stops within
-       one pack of their end. A single worker never waits; it may train between the last steps (`tail_requests`).
+    1. At the start the engine, a `VLLMEngine` whose selector may choose the drafter `learned`, loads the head that
+       training starts from; a random one drafts nothing yet.
+    2. During a rollout a worker that is done trains while others still write, and stops within one pack of their end. A
+       single worker never waits; it may train between the last engine steps (`tail_requests`).
     3. After the rollout the workers' weights are averaged by how much each has trained.
     4. After the update the hidden states of the policy's own passes go to the buffer, and a single worker trains on a
        share of the iteration's tokens.
-    5. Before the next rollout the trained weights are compared with the published ones on held-out text. If they draft
-       better they are published and pushed to the engine; training goes on from them either way.
+    5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
+       better than the published ones. Training goes on from them either way.
 
-    In the end `dirpath` holds the published head and a picture. Checkpoints hold everything that a run needs to go on
-    exactly, idle windows apart, which depend on the clock; on another number of workers it goes on, but not exactly.
-    Metrics are logged under `drafter/`; docs/metrics.md lists them.
+    In the end `dirpath` holds the published head and a picture. A run goes on from a checkpoint exactly, but for idle
+    windows, which depend on the clock; on another number of workers it goes on inexactly. docs/metrics.md lists the
+    metrics, `drafter/...`.
 
     Args:
-        drafter: What is trained, with its optimizer, whose learning rate rises over the first 50 training steps.
+        drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it; it is halved where memory does not suffice.
-        buffer_gib: Each worker's host memory for hidden states, in GiB, and twice that while an iteration's are taken
-            over; a 7B policy takes 28.7 kB a token. Checkpoints grow by it times the number of workers, and so does the
-            host memory of rank zero while it saves one.
-        share: With a single worker, train on this share of an iteration's tokens; above 1 sees them several times, 0
-            never trains.
+        buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
+            a 7B policy takes 28.7 kB a token. Checkpoints, and rank zero's host memory while it saves one, grow by it
+            times the number of workers.
+        share: Share of an iteration's tokens that a single worker trains on; above 1 sees them several times, 0 never
+            trains.
         max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
-        tail_requests: With a single worker, begin with `share` already between engine steps once no more requests than
-            this are left; 0 trains after the update alone.
+        tail_requests: With a single worker, begin with `share` already between engine steps once at most so many
+            requests are left; 0 trains after the update alone.
         every_n_iterations: Train in every n-th iteration only.
         patience: Stop training after this many decisions in a row that published nothing; None never stops.
         dirpath: Where the finished drafter and its picture go; None is `drafter` in the Trainer's `default_root_dir`.
@@ -118,7 +118,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     @override
     def on_engine_setup(self, trainer: L.Trainer, pl_module: Any, engine: RolloutEngine) -> None:
-        """Build the drafter, and have the engine load it."""
+        """Build the drafter, and set it as the head that the engine loads."""
         vllm, speculation = check_engine(engine, self.drafter, pl_module.policy_path)
         if self._head_dir is None:
             self._head_dir = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # one per rank: none waits for another
@@ -162,7 +162,7 @@ class LongTailIdleCallback(RolloutCallback):
             self._push()  # the run was resumed, and validates first
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Decide on what was trained since the last rollout, while all workers are here and none writes yet."""
+        """Publish and push what was trained, while all workers are here and none writes yet."""
         self._iteration, self.num_steps = trainer.current_epoch, 0
         self._publish(trainer, pl_module, pl_module.iteration_log)
         publisher = self.publisher
@@ -257,7 +257,7 @@ class LongTailIdleCallback(RolloutCallback):
         return burst
 
     def trains(self, trainer: L.Trainer, epoch: int) -> bool:
-        """Tell whether the drafter is trained in iteration `epoch`, counted from 0, as far as is known now."""
+        """Tell whether iteration `epoch`, counted from 0, trains the drafter, as known now."""
         return not self._is_frozen(trainer) and not self._is_over and (epoch + 1) % self.every_n_iterations == 0
 
     def _can_train(self, trainer: L.Trainer) -> bool:
@@ -321,17 +321,17 @@ class LongTailIdleCallback(RolloutCallback):
 
     @property
     def training(self) -> DrafterTrainer:
-        """Trains the drafter."""
+        """Trainer of the drafter."""
         assert self._trainer is not None, "used before `setup`"
         return self._trainer
 
     @property
     def publisher(self) -> DrafterPublisher:
-        """Keeps the weights that are served, and decides about new ones."""
+        """Keeper of the published weights, which decides on new ones."""
         assert self._publisher is not None, "used before `setup`"
         return self._publisher
 
 
 def _seed(stage: str, trainer: L.Trainer) -> int:
-    """Derive a seed of its own for each iteration and rank, which a resumed run finds again."""
+    """Derive a seed for each stage, iteration and rank, which a resumed run finds again."""
     return seed_of(run_seed(), "drafter", stage, trainer.current_epoch, trainer.global_rank)

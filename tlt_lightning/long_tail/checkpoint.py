@@ -1,7 +1,7 @@
-"""Gather what a checkpoint holds of drafters on several workers, on rank zero.
+"""Gather on rank zero what a checkpoint holds of the drafters of several workers.
 
-Not a file per worker: Lightning copies, links and removes checkpoints, and a callback is not told their names. Tensors
-travel as they are, because pickled ones take several times their memory and ten times as long.
+Not a file per worker: Lightning copies, links and removes checkpoints, and tells a callback no names. Tensors travel
+unpickled: pickled ones take several times their memory and ten times as long.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ def make_group() -> dist.ProcessGroup:
 
 
 def gather_others(state: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """Hand rank zero what each other rank's drafter holds alone; a collective, which fails if a rank has died.
+    """Return on rank zero the states of all other ranks, on the CPU, without what all share.
+
+    Elsewhere it is empty. A collective, which fails if a rank has died.
 
     Args:
         state: This rank's `trainer` (see `DrafterTrainer.state_dict`) and `drift`; nested dictionaries and lists.
         group: From `make_group`.
-
-    Returns:
-        On rank zero the states of ranks one and up, on the CPU and without what all share; elsewhere nothing.
     """
     if group.rank():
         own = {name: value for name, value in state["trainer"].items() if name not in _SHARED}
@@ -42,12 +41,10 @@ def gather_others(state: dict[str, Any], group: dist.ProcessGroup) -> list[dict[
 
 
 def state_of_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Return what a rank goes on from: its own state, or rank zero's without hidden states.
+    """Return the state that `rank` goes on from: its own, or rank zero's without hidden states.
 
-    Args:
-        state: Rank zero's, with what `gather_others` returned as `others`; missing `others` count as none.
-        rank: Who asks.
-        world_size: Ranks of the run that goes on.
+    `state` is rank zero's, with what `gather_others` returned as `others`; missing `others` count as none. `world_size`
+    is that of the run that goes on.
     """
     others = state.get("others", [])
     if rank == 0 and world_size != 1 + len(others):

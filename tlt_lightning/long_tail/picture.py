@@ -15,7 +15,7 @@ MAX_MARKS = 20
 """Versions named above the picture; of more, every n-th is."""
 
 DRIFTS = {"drafter/policy_drift": "KL from the first policy", "train/kl": "KL to the reference policy"}
-"""What can stand for the policy's drift, and its name on the axis; the first that was logged is drawn."""
+"""Metrics of the policy's drift, and their names on the axis; the first that was logged is drawn."""
 
 History = Sequence[Mapping[str, float]]
 """The metrics of each iteration, the first iteration's first."""
@@ -24,15 +24,15 @@ History = Sequence[Mapping[str, float]]
 def draw_drafter(history: History, path: str | Path) -> None:
     """Draw the drafter's acceptance over the iterations, and the policy's drift below it.
 
-    An iteration in which the drafter was trained shows as a line from its acceptance on held-out sequences before
-    training to that after; a cross ends it if that drafter was not published. The metrics are
-    `drafter/acceptance_before`, `drafter/acceptance_after`, `drafter/published` (0 or 1), `drafter/version`,
-    `speculation/acceptance_length` (what the engine measured), `drafter/top1_pos_<k>` and those of `DRIFTS`; an
-    iteration may lack any of them, and a panel without data is left out.
+    A line for each iteration that trained goes from the acceptance on held-out sequences before training to that after;
+    a cross ends it if that drafter was not published. The metrics are `drafter/acceptance_before`,
+    `drafter/acceptance_after`, `drafter/published` (0 or 1), `drafter/version`, `speculation/acceptance_length` (the
+    engine's), `drafter/top1_pos_<k>` and those of `DRIFTS`; any may be missing, and a panel without data is left out.
+    ValueError means that no iteration has an acceptance.
 
     Args:
         history: Metrics by name, one mapping an iteration, also where the drafter did nothing.
-        path: Where to save; the ending chooses the format.
+        path: File to save; the ending chooses the format.
     """
     if not any("drafter/acceptance_after" in row or "speculation/acceptance_length" in row for row in history):
         missing = "`drafter/acceptance_after` or `speculation/acceptance_length`"
@@ -103,7 +103,7 @@ def _draw_drift(axes: Axes, history: History, name: str) -> None:
 
 
 def _versions(history: History) -> dict[int, int]:
-    """Find the drafter's version that each publishing iteration began, or count it."""
+    """Return the drafter's version that each publishing iteration began; count it if not logged."""
     versions: dict[int, int] = {}
     for iteration, is_published in _series(history, "drafter/published").items():
         if is_published:

@@ -23,7 +23,7 @@ _NUM_PASSES = 4  # that they are scored in: so few tokens cost nothing, but each
 
 
 def policy_logps(trainer: L.Trainer, module: Any, batch: RolloutBatch) -> Tensor:
-    """Score a batch with the live policy of `module`, an `RLModule`: log-probs of the response tokens, (B, T)."""
+    """Return log-probs of the response tokens under the policy of the `RLModule`, (B, T)."""
     part = move_data_to_device(batch, module.device)
     with trainer.precision_plugin.forward_context():
         return response_logps(module.policy, part)[0]
@@ -43,9 +43,8 @@ class PolicyDrift:
     def measure(self, batch: RolloutBatch, score: Callable[[RolloutBatch], Tensor]) -> float:
         """Return the mean over tokens in nats, never negative; 0 in the first call.
 
-        Args:
-            batch: Of this iteration; the first call takes its answers from it.
-            score: Log-probs of the response tokens of a batch under the policy of now, (B, T).
+        The first call takes its answers from `batch`. `score` gives log-probs of a batch's response tokens under the
+        policy of now, (B, T).
         """
         if not self._answers:
             rows = choose_rows(batch.lengths.tolist(), _MAX_TOKENS, torch.Generator().manual_seed(0))

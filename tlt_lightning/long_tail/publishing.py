@@ -1,8 +1,8 @@
-"""Publish trained weights of a drafter if they are better than those that are served.
+"""Publish trained weights of a drafter if they draft better than those that are served.
 
-Training goes on from what was trained, published or not. A decision compares both sets of weights on the same held-out
-text: tokens per engine step, expected under the engine's own rule. Texts of one prompt say much the same, so the error
-of the gain is taken over prompts, and evidence is pooled over decisions until it suffices.
+Training goes on from the trained weights, published or not. A decision compares both on the same held-out text: tokens
+per engine step, expected under the engine's own rule. Texts of one prompt say much the same, so the error of the gain
+is taken over prompts, and evidence is pooled over decisions until it suffices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tlt_lightning.long_tail.trainer import DrafterTrainer
 log = logging.getLogger(__name__)
 
 NUM_CLUSTERS = 128
-"""Prompts are told apart by their hash modulo this: so many numbers are summed over ranks, however many prompts."""
+"""Divisor of the prompts' hashes: ranks sum so many numbers, however many prompts there are."""
 _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
 _Z = 1.2816  # one-sided 90%
 _LOST = 0.5  # share of the published gain over no drafts; a trainee without it has diverged
@@ -37,11 +37,11 @@ _PATIENCE = 3  # decisions in a row
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Decision about the weights trained since the last one.
+    """Says what was decided about the weights trained since the last decision.
 
     Args:
-        before: Worth of the published weights on held-out text of now.
-        after: Worth of the trained weights on the same text.
+        before: Quality of the published weights on held-out text of now.
+        after: Quality of the trained weights on the same text.
         gain: Tokens per engine step that the trained weights gain, on all pooled text.
         bound: Lower bound of that gain, 90% certain; minus infinity with text of a single prompt.
         is_published: True if the trained weights are in force from now on.
@@ -57,11 +57,11 @@ class Publication:
 
     @property
     def quality(self) -> DraftQuality:
-        """Worth of the weights in force."""
+        """Quality of the weights in force."""
         return self.after if self.is_published else self.before
 
     def metrics(self) -> dict[str, float]:
-        """Name the numbers as the loggers see them."""
+        """Return the numbers under the loggers' names."""
         metrics = {
             **self.quality.metrics(),
             "drafter/acceptance_before": self.before.acceptance_length,
@@ -74,16 +74,12 @@ class Publication:
 
 
 class DrafterPublisher:
-    """Keeps the published weights of a drafter that is trained on, and decides what is published.
-
-    Args:
-        trainer: Trains it. With several workers all must call `publish_if_better` together.
-    """
+    """Keeps the published weights of the drafter that `trainer` trains, and decides on new ones."""
 
     def __init__(self, trainer: DrafterTrainer) -> None:
         self.trainer = trainer
         self.version = 0
-        """Counts what was published; 0 is what the run began with."""
+        """Number of publications; 0 is the head that the run began with."""
         self.data_version = -1
         """Newest policy version whose hidden states the published weights learned from; -1 for none."""
         self.num_stale = 0
@@ -94,9 +90,9 @@ class DrafterPublisher:
         self._published.fill(trainer.weights().items())
 
     def publish_if_better(self) -> Publication | None:
-        """Publish what was trained since the last decision if it drafts better; a collective.
+        """Publish the trained weights if they draft better; a collective.
 
-        None if nothing was trained, or if there is no held-out text to decide by.
+        None if nothing was trained since the last decision, or if there is no held-out text to decide by.
         """
         trainer = self.trainer
         if not trainer.num_pending:
@@ -145,7 +141,7 @@ class DrafterPublisher:
         return Publication(old, new, gain, gain - error, is_published, has_diverged)
 
     def _measure(self) -> Tensor:
-        """Sum up what the weights of now are worth on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
+        """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
         trainer, held_out = self.trainer, self.trainer.buffer.held_out
         # The last bytes: texts are held out by the order of their keys, so the first bytes are much the same.
         clusters = [int.from_bytes(key[8:], "little") % NUM_CLUSTERS for key in keys_of(held_out)]
@@ -164,13 +160,13 @@ class DrafterPublisher:
     # What travels
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what an engine takes: the published weights, and rows of the policy's head if the drafter has those."""
+        """Yield the published weights for the engine, and the policy's rows if the drafter has some."""
         for name, tensor in self.trainer.drafter.trainable_tensors():
             yield name, self._published.tensors.get(name, tensor)
 
     @contextmanager
     def loaded(self) -> Iterator[DrafterModule]:
-        """Lend the drafter with the published weights in it; those that are trained come back afterwards."""
+        """Lend the drafter with the published weights; put the trained ones back afterwards."""
         self._candidate.fill(self.trainer.weights().items())
         self.trainer.load_weights(self._published.tensors)
         try:
@@ -179,7 +175,7 @@ class DrafterPublisher:
             self.trainer.load_weights(self._candidate.tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to go on exactly, as tensors and primitives; the same on all workers."""
+        """Return what an exact resume needs, tensors and primitives, the same on all workers."""
         return {
             "published": self._published.tensors,
             "evidence": self._evidence,
@@ -198,16 +194,12 @@ _COUNTS = ("version", "data_version", "num_stale", "_num_lost")
 
 
 def compare(pair: Tensor) -> tuple[float, float]:
-    """Estimate the gain in tokens per engine step of one set of weights over another on the same text.
+    """Estimate the gain in tokens per engine step, and its one-sided 90% margin of error.
 
-    Tokens per step are a ratio of sums. Each cluster moves the difference of two such ratios by its influence, and the
-    scatter of influences is the error of the difference (Taylor linearisation); quantiles are Student's.
-
-    Args:
-        pair: Drafts accepted and engine steps of each cluster, before and after. (2, clusters, 2)
-
-    Returns:
-        The gain, and its 90% margin of error on one side; infinite with text of a single cluster.
+    The margin is infinite with text of a single cluster. Tokens per step are a ratio of sums. Each cluster moves the
+    difference of two such ratios by its influence, and the scatter of influences is the error of the difference (Taylor
+    linearisation); quantiles are Student's. `pair` holds drafts accepted and engine steps of each cluster, before and
+    after, on the same text. (2, clusters, 2)
     """
     pair = pair[:, (pair[..., 1] > 0).any(0)]
     num_clusters, totals = pair.shape[1], pair.sum(1)
@@ -224,5 +216,5 @@ def compare(pair: Tensor) -> tuple[float, float]:
 
 
 def _rows(sums: Tensor) -> Tensor:
-    """Drafts accepted and engine steps of each cluster: (NUM_CLUSTERS, 2)."""
+    """Return drafts accepted and engine steps of each cluster: (NUM_CLUSTERS, 2)."""
     return torch.stack([sums[:, 0].sum(-1), sums[:, 1, 0]], -1)

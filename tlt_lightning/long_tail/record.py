@@ -1,4 +1,4 @@
-"""Files that a run leaves of its drafter: the head, and a picture of how it did."""
+"""Write the files that a run leaves of its drafter: the head, and a picture."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _RECORDED = ("drafter/", "speculation/acceptance_length", *DRIFTS)
 
 
 class DrafterRecord:
-    """Remembers how a drafter did, and writes what a run leaves of it."""
+    """Keeps a drafter's metrics, and writes the files that a run leaves of it."""
 
     def __init__(self) -> None:
         self.history: dict[int, dict[str, float]] = {}
         """Metrics of the drafter by iteration, counted from 1."""
         self.quality: DraftQuality | None = None
-        """Worth of the published weights, as far as it is known."""
+        """Quality of the published weights, if it was measured."""
 
     def note(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Keep what the picture is drawn from."""
+        """Keep the metrics that the picture shows."""
         self.history[iteration] = {name: value for name, value in metrics.items() if name.startswith(_RECORDED)}
 
     def write(self, folder: Path, drafter: DrafterModule | None) -> None:
-        """Write the head to `folder/final`, if there is one worth serving, and the picture to `folder/drafter.png`."""
+        """Write the head of `drafter`, if any, to `folder/final`, and `folder/drafter.png`."""
         if drafter is not None:
             drafter.export(folder / "final", self.quality)
         rows = [self.history.get(iteration, {}) for iteration in range(1, max(self.history, default=0) + 1)]

@@ -1,8 +1,7 @@
 """Train a drafter inside the policy's run, in micro-steps that stop at any time.
 
-Knows neither Trainer nor engine. What we do differently from TLT's spot trainer: weights are averaged over the workers
-that trained, so that all engines serve the same drafter; passes over the same text are capped; running out of memory
-makes packs smaller.
+Unlike TLT's spot trainer: weights are averaged over the workers that trained, so
+that all engines serve the same drafter; passes over the same text are capped; packs shrink when memory runs out.
 """
 
 from __future__ import annotations
@@ -38,13 +37,9 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class Burst:
-    """Account of one stretch of training.
+    """Counts losses, seconds and packs without memory of one stretch of training.
 
-    Args:
-        losses: Of each pack that was trained on.
-        seconds: Wall-clock time.
-        overrun: Seconds since training was last seen to be welcome: an upper bound on how late it stopped.
-        num_out_of_memory: Packs for which the device had no memory.
+    `overrun` is the seconds since training was last seen to be welcome: an upper bound on how late it stopped.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -66,11 +61,10 @@ class DrafterTrainer:
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
-        buffer: What it learns from.
+        buffer: Source of the packs.
         pack_tokens: Tokens of a pack, a multiple of 128.
-        device: Where to train.
-        sum_over_ranks: Adds up a tensor over all workers, each of which has a trainer like this one; None if there is
-            one worker. `average` calls it, so all workers must call that together.
+        device: Device to train on.
+        sum_over_ranks: Adds up a tensor over all workers, a collective; None if there is one worker.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class DrafterTrainer:
         self.renew_optimizer()
 
     def renew_optimizer(self) -> None:
-        """Forget the gradients of the past."""
+        """Make a fresh optimizer, without the gradients of the past."""
         self.optimizer: Any = self.drafter.configure_optimizers()
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
         self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
@@ -120,13 +114,13 @@ class DrafterTrainer:
         return self._num_seen / max(1, self.buffer.num_tokens)
 
     def begin(self, seed: int) -> None:
-        """Draw anew from the buffer; what is drawn from now on depends on `seed` and on what the buffer holds."""
+        """Draw anew from the buffer; `seed` and the buffer fix all draws from now on."""
         self._generator = torch.Generator().manual_seed(seed)
         self._num_seen = 0
         self._packs = self._draw()
 
     def train(self, may_go_on: Callable[[], bool]) -> Burst:
-        """Train until `may_go_on()` is False, which is asked before each micro-step; needs data and `begin`."""
+        """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`."""
         burst, started = Burst(), time.perf_counter()
         asked = started
         while may_go_on():
@@ -150,10 +144,9 @@ class DrafterTrainer:
         return burst
 
     def try_step(self) -> None:
-        """Compute the gradients of one pack of random text and drop them; nothing changes.
+        """Compute the gradients of one pack of random text and drop them.
 
-        Raises:
-            MisconfigurationException: The device has no memory for a pack.
+        MisconfigurationException means that the device has no memory for a pack.
         """
         length, width = self.pack_tokens + 2, self.drafter.target_config.hidden_size
         generator = torch.Generator().manual_seed(0)
@@ -200,7 +193,7 @@ class DrafterTrainer:
         return value
 
     def _shrink(self, message: str) -> bool:
-        """Halve the packs after the device ran out of memory; False if they are as small as they can be."""
+        """Halve the packs after the device ran out of memory; False if they cannot be smaller."""
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -230,9 +223,9 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give all workers the mean of their weights, weighted by the micro-steps behind each; a collective.
+        """Average the weights over all workers by their micro-steps; a collective.
 
-        To be called before the buffer is given anything new.
+        Call it before the buffer takes anything new.
         """
         if self.sum_over_ranks is None:
             return
@@ -245,7 +238,7 @@ class DrafterTrainer:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to go on exactly, as tensors and primitives; that of this worker."""
+        """Return what an exact resume of this worker needs, as tensors and primitives."""
         return {
             "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
