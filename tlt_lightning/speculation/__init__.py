@@ -1,4 +1,4 @@
-"""Speculative decoding: strategies, who chooses them, which graphs they need, drafting by look-up; no torch."""
+"""Choose strategies of speculative decoding, plan CUDA graphs, look drafts up; no torch."""
 
 from tlt_lightning.speculation.graphs.plan import CaptureReport as CaptureReport
 from tlt_lightning.speculation.graphs.plan import FullGraph as FullGraph

@@ -1,4 +1,4 @@
-"""The alarm that keeps a dead drafter from looking like a healthy, slow run."""
+"""Keep a dead drafter from looking like a healthy, slow run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AcceptanceAlarm:
         self._verified, self._accepted = 0, 0
 
     def observe(self, verified: int, accepted: int) -> None:
-        """Count a step in which `verified` requests verified learned drafts and `accepted` of them kept the first."""
+        """Count `verified` requests with learned drafts in a step; `accepted` kept their first."""
         if self.is_ringing:
             return  # drafts that were under way when it rang
         self._steps.append((verified, accepted))
@@ -55,7 +55,7 @@ class AcceptanceAlarm:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was observed since the last `reset`, and how often it rang."""
+        """Return the observations since the last `reset`, and how often the alarm rang."""
         return {"is_ringing": self.is_ringing, "num_rung": self.num_rung, "steps": [list(step) for step in self._steps]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class AcceptanceAlarm:
         self._accepted = sum(accepted for _, accepted in self._steps)
 
     def reset(self) -> None:
-        """Give the drafter another chance: its weights or the policy's have changed."""
+        """Stop ringing and forget, because the weights of drafter or policy have changed."""
         self.is_ringing = False
         self._steps.clear()
         self._verified = self._accepted = 0

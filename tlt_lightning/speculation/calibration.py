@@ -1,9 +1,8 @@
-"""Measuring what steps cost on this machine before the first rollout, for selectors that want to know.
+"""Measure seconds of engine steps before the first rollout, for selectors that want them.
 
-The live engine writes a few tokens after random prompts under one fixed strategy after the other, through the same loop
-as a rollout: what is timed is what will be chosen among. Looked-up drafts are stood in for by fillers, as random texts
-have nothing in common. A rollout afterwards cannot tell that this has been: it draws its own random numbers, and
-counters, texts, alarm and trace are others.
+The live engine writes a few tokens after random prompts under one fixed strategy after the other, through the loop of a
+rollout: what is timed is what will be chosen among. Fillers stand in for look-ups, as random texts have nothing in
+common. No rollout is changed by it: random numbers, counters, texts, alarm and trace are others.
 
 A shared machine may be twice as slow in one second as in the next, so every arm is measured between two turns of off,
 and its ratio to them counts: ``seconds(arm) = min(arm) / mean(min(off before), min(off after)) * median(min(off))``,
@@ -46,10 +45,9 @@ LEAST_ERROR = 0.1
 
 
 class CalibrationSelector(StrategySelector):
-    """Chooses what it is set to and keeps the seconds of the steps that ran under it.
+    """Chooses the strategy that `turn` sets and keeps the seconds of the steps under it.
 
-    Args:
-        num_misses: Counts the steps so far that ran without a CUDA graph where others have one.
+    `num_misses` counts the steps so far that ran without a CUDA graph where others have one.
     """
 
     def __init__(self, num_misses: Callable[[], int] = lambda: 0) -> None:
@@ -74,7 +72,7 @@ class CalibrationSelector(StrategySelector):
             self.context = state.mean_context
 
     def turn(self, strategy: Strategy, steps: Iterator[object], deadline: float) -> list[float]:
-        """Time some steps of `strategy`; none if it does not settle, the time is up, or it misses a CUDA graph."""
+        """Time steps of `strategy`; [] if it never settles, misses a CUDA graph or time is up."""
         self.strategy, self.seconds = strategy, []
         misses = None
         for _ in range(MAX_STEPS):
@@ -89,7 +87,7 @@ class CalibrationSelector(StrategySelector):
 
 
 class FillerDrafter(LookupDrafter):
-    """Finds something in every look-up where no head drafts too; nobody will accept it."""
+    """Drafts fillers, never accepted, in every look-up where no head drafts too."""
 
     @override
     def propose(self, request_id: str, strategy: Strategy, num_tokens: int) -> LookupDraft | None:
@@ -100,26 +98,22 @@ class FillerDrafter(LookupDrafter):
 
 
 def random_prompts(number: int) -> list[list[int]]:
-    """Prompts of tokens that every vocabulary has."""
+    """Return prompts of tokens that every vocabulary has."""
     draw = random.Random(0)
     return [[draw.randrange(16) for _ in range(PROMPT_LENGTH)] for _ in range(number)]
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Where steps are measured: batches that grow fourfold, and the largest."""
+    """Return the batch sizes to measure, each four times the last, and the largest."""
     return sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs})
 
 
 def measure_steps(
     dial: CalibrationSelector, decode: Decode, selector: StrategySelector, max_num_seqs: int
 ) -> list[MeasuredStep]:
-    """Measure each arm of `selector` at several batch sizes, small ones first, until the time is up.
+    """Measure each arm of `selector` at several batch sizes, small first, until time is up.
 
-    Args:
-        dial: The selector in force in the engine.
-        decode: Writes with it.
-        selector: Whose arms are measured.
-        max_num_seqs: Largest batch.
+    `dial` is the selector in force in the engine, and `decode` writes under it.
     """
     started = time.perf_counter()
     deadline = started + MAX_SECONDS
@@ -178,7 +172,7 @@ def _measure_batch(
 
 
 def table(measured: Sequence[MeasuredStep]) -> str:
-    """Milliseconds by batch size and strategy, in one line."""
+    """Return milliseconds by batch size and strategy, in one line."""
     rows: dict[int, list[str]] = defaultdict(list)
     for step in measured:
         rows[step.batch_size].append(f"{arm_name(step.strategy)} {1e3 * step.seconds:.2f}")

@@ -1,4 +1,4 @@
-"""The strategy of every engine step, and everything that is learned from the steps. Pure: knows nothing of vLLM."""
+"""Decide the strategy of every engine step, and learn from the steps. Pure: no vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt_lightning.speculation.trace import StepTrace
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Decisions on an engine step: it verifies drafts of the step before and drafts for the step after.
+    """Names the strategies under which an engine step verifies drafts and makes new ones.
 
     ::
 
@@ -26,9 +26,7 @@ class StepPlan:
 
     Args:
         state: What the selector saw; once the step is scheduled, with the requests that really run in it.
-        verifies: The strategy whose drafts are verified in this step.
-        drafts: The strategy under which this step drafts for the next.
-        learns_for: The arm that the step's outcome teaches about; None if two choices share the step.
+        learns_for: Arm that the step's outcome teaches about; None if two choices share the step.
     """
 
     state: SelectorState
@@ -39,16 +37,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of an engine step.
+    """Holds the outcome of an engine step; `running` and `waiting` count the requests left.
 
     Args:
-        plan: What had been decided before it.
         num_drafted: Drafts verified, of each request that decoded.
         num_emitted: Tokens emitted by each of them, bonus token included.
         sources: Whose drafts each of them verified; None where there were none, or only fillers. Empty: none at all.
         is_decode: True if no request read its prompt in the step.
-        running: Requests left running.
-        waiting: Requests left waiting.
     """
 
     plan: StepPlan
@@ -61,16 +56,13 @@ class StepResult:
 
 
 class StrategyController:
-    """Owns the strategy in force: asks the selector before each step and tells it what the step achieved.
+    """Asks the selector for the strategy of each step and reports the step's outcome to it.
 
-    A step drafts what the next one verifies, so one that follows a change of strategy pays for the drafts of one and
-    the verification of another. Such steps count for acceptance, and their times teach the selector nothing; a choice
-    is therefore kept for `steps_per_choice` steps. While the head is silenced, by the alarm or because it is cold, its
-    arms decode plainly, and such steps teach about off.
+    A step drafts what the next one verifies, so after a change of strategy one step pays for both. It counts for
+    acceptance, but its time teaches nothing; a choice is therefore kept for `steps_per_choice` steps. Arms of a head
+    that is silenced, by the alarm or because it is cold, decode plainly, and such steps teach about off.
 
     Args:
-        selector: Chooses.
-        steps_per_choice: Steps for which a choice stands.
         lookups: Looks drafts up; None without drafters that do.
         alarm: Silences the head when its acceptance collapses.
         trace: Takes one row a step; None keeps none.
@@ -111,7 +103,7 @@ class StrategyController:
             self.trace.begin_rollout()
 
     def add(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Begin a response: `tokens` is its prompt, and by reference whatever is written after it."""
+        """Begin a response; `tokens` is held by reference: now the prompt, later also the response."""
         if self.lookups is not None:
             self.lookups.add(request_id, tokens)
 
@@ -133,7 +125,7 @@ class StrategyController:
         return self.is_cold or self.alarm.is_ringing
 
     def plan(self, batch_size: int, mean_context: float, waiting: int) -> StepPlan:
-        """Decide what the step that is about to be scheduled drafts; O(1) beside the selector's own work."""
+        """Decide what the next step to be scheduled drafts; O(1) beside the selector's own work."""
         is_silenced = self.is_silenced
         state = SelectorState(
             batch_size=batch_size,
@@ -155,10 +147,10 @@ class StrategyController:
         return StepPlan(state, verifies, self.strategy, self.strategy if self.strategy == verifies else None)
 
     def look_up(self, request_ids: Sequence[str], num_tokens: int) -> dict[str, LookupDraft]:
-        """Look up drafts of up to `num_tokens` tokens; none where the strategy in force does not look up.
+        """Look up drafts of at most `num_tokens` tokens, if the strategy in force looks up.
 
-        None in a step of the head's alone, even for requests whose siblings know better: looking all of them up may
-        cost more than the better drafts gain (`benchmarks/results/fixes.md`), so the selector has an arm for either.
+        A step of the head alone gets none, even if siblings know better: looking all requests up may cost more than
+        the better drafts gain (`benchmarks/results/fixes.md`), so the selector has an arm for either.
         """
         if self.lookups is None or not self.strategy.looks_up:
             return {}
@@ -166,7 +158,7 @@ class StrategyController:
         return {name: draft for name, draft in drafts if draft is not None}
 
     def finished(self, result: StepResult) -> None:
-        """Take the result of a step; its time follows with `account`, before which the next step may look up."""
+        """Take the result of a step; the next step may look up before `account` brings the time."""
         self._result = result
         if self.lookups is not None:
             for source, emitted in zip(result.sources, result.num_emitted, strict=False):
@@ -174,12 +166,10 @@ class StrategyController:
                     self.lookups.scores.update(source, emitted - 1)
 
     def account(self, seconds: float, pause: float = 0.0) -> None:
-        """Add the wall-clock seconds of a call of the engine; learn from the step that finished in it, if one did.
+        """Add an engine call's wall-clock seconds; learn from the step that it ends, if any.
 
-        Args:
-            seconds: What the call took.
-            pause: Seconds since the call before, in which an asynchronous engine's step ran on; 0 for others. They are
-                the step's own, unless they may have outlasted it: then its time teaches nothing.
+        `pause` is the seconds since the call before, in which an asynchronous engine's step ran on; 0 for others. They
+        are the step's own, unless they may have outlasted it: then its time teaches nothing.
         """
         self._seconds += seconds + pause
         self._paused += pause
@@ -225,14 +215,14 @@ class StrategyController:
         }
 
     def weights_changed(self, drafter_version: int | None = None) -> None:
-        """Try a head that failed again: the policy's weights have changed, or its own to `drafter_version`."""
+        """Reset the alarm for new weights: the policy's, or the head's with `drafter_version`."""
         self.alarm.reset()
         if drafter_version is not None:
             self.drafter_version = drafter_version
             self.is_cold = False
 
     def stats(self) -> dict[str, float]:
-        """Metrics of the rollout so far; alarms are counted since the start."""
+        """Return the rollout's metrics so far; alarms are counted since the start."""
         return {
             **self.counters.stats(),
             "speculation/alarms": float(self.alarm.num_rung),
@@ -240,7 +230,7 @@ class StrategyController:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned by this worker."""
+        """Return everything learned by this worker."""
         return {
             "selector": self.selector.state_dict(),
             "alarm": self.alarm.state_dict(),

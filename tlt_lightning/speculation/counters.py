@@ -1,4 +1,4 @@
-"""What speculation did during one rollout, as plain counts."""
+"""Count the drafts, tokens and seconds of speculation in one rollout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tlt_lightning.speculation.strategy import Strategy
 
 
 def arm_name(strategy: Strategy) -> str:
-    """Short name of a strategy in metric names and traces: `off`, `learned_5`, `sibling_7`."""
+    """Return a strategy's name in metrics and traces: `off`, `learned_5`, `sibling_7`."""
     return "off" if strategy.is_off else f"{strategy.drafter}_{strategy.num_draft_tokens}"
 
 
 @dataclass(slots=True)
 class SpeculationCounters:
-    """Counts of one rollout; `stats` turns them into the project's `speculation/*` metrics.
+    """Counts one rollout's speculation; `stats` turns the counts into `speculation/*` metrics.
 
     Acceptance counts every verified draft. Seconds and tokens of an arm count its settled steps alone: decode steps
     that verify and draft under the same strategy, the only ones whose time says what the strategy costs.
@@ -34,7 +34,7 @@ class SpeculationCounters:
     arm_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def count_step(self, strategy: Strategy, num_drafted: Sequence[int], num_emitted: Sequence[int]) -> None:
-        """Count one finished decode step: drafts verified and tokens emitted by each of its requests."""
+        """Count a finished decode step: drafts verified and tokens emitted by each request."""
         self.decode_steps += 1
         self.off_steps += strategy.is_off
         self.sum_k += strategy.num_draft_tokens
@@ -56,11 +56,11 @@ class SpeculationCounters:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens emitted per request and speculative step, bonus token included; 1 before the first."""
+        """Mean tokens per request and speculative step, bonus token included; 1 before the first."""
         return self.verified_emitted / self.verifications if self.verifications else 1.0
 
     def stats(self) -> dict[str, float]:
-        """The rollout's metrics under the project's names; positions count from 1."""
+        """Return the rollout's metrics; draft positions count from 1."""
         steps = max(self.decode_steps, 1)
         stats = {
             "speculation/acceptance_length": self.acceptance_length,

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads on disk: read what they say about themselves, check that they fit the policy."""
+"""Read EAGLE-3 heads on disk, and check that a head fits the policy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What an EAGLE-3 head expects of its policy.
+    """Describes the policy that an EAGLE-3 head saved at `path` expects.
 
     Args:
-        path: Directory of the head.
-        vocab_size: Size of the vocabulary it reads.
-        draft_vocab_size: Size of the vocabulary it writes; the same, or smaller with a map back.
-        target_hidden_size: Width of the hidden states it reads.
-        layer_ids: Layers of the policy whose outputs it reads; empty if left to vLLM.
-        tensors: Names and shapes of the tensors it was saved with.
+        vocab_size: Size of the vocabulary that the head reads.
+        draft_vocab_size: Size of the vocabulary that the head writes; the same, or smaller with a map back.
+        target_hidden_size: Width of the hidden states that the head reads.
+        layer_ids: Layers of the policy whose outputs the head reads; empty if left to vLLM.
+        tensors: Shapes of the saved tensors, by name.
     """
 
     path: str
@@ -31,7 +30,7 @@ class HeadShape:
 
 
 def read_head(path: str) -> HeadShape:
-    """Read the head saved at `path`, in vLLM's format or that of `speculators`; raises ValueError if it is none."""
+    """Read the head at `path`, in the format of vLLM or `speculators`, or raise ValueError."""
     config_path = Path(path) / "config.json"
     if not config_path.is_file():
         raise ValueError(f"`speculation.head` {path!r} has no config.json; give the directory of an EAGLE-3 head.")
@@ -57,7 +56,7 @@ def read_head(path: str) -> HeadShape:
 
 
 def check_head(head: HeadShape, policy: str) -> None:
-    """Raise ValueError that names head and policy if the one cannot draft for the other."""
+    """Raise ValueError, naming both, unless the head can draft for the policy."""
     config = policy_shape(policy)
     faults = []
     if head.vocab_size != config["vocab_size"]:
@@ -82,17 +81,17 @@ def check_head(head: HeadShape, policy: str) -> None:
 
 
 def canonical_name(name: str) -> str:
-    """Name a tensor as `speculators` does where other formats call it `midlayer.*` or prefix it with `model.`."""
+    """Return the name in `speculators` of a tensor that others call `midlayer.*` or `model.*`."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """The layers that vLLM takes for an EAGLE-3 head that names none."""
+    """Return the layers that vLLM takes for an EAGLE-3 head that names none."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def policy_shape(policy: str) -> dict[str, int]:
-    """`vocab_size`, `hidden_size` and `num_hidden_layers` of the policy at path or hub name `policy`."""
+    """Return the sizes that a head must fit, from the config at path or hub name `policy`."""
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(policy).get_text_config()

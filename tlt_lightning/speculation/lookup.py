@@ -1,4 +1,4 @@
-"""Drafts that are looked up in the responses being written, and which of them to expect most of."""
+"""Look drafts up in the responses being written, and choose the most promising."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlt_lightning.speculation.strategy import Drafter, Strategy
 from tlt_lightning.speculation.suffix_index import SuffixIndex
 
 Source = tuple[Drafter, int]
-"""Who drafted, and how many tokens the match had that was drafted from (0 for the head)."""
+"""Drafter of a draft, and tokens of the match that was copied from (0 for the head)."""
 
 LEARNED: Source = ("learned", 0)
 PRIOR_COUNT = 4
@@ -20,18 +20,16 @@ NEWEST_WEIGHT = 0.02
 READ_PER_STEP = 1024
 """Tokens that a step reads at most before it looks up, a few milliseconds of the host."""
 TRIAL_PERIOD = 64
-"""One draft in so many is looked up although the head is expected to do better: the look-ups may have been unlucky."""
+"""One draft in so many is looked up although the head promises more: the look-ups may have been unlucky."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupDraft:
-    """A draft copied from text.
+    """Holds a draft, by `ngram` or `sibling`, that was copied from text.
 
     Args:
-        tokens: The draft.
-        drafter: `ngram` or `sibling`.
         match_length: Tokens of the response's end that the copied text shares.
-        num_known: Tokens of prompt and response that were known when it was looked up; the draft follows them.
+        num_known: Tokens of prompt and response known at the look-up; the draft follows them.
     """
 
     tokens: list[int]
@@ -41,22 +39,21 @@ class LookupDraft:
 
     @property
     def source(self) -> Source:
-        """The source under which its acceptance is scored."""
+        """The source under which the draft's acceptance is scored."""
         return self.drafter, self.match_length
 
 
 @dataclass(slots=True)
 class LookupScores:
-    """Mean accepted drafts of each source, by which the better one is told.
+    """Keeps the mean accepted drafts of each source, to compare sources by.
 
-    Before a source was tried, a match is expected to go on half as long as it already has, and the head to have one
-    draft accepted.
+    Untried, a match is expected to go on for half its length, and the head to have one draft accepted.
     """
 
     scores: dict[Source, tuple[float, int]] = field(default_factory=dict)
 
     def expected(self, source: Source, num_tokens: int) -> float:
-        """Drafts of `num_tokens` expected to be accepted."""
+        """Return how many of `num_tokens` drafts are expected to be accepted."""
         return min(self._score(source)[0], num_tokens)
 
     def update(self, source: Source, num_accepted: int) -> None:
@@ -69,7 +66,7 @@ class LookupScores:
         return self.scores.get(source, (1.0 if source == LEARNED else source[1] / 2, PRIOR_COUNT))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned."""
+        """Return everything learned."""
         return {"scores": [[*source, *score] for source, score in self.scores.items()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,14 +83,11 @@ class _Text:
 
 
 class LookupDrafter:
-    """Looks up how responses may go on, in other responses to the same prompt and in what they said themselves.
+    """Looks up drafts in other responses to the same prompt and in the response itself.
 
-    Nothing is read before somebody looks it up, so that responses cost nothing while speculation is off. When it is
-    switched on, what was written meanwhile is read over the following steps.
-
-    Args:
-        siblings: Look in other responses to the same prompt.
-        ngram: Look in the prompt and the response itself.
+    Text is read only for a look-up, so responses cost nothing while speculation is off. What was written meanwhile is
+    read over the steps after speculation is switched on. `siblings` switches look-ups in other responses on, `ngram`
+    those in the prompt and the response itself.
     """
 
     def __init__(self, *, siblings: bool, ngram: bool) -> None:
@@ -111,7 +105,7 @@ class LookupDrafter:
         self._num_mixed = 0
 
     def add(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Begin a response: `tokens` is its prompt, and by reference whatever is written after it."""
+        """Begin a response; `tokens` is held by reference: now the prompt, later also the response."""
         prompt = tuple(tokens)
         is_first = prompt not in self._groups
         group = self._groups.setdefault(prompt, len(self._groups))
@@ -125,18 +119,15 @@ class LookupDrafter:
             self._members.setdefault(group, []).append(text)
 
     def next_step(self) -> None:
-        """Allow look-ups to read what has been written since, up to a number of tokens."""
+        """Let look-ups read new text again, up to `READ_PER_STEP` tokens."""
         self._read_groups.clear()
         self._allowance = READ_PER_STEP
 
     def propose(self, request_id: str, strategy: Strategy, num_tokens: int) -> LookupDraft | None:
-        """Return the draft with the most expected accepted tokens; in a mixed step None unless it beats the head.
+        """Return the draft of most expected accepted tokens; a mixed step's must beat the head.
 
-        Args:
-            request_id: Whose response; None is returned where it has ended.
-            strategy: The strategy in force: where siblings' drafts are asked for, also the response itself may draft,
-                if it is indexed, but not the other way round.
-            num_tokens: Longest draft.
+        None also where the response has ended. Where `strategy` asks for siblings' drafts, the response itself may
+        draft too, if it is indexed, but not the other way round.
         """
         text = self._texts.get(request_id)
         if text is None:
@@ -159,7 +150,7 @@ class LookupDrafter:
         return best
 
     def remove(self, request_id: str) -> None:
-        """End a response; its siblings can still look in it."""
+        """End a response; siblings can still look in it."""
         if self._texts.pop(request_id, None) is not None and "ngram" in self.indices:
             self.indices["ngram"].clear(request_id)
 

@@ -1,7 +1,4 @@
-"""Strategies of speculative decoding and the plugin that chooses among them at every engine step.
-
-Pure: no torch device, no vLLM, no Trainer.
-"""
+"""Define strategies and the selector that chooses among them. Pure: no torch, vLLM, Trainer."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ mixed     the head, and look-ups in its place wherever they are expected to be a
 """
 
 LEARNED_DRAFTERS: tuple[Drafter, ...] = ("learned", "mixed")
-"""Those in whose steps the learned head drafts."""
+"""Drafters in whose steps the learned head drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What to speculate in one engine step.
+    """Says how many tokens are drafted in an engine step, and by which drafter.
 
     Args:
         num_draft_tokens: Tokens drafted for each running request, K; 0 switches speculation off.
@@ -62,7 +59,7 @@ OFF = Strategy(0)
 
 @dataclass(frozen=True, slots=True)
 class SelectorState:
-    """What a selector may look at before an engine step.
+    """Describes the engine to a selector before an engine step.
 
     Args:
         batch_size: Requests that will run in the step.
@@ -82,13 +79,10 @@ class SelectorState:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step whose cost is known, to calibrate with.
+    """Records the seconds of one step under `strategy`, to calibrate with.
 
     Args:
-        batch_size: Requests in the step.
-        strategy: What was verified and drafted in it.
-        mean_context: Mean tokens of its requests.
-        seconds: What it took.
+        mean_context: Mean tokens (prompt and response) of the step's requests.
         error: Relative standard deviation of `seconds`.
     """
 
@@ -104,11 +98,11 @@ class StrategySelector(ABC):
 
     @abstractmethod
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        """Every strategy `select` may return at this batch size; `OFF` is always among them."""
+        """Return every strategy that `select` may choose at this batch size, always with `OFF`."""
 
     @abstractmethod
     def select(self, state: SelectorState) -> Strategy:
-        """Choose the strategy for the step that `state` describes; constant time, no device synchronisation."""
+        """Choose the strategy of the next step, in constant time without device synchronisation."""
 
     @abstractmethod
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
@@ -116,21 +110,21 @@ class StrategySelector(ABC):
 
         Args:
             state: What `select` saw, with the requests that really ran in the step as `batch_size`.
-            strategy: What was verified in the step.
+            strategy: Strategy whose drafts were verified in the step.
             num_emitted: Tokens emitted by each running request, bonus token included (1 means nothing accepted).
             seconds: Wall-clock seconds of the step.
         """
 
     @property
     def wants_calibration(self) -> bool:
-        """True while measured steps would help: the engine then measures some before its next rollout."""
+        """True while measured steps would help; the engine measures some before its next rollout."""
         return False
 
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:  # noqa: B027 - most selectors learn as they go
-        """Learn from steps measured on purpose, of the arms at several batch sizes; their drafts mean nothing."""
+        """Learn from steps that were measured at several batch sizes with meaningless drafts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned, as tensors and primitives."""
+        """Return everything learned, as tensors and primitives."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027 - stateless selectors need none

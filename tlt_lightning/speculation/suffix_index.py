@@ -1,8 +1,7 @@
-"""An index of written text that finds what followed the last few tokens the last times they were written.
+"""Index text that is being written, to find what followed the last few tokens before.
 
-The paper's model-free drafter (arXiv 2511.16665, section 5.3) retrieves from the sibling responses of a prompt. What we
-do differently: the same index serves both look-ups. Give all responses to a prompt one group and it drafts from
-siblings; give each response its own group and it is prompt look-up. It grows while the responses are being written.
+The paper's model-free drafter (arXiv 2511.16665, section 5.3) retrieves from the sibling responses of a prompt. Ours
+serves both look-ups: `sibling` with one group for all responses to a prompt, `ngram` with a group for each response.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_CONTINUATIONS = 16
 
 @dataclass(slots=True)
 class _Group:
-    """Texts that draft for each other; a place is the arrival number of a token, whatever text it belongs to."""
+    """Holds texts that draft for each other; a place is a token's arrival number over all texts."""
 
     texts: list[array[int]] = field(default_factory=list)
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -35,7 +34,7 @@ class _Group:
 
 
 class SuffixIndex:
-    """Finds the continuation of the longest match of a text's last tokens in the texts of its group.
+    """Finds what followed the longest match of a text's last tokens in the texts of a group.
 
     Every continuation was written before, in one piece. Appending a token and looking up take some microseconds however
     many tokens are held; a token takes 200 to 500 bytes of host memory.
@@ -65,11 +64,11 @@ class SuffixIndex:
         self._groups: dict[Hashable, _Group] = {}  # least recently appended to first
 
     def __contains__(self, group: Hashable) -> bool:
-        """True if something of `group` is held."""
+        """Return True if something of `group` is held."""
         return group in self._groups
 
     def append(self, group: Hashable, text: Hashable, tokens: Sequence[int]) -> None:
-        """Add `tokens` to the end of `text`, one of the texts of `group`; either is made at its first mention.
+        """Add `tokens` to the end of `text` in `group`; make group and text at first mention.
 
         A text's first tokens should be some of its prompt, so that its beginning can be matched: the whole prompt once
         in a group, the last `max_match` tokens of it for the other texts.
@@ -93,12 +92,9 @@ class SuffixIndex:
             self.clear(group)
 
     def look_up(self, group: Hashable, tail: Sequence[int], num_draft_tokens: int) -> tuple[list[int], int]:
-        """Return the tokens that followed the longest match, and its length; ([], 0) without a match.
+        """Return tokens that followed the longest match, and the match's length; else ([], 0).
 
-        Args:
-            group: Whose texts to look in.
-            tail: The last tokens written, at least `max_match` of them where there are as many.
-            num_draft_tokens: Longest draft wanted.
+        `tail` is the last tokens written, at least `max_match` of them where there are as many.
         """
         held = self._groups.get(group)
         if held is None or num_draft_tokens < 1:
@@ -118,7 +114,7 @@ class SuffixIndex:
         return [], 0
 
     def clear(self, group: Hashable | None = None) -> None:
-        """Forget `group`, or with None everything; a group that is not there is fine."""
+        """Forget `group`, or everything if None; an unknown group is fine."""
         if group is None:
             self._groups.clear()
             self.num_tokens = 0
@@ -128,10 +124,9 @@ class SuffixIndex:
     def _note(self, held: _Group, written: array[int], token: int, place: int) -> None:
         """Remember that `token`, at `place`, followed the end of `written`.
 
-        For each match length, `follows` maps the hash of that many last tokens to what followed them. An entry is
-        ``count << 40 | place``: the greatest of several is the most frequent continuation, and of equals the latest,
-        and either part is read off without an object. As long as one token alone ever followed (nearly always, so the
-        dictionary is spared), the entry stands for itself and the token is the one at its place.
+        For each match length, `follows` maps the hash of that many last tokens to entries ``count << 40 | place``: the
+        greatest is the most frequent continuation, and of equals the latest. While only one token ever followed (nearly
+        always), its entry stands without a dictionary, and the token is the one at its place.
         """
         follows = held.follows
         last = tuple(written[-self.match_lengths[0] :])

@@ -1,4 +1,4 @@
-"""One row a step, for those who want to see a rollout from inside."""
+"""Write one row per engine step, to show a rollout from inside."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepTrace:
         self._rollout, self._step = self._rollout + 1, 0
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one step."""
+        """Append the row of one step."""
         if self._file is None:
             self._file = self._open()
         rollout = self._first + self._rollout
@@ -57,7 +57,7 @@ class StepTrace:
 
 
 def read_trace(path: str | Path, rollout: int = -1) -> list[dict[str, Any]]:
-    """The rows of one rollout of a trace file; -1 is the last one written."""
+    """Return the rows of one rollout of a trace file; -1 is the last one written."""
     rows = _rows(Path(path))
     last = max((row["rollout"] for row in rows), default=0)
     wanted = last if rollout < 0 else rollout

@@ -1,4 +1,4 @@
-"""Which CUDA graphs are captured, and a table of what they cost."""
+"""Describe the CUDA graphs to capture, and tabulate their cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRAPH_KINDS: tuple[GraphKind, ...] = ("target", "drafter_prefill", "drafter_deco
 
 @dataclass(frozen=True, slots=True, order=True)
 class FullGraph:
-    """A graph of a whole forward pass for one shape.
+    """Describes the CUDA graph of a whole forward pass for one shape.
 
     Args:
         kind: The target's pass; the drafter's first, over what the target verified; or all its further ones.
@@ -35,12 +35,7 @@ class FullGraph:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing a plan really cost, by row of the table: the graph kinds and "piecewise".
-
-    Args:
-        mib: Device memory each took.
-        seconds: Time each took.
-    """
+    """Reports MiB and seconds that captured graphs took, by kind or "piecewise"."""
 
     mib: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -48,7 +43,7 @@ class CaptureReport:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The graphs to capture; a shape that is not here runs without one.
+    """Lists the graphs to capture; any other shape runs without one.
 
     Args:
         graphs: Full graphs, sorted.
@@ -60,17 +55,17 @@ class GraphPlan:
     piecewise: tuple[int, ...]
 
     def shapes(self, kind: GraphKind) -> list[tuple[int, int]]:
-        """(requests, length) of the graphs of `kind`, sorted."""
+        """Return (requests, length) of the graphs of `kind`, sorted."""
         return [(graph.num_requests, graph.length) for graph in self.graphs if graph.kind == kind]
 
     def find(self, kind: GraphKind, num_requests: int, length: int) -> FullGraph | None:
-        """The smallest graph that serves `num_requests` requests of `length`; None if that shape runs without one."""
+        """Return the smallest graph for `num_requests` requests of `length`; None without one."""
         sizes = self._sizes.get((kind, length), [])
         index = bisect_left(sizes, num_requests)
         return FullGraph(kind, sizes[index], length) if index < len(sizes) else None
 
     def table(self, report: CaptureReport | None = None) -> str:
-        """A Markdown table of graphs by kind, with the MiB and seconds of `report` where it has them."""
+        """Return a Markdown table of graphs by kind, with MiB and seconds where `report` has them."""
         report = report or CaptureReport()
         lines = ["| pass | graphs | largest | MiB | seconds |", "|---|---|---|---|---|"]
         has_drafter = any(graph.kind != "target" for graph in self.graphs)

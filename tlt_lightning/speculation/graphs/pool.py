@@ -1,7 +1,7 @@
-"""Planning which CUDA graphs an engine captures, from the strategies that its selector can choose.
+"""Plan the CUDA graphs that an engine captures, from the selector's arms.
 
-What we do differently from the paper (arXiv 2511.16665, section 5.1): the shapes follow from the selector's arms at
-each batch size instead of a second list of buckets, and drafts are chains.
+Unlike the paper's (arXiv 2511.16665, section 5.1), shapes follow from the arms at each batch size instead of a second
+list of buckets, and drafts are chains.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Arms = Mapping[int, Sequence[Strategy]]
 
 
 def arms_by_batch(selector: StrategySelector, max_num_requests: int) -> dict[int, tuple[Strategy, ...]]:
-    """List what `selector` can choose at each batch size up to `max_num_requests`."""
+    """Return the arms of `selector` at each batch size up to `max_num_requests`."""
     return {size: selector.arms(size) for size in range(1, max_num_requests + 1)}
 
 
 class GraphPool(ABC):
-    """Decides which shapes get a CUDA graph."""
+    """Chooses the shapes that get a CUDA graph."""
 
     limits_splits = True
     """Whether a graph splits contexts no further than its requests can use (`patches/flash_splits.py`)."""
@@ -37,7 +37,7 @@ class GraphPool(ABC):
         """Plan the graphs.
 
         Args:
-            arms: The strategies reachable at each batch size from 1 on, `OFF` among them; see `arms_by_batch`.
+            arms: Strategies reachable at each batch size from 1 on, `OFF` among them; see `arms_by_batch`.
             capture_sizes: The engine's own capture sizes: token counts, and for plain decoding request counts.
 
         Raises:
@@ -48,7 +48,7 @@ class GraphPool(ABC):
 class BucketedGraphPool(GraphPool):
     """Plans only shapes that the selector can reach, equal shapes once, none larger than vLLM's.
 
-    Beside a head also a step that looks up runs the head's first pass, over the tokens that it verifies.
+    With a head, steps that look up also run the head's first pass, over the tokens that they verify.
 
     Example:
         >>> from tlt_lightning.speculation.selectors.threshold import ThresholdSelector
@@ -80,7 +80,7 @@ class BucketedGraphPool(GraphPool):
 
 
 def check_arms(arms: Arms, capture_sizes: Sequence[int]) -> None:
-    """Raise ValueError unless `arms` covers the batch sizes from 1 on, off included, and there are capture sizes."""
+    """Raise ValueError unless every batch size from 1 on has `OFF` and a capture size is given."""
     if sorted(arms) != list(range(1, len(arms) + 1)) or not arms:
         raise ValueError(f"`arms` must have every batch size from 1 to the largest, got {sorted(arms)}.")
     without = [size for size, strategies in arms.items() if not any(arm.is_off for arm in strategies)]

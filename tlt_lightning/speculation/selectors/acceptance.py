@@ -1,7 +1,7 @@
-"""How many drafted tokens the target accepts, estimated while it does.
+"""Estimate how many drafted tokens the target accepts, from the tokens emitted.
 
-Our own; the paper's bandit needs no acceptance. Only the tokens emitted are looked at, so a drafter that proposes fewer
-tokens than it was asked for, as a look-up without a match does, is simply one with a lower acceptance.
+Our own; the paper's bandit needs no acceptance. A drafter that proposes fewer tokens than it was asked for, as a
+look-up without a match does, simply has a lower acceptance.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tlt_lightning.arguments import check_at_least
 
 
 class AcceptanceEstimator:
-    """Chance that a draft token is accepted given that those before it were, for each position.
+    """Estimates each position's chance of acceptance, given that the drafts before it were.
 
-    A position never tried is taken to be like the one before it, and one not tried any more to change like the last one
-    that is. Forgetting widens the uncertainty of what is not tried any more and leaves its estimate alone: a drafter
-    that was switched off is not thought better of with time, only known less well.
+    A position never tried is taken to be like the one before it, and one no longer tried to change like the last one
+    that is. Forgetting leaves the estimate of what is no longer tried alone and makes it less certain: a drafter that
+    was switched off is not thought better of with time.
 
     Args:
         max_draft_tokens: Longest draft.
@@ -48,7 +48,7 @@ class AcceptanceEstimator:
         self._cache: dict[float, tuple[list[float], list[float]]] = {}
 
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
-        """Learn from a step in which each request was asked to verify `num_draft_tokens` and emitted `num_emitted`."""
+        """Learn from requests asked to verify `num_draft_tokens` each, which emitted `num_emitted`."""
         reached, shift = len(num_emitted), 0.0
         for index in range(len(self._means)):
             self._counts[index] *= self.keep
@@ -79,15 +79,15 @@ class AcceptanceEstimator:
             self._cache[0.0] = means
 
     def probability(self, position: int, spread: float = 0.0) -> float:
-        """Chance at `position`, counted from 1; plus `spread` standard deviations, at most 1."""
+        """Return the chance at `position` (from 1) plus `spread` standard deviations, at most 1."""
         return self._tables(spread)[0][position - 1]
 
     def expected_emitted(self, num_draft_tokens: int, spread: float = 0.0) -> float:
-        """Tokens a request emits per step, bonus token included, each chance raised by `spread` standard deviations."""
+        """Return a request's expected tokens, bonus included, chances up `spread` standard deviations."""
         return self._tables(spread)[1][num_draft_tokens]
 
     def _tables(self, spread: float) -> tuple[list[float], list[float]]:
-        """Chance at each position, and expected tokens for each draft length from 0."""
+        """Return the chance at each position, and expected tokens for each draft length from 0."""
         if spread not in self._cache:
             chances: list[float] = []
             expected = [1.0]
@@ -105,11 +105,11 @@ class AcceptanceEstimator:
         return self._cache[spread]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned."""
+        """Return everything learned."""
         return {"means": list(self._means), "counts": list(self._counts), "seen": list(self._seen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved; raises ValueError if it was saved for another draft length."""
+        """Restore what `state_dict` saved; raise ValueError if saved for another draft length."""
         if len(state_dict["means"]) != len(self._means):
             raise ValueError(
                 f"The saved acceptance has {len(state_dict['means'])} positions, this one {len(self._means)}; use the "

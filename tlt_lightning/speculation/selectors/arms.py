@@ -1,4 +1,4 @@
-"""Building and checking the arms that several selectors share."""
+"""Make and check the arms of several selectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 
 def make_arms(num_draft_tokens: Sequence[int], drafters: Sequence[Drafter]) -> tuple[Strategy, ...]:
-    """`OFF`, then every draft length with every drafter, shorter drafts first.
+    """Return `OFF`, then every draft length with every drafter, shorter drafts first.
 
     Raises:
         ValueError: If there is no draft length or no drafter, one is named twice, or a length is not positive.

@@ -1,9 +1,9 @@
-"""Bucketed epsilon-greedy bandit, Algorithm 1 of TLT (arXiv 2511.16665, section 5.2).
+"""Choose arms by a bucketed epsilon-greedy bandit.
 
-What we do differently from the paper:
+Algorithm 1 of TLT (arXiv 2511.16665, section 5.2), but:
 
-- A chain of K drafts has one strategy per verification budget, so one budget a bucket would be a fixed table. The
-  budgets of each bucket are listed, several to a bucket, and off is an arm of every bucket.
+- A chain of K drafts has one strategy per verification budget, so one budget a bucket would be a fixed table. Each
+  bucket lists several budgets, and off is an arm of all.
 - The reward is emitted tokens per second *and request*. The paper's tokens per second grow with the batch, so within a
   bucket an arm last tried on a larger batch would look better than it is.
 - A pull lasts until `pull_size` requests have been stepped. A single step of one request emits one of K + 1 values, and
@@ -13,10 +13,10 @@ What we do differently from the paper:
 - The greedy choice is optimistic about arms with few pulls. One unlucky pull would otherwise shelve the best arm until
   a random draw; an arm that is far behind is still left alone.
 
-What that cannot mend: a pull's reward scatters by some 10%, so arms that differ by less are told apart only after more
-pulls than a short rollout has. Over 21 seeds of each scenario of `python -m benchmarks selector_regret`, a first
-rollout loses at most 3.1% against the best fixed draft length known in hindsight, and at most 1.8% in the mean of a
-scenario's seeds; `CostModelSelector`, which shares what it sees among batch sizes and draft lengths, loses less.
+A pull's reward scatters by some 10%, so arms closer than that are told apart only after more pulls than a short rollout
+has. Over 21 seeds of each scenario of `python -m benchmarks selector_regret`, a first rollout loses at most 3.1%
+against the best fixed draft length known in hindsight, and at most 1.8% in the mean of a scenario's seeds;
+`CostModelSelector`, which shares what it sees among batch sizes and draft lengths, loses less.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIMISM = 0.3
 
 
 class BEGMABSelector(StrategySelector):
-    """Learns for each range of batch sizes which draft length emits most tokens per second; needs no model of costs.
+    """Learns the fastest arm for each range of batch sizes, without a model of costs.
 
     Args:
         groups: For each bucket of batch sizes, the draft lengths to choose among besides off. Verification budgets
@@ -97,7 +97,7 @@ class BEGMABSelector(StrategySelector):
         return self._arms[self._bucket_of(batch_size)]
 
     def values(self, batch_size: int) -> dict[Strategy, float]:
-        """Median tokens per second and request of each arm tried so far in the bucket of `batch_size`."""
+        """Return median tokens per second and request of each arm tried in `batch_size`'s bucket."""
         rewards = self._rewards[self._bucket_of(batch_size)]
         return {arm: reward.median for arm, reward in rewards.items() if len(reward)}
 
@@ -173,7 +173,7 @@ class BEGMABSelector(StrategySelector):
 
 
 def check_groups(groups: Sequence[Sequence[int]], thresholds: Sequence[int]) -> None:
-    """Raise ValueError unless `thresholds` ascend from 1, one per group, and the groups' largest budgets descend."""
+    """Raise ValueError unless thresholds ascend from 1, one a group, and drafts never grow."""
     if len(groups) != len(thresholds):
         raise ValueError(
             f"`groups` has {len(groups)} entries and `thresholds` {len(thresholds)}; each bucket needs one of each."

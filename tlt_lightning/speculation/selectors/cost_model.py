@@ -1,7 +1,7 @@
-"""The selector that knows what a step costs and what is accepted, and so need not try every arm at every batch size.
+"""Choose arms by predicted tokens per second, without trying each at every batch size.
 
-Our own. Every step it predicts tokens per second of each arm as expected tokens over expected seconds, and takes the
-best. What it does not know it tries out in short probes, whose predicted loss is paid from a budget.
+Our own. The prediction is expected tokens over expected seconds. What is unknown is tried out in short probes, whose
+predicted loss is paid from a budget.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CATCH_UP_GAIN = 0.3
 
 
 class CostModelSelector(StrategySelector):
-    """Chooses the draft length and drafter with the most expected tokens per second; the default selector.
+    """Chooses the arm with the most expected tokens per second; the default selector.
 
-    Before its first rollout it wants to be told what some steps cost (`calibrate`), which `VLLMEngine` does.
+    Wants the seconds of some steps before its first rollout (`calibrate`); `VLLMEngine` measures them.
 
     Args:
         num_draft_tokens: Draft lengths to choose among besides off.
@@ -108,11 +108,11 @@ class CostModelSelector(StrategySelector):
 
     @override
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
-        """Take in step times measured before the first rollout; without them the model starts from a 7B on an H200."""
+        """Learn from measured steps; without any, the model starts from a 7B on an H200."""
         self.step_time.calibrate(steps)
 
     def expected_rates(self, state: SelectorState) -> dict[Strategy, float]:
-        """Expected tokens per second and request of each arm at this state, the cost of switching to it included."""
+        """Return expected tokens per second and request of each arm, cost of switching included."""
         rates, arms = {}, self.arms(state.batch_size)
         for arm, seconds in zip(
             arms, self.step_time.seconds_of_each(state.batch_size, arms, state.mean_context), strict=True
@@ -186,7 +186,7 @@ class CostModelSelector(StrategySelector):
         return self.acceptance[arm.drafter].expected_emitted(arm.num_draft_tokens, spread)
 
     def _doubt_drafter(self, rates: dict[Strategy, float]) -> None:
-        """Take a new drafter for as good or bad as the old one, but unknown, and see that a short probe can be paid."""
+        """Expect a new drafter to be like the old one, less surely, and afford a short probe."""
         learned = [self.acceptance[name] for name in LEARNED_DRAFTERS if name in self.acceptance]
         for acceptance in learned:
             acceptance.doubt()
@@ -203,14 +203,14 @@ class CostModelSelector(StrategySelector):
         self._current = arm
 
     def _settle(self, state: SelectorState, strategy: Strategy, seconds: float) -> None:
-        """Book what the first steps after a switch took beyond their model as the catch-up."""
+        """Learn the catch-up's cost: seconds beyond the model's of the first steps after a switch."""
         self._excess += seconds - self.step_time.seconds(state.batch_size, strategy, state.mean_context)
         self._settling -= 1
         if not self._settling:
             self.catch_up_seconds += CATCH_UP_GAIN * (max(0.0, self._excess) - self.catch_up_seconds)
 
     def _worth_probing(self, state: SelectorState, rates: dict[Strategy, float], best: Strategy) -> Strategy | None:
-        """The arm that may be better than `best` by most, among those whose trial the budget can pay; it pays."""
+        """Return the arm that may beat `best` by most and whose trial the budget can pay; pay."""
         # The longer nothing was worth its price, the more we doubt, so a model that is sure and wrong is found out.
         doubt = 1 + self._credit * rates[best] / DOUBT_STEPS
         found, most, price = None, rates[best] * (1 + self.margin), 0.0

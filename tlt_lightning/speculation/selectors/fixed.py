@@ -1,4 +1,4 @@
-"""One strategy for the whole rollout."""
+"""Choose one strategy for the whole rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Stra
 
 
 class FixedSelector(StrategySelector):
-    """Speculates the same number of tokens in every step: the baseline that adaptive selectors must beat.
+    """Chooses the same strategy for every step: the baseline that adaptive selectors must beat.
 
     Args:
         num_draft_tokens: Tokens drafted for each request and step; 0 never speculates.

@@ -1,4 +1,4 @@
-"""What one engine step costs, as a function of the batch, the draft length and the context.
+"""Predict the seconds of an engine step from the batch, the draft length and the context.
 
 Our own; the paper has none. The shape of the default prior was fitted to the step times of a 7B model on an H200 (worst
 error 4%, `python -m benchmarks selector_regret` uses the same table); its scale is taken from the first step seen.
@@ -48,7 +48,7 @@ MAX_SURPRISE = 3.0
 
 
 class StepTimeModel:
-    """Predicts seconds per step; linear in a few features, corrected by every step it is shown.
+    """Predicts the seconds of a step, linear in a few features; every step seen corrects it.
 
     Recursive least squares on relative errors. Old steps are forgotten only in the direction of the new ones
     (Kulhavy's directional forgetting): what is known of long drafts survives an hour without them.
@@ -80,7 +80,7 @@ class StepTimeModel:
         self._tables: dict[tuple[int, tuple[Strategy, ...]], np.ndarray] = {}
 
     def features(self, batch_size: int, strategy: Strategy, mean_context: float) -> np.ndarray:
-        """What the cost is linear in, (F,)."""
+        """Return the features in which the cost is linear, (F,)."""
         key = batch_size, strategy.num_draft_tokens, strategy.drafter
         if key not in self._features:
             tokens = batch_size * (strategy.num_draft_tokens + 1)
@@ -94,11 +94,11 @@ class StepTimeModel:
         return features
 
     def seconds(self, batch_size: int, strategy: Strategy, mean_context: float) -> float:
-        """Expected seconds of a step; without a step seen so far, in units of a plain step at batch size 1."""
+        """Return a step's expected seconds; before any update, in plain steps at batch size 1."""
         return self._units(self.features(batch_size, strategy, mean_context)) * (self.scale or 1.0)
 
     def seconds_of_each(self, batch_size: int, strategies: tuple[Strategy, ...], mean_context: float) -> list[float]:
-        """`seconds` for several strategies at once."""
+        """Return `seconds` for several strategies at once."""
         table = self._tables.get((batch_size, strategies))
         if table is None:
             table = np.stack([self.features(batch_size, strategy, 0.0) for strategy in strategies])
@@ -107,7 +107,7 @@ class StepTimeModel:
         return (np.maximum(units, LEAST_UNITS) * (self.scale or 1.0)).tolist()
 
     def estimate(self, batch_size: int, strategy: Strategy, mean_context: float) -> tuple[float, float]:
-        """Expected seconds of a step and their relative standard deviation, the noise of a step left out."""
+        """Return expected seconds of a step and their relative standard deviation, noise left out."""
         features = self.features(batch_size, strategy, mean_context)
         units = self._units(features)
         variance = float(features @ self._covariance @ features)
@@ -143,12 +143,12 @@ class StepTimeModel:
             self._covariance -= np.multiply.outer(gain / (1 + gain * known) / noise**2 * spread, spread)
 
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
-        """Learn from steps measured on purpose, for instance by dummy runs when the engine starts."""
+        """Learn from steps measured on purpose."""
         for step in steps:
             self.update(step.batch_size, step.strategy, step.mean_context, step.seconds, step.error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned."""
+        """Return everything learned."""
         return {
             "scale": self.scale,
             "weights": self._weights.tolist(),
@@ -156,7 +156,7 @@ class StepTimeModel:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved; raises ValueError if it was saved for other drafters."""
+        """Restore what `state_dict` saved; raise ValueError if saved for other drafters."""
         if len(state_dict["weights"]) != len(self._weights):
             raise ValueError(
                 f"The saved step-time model has {len(state_dict['weights'])} coefficients, this one "

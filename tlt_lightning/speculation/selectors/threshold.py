@@ -1,7 +1,7 @@
-"""TLT's elastic rule: speculate when few requests are left (arXiv 2511.16665, section 5).
+"""Speculate when few requests are left: TLT's elastic rule (arXiv 2511.16665, section 5).
 
-What we do differently: the gate opens again when the batch grows back, and a band keeps a batch that hovers around the
-threshold from switching at every step.
+Unlike in the paper, speculation goes off again when the batch grows back, and a band keeps a batch that hovers around
+the threshold from switching at every step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Stra
 
 
 class ThresholdSelector(StrategySelector):
-    """Speculates while at most `max_running` requests run; knows nothing of what a step costs or what is accepted.
+    """Speculates while at most `max_running` requests run, whatever costs and acceptance are.
 
     Args:
         num_draft_tokens: Tokens drafted for each request and step while on.

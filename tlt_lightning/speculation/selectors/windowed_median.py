@@ -1,4 +1,4 @@
-"""The median of the last values, kept up to date as they arrive and expire."""
+"""Keep the median of the last values as values arrive and expire."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Iterable
 
 
 class WindowedMedian:
-    """Median of the last `window` values that have not expired; one insertion into a short sorted list for each.
-
-    Args:
-        window: Values remembered.
+    """Keeps the median of the last `window` unexpired values, by insertion into a sorted list.
 
     Example:
         >>> median = WindowedMedian(3)
@@ -50,7 +47,7 @@ class WindowedMedian:
         return (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
     def items(self) -> list[list[float]]:
-        """The remembered [time, value], oldest first."""
+        """Return the remembered [time, value], oldest first."""
         return [list(item) for item in self._recent]
 
     def replace(self, items: Iterable[Iterable[float]]) -> None:
