@@ -70,7 +70,7 @@ class SuffixIndex:
     def append(self, group: Hashable, text: Hashable, tokens: Sequence[int]) -> None:
         """Add `tokens` to the end of `text` in `group`; make group and text at first mention.
 
-        A text's first tokens should be some of its prompt, so that its beginning can be matched: the whole prompt once
+        Begin a text with tokens of its prompt, so that the response's beginning can be matched: the whole prompt once
         in a group, the last `max_match` tokens of it for the other texts.
         """
         held = self._groups.pop(group, None) or _Group()

@@ -6,8 +6,8 @@ Algorithm 1 of TLT (arXiv 2511.16665, section 5.2), but:
   bucket lists several budgets, and off is an arm of all.
 - The reward is emitted tokens per second *and request*. The paper's tokens per second grow with the batch, so within a
   bucket an arm last tried on a larger batch would look better than it is.
-- A pull lasts until `pull_size` requests have been stepped. A single step of one request emits one of K + 1 values, and
-  the median of such values is not close to their mean.
+- A pull lasts until `pull_size` requests have been stepped: one step of one request emits one of K + 1 values, whose
+  median is not close to their mean.
 - Rewards expire. An arm that lost when the drafter was bad would otherwise keep its old median until random draws have
   filled half of its window, which takes longer than a rollout.
 - The greedy choice is optimistic about arms with few pulls. One unlucky pull would otherwise shelve the best arm until
