@@ -83,7 +83,7 @@ class AcceptanceEstimator:
         return self._tables(spread)[0][position - 1]
 
     def expected_emitted(self, num_draft_tokens: int, spread: float = 0.0) -> float:
-        """Return expected tokens of a request and step, bonus included; `spread` as in `probability`."""
+        """Return expected tokens per request and step, with bonus; `spread` as in `probability`."""
         return self._tables(spread)[1][num_draft_tokens]
 
     def _tables(self, spread: float) -> tuple[list[float], list[float]]:
