@@ -1,4 +1,4 @@
-"""Rollout engines: what writes the responses."""
+"""Offer the rollout engines, which write responses."""
 
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.engine.transformers import TransformersEngine

@@ -1,4 +1,4 @@
-"""The architectures that are rolled out with vLLM, each proven by a test, and the refusal of all others."""
+"""List the architectures that tests prove on vLLM, and refuse all others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture, as Hugging Face names it, and what beside plain rollouts and look-ups it can be given.
+    """Describes an architecture and what it takes beside plain rollouts and look-ups.
 
     Args:
-        name: First of the `architectures` in a config.
+        name: First of the `architectures` in a Hugging Face config.
         model_type: The config's `model_type`.
         takes_head: vLLM's model hands out the hidden states that an EAGLE-3 head reads.
         has_drafter: `DrafterModule` and `LongTailIdleCallback` build and train heads for it.
@@ -48,7 +48,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 
 def check_architecture(policy: str, *, with_head: bool = False) -> Architecture:
-    """Raise ValueError unless vLLM is proven to roll out the policy, before anything of vLLM is loaded.
+    """Raise ValueError unless tests prove the policy on vLLM; import nothing of vLLM.
 
     Args:
         policy: Path or hub name.
@@ -72,7 +72,7 @@ def check_architecture(policy: str, *, with_head: bool = False) -> Architecture:
 
 
 def check_head_size(policy: str, supported: Sequence[int]) -> None:
-    """Raise ValueError unless the size of the policy's attention heads is among `supported`; none means all."""
+    """Raise ValueError unless `supported`, if not empty, has the size of the attention heads."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(policy)
@@ -85,7 +85,7 @@ def check_head_size(policy: str, supported: Sequence[int]) -> None:
 
 
 def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if the policy's safetensors have other shapes than its config says."""
+    """Raise ValueError if the policy's safetensors and config disagree on shapes."""
     from safetensors import safe_open
 
     for path in sorted(Path(policy).glob("*.safetensors")):
@@ -100,7 +100,7 @@ def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def markdown_table() -> str:
-    """The architectures as a Markdown table."""
+    """Return the architectures as a Markdown table."""
     rows = [
         "| architecture | rollouts, full and LoRA | look-ups | EAGLE-3 head | adaptive drafter |",
         "|---|---|---|---|---|",

@@ -1,6 +1,6 @@
-"""What every rollout engine promises, and the plain data that crosses its border.
+"""Define the contract of rollout engines and the plain data of its calls.
 
-Nothing here knows about vLLM, CUDA or the Trainer; `engine/vllm.py` and `engine/transformers.py` implement it.
+Nothing here knows about vLLM, CUDA or the Trainer; `engine/vllm/` and `engine/transformers.py` implement the contract.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are sampled.
+    """Sets how an engine samples responses.
 
     Args:
         max_tokens: Longest response in tokens, the end-of-sequence token included.
         temperature: Softmax temperature; 0 is greedy.
-        top_p: Nucleus mass; 1 keeps the whole distribution, which is where importance ratios are exact.
+        top_p: Nucleus mass; 1 keeps the whole distribution, where importance ratios are exact.
         top_k: Keep the `top_k` likeliest tokens; 0 keeps all.
         stop_token_ids: Token ids that end a response besides the tokenizer's end-of-sequence token.
     """
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to write.
+    """Asks an engine for one response.
 
     Args:
         id: Unique within one `generate` call; the response carries it back.
@@ -67,13 +67,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the engine wrote for one request.
+    """Answers one request.
 
     Args:
         request_id: The `Request.id` it answers.
-        token_ids: The response, its end-of-sequence token included where it was sampled.
-        logps: For each token, its log-probability in the distribution it was really sampled from (temperature,
-            top-p and top-k applied).
+        token_ids: The response, with its end-of-sequence token if that was sampled.
+        logps: Log-probability of each token in the distribution sampled from, after temperature, top-p and top-k.
         finish_reason: "stop" (end-of-sequence or a stop token) or "length".
         policy_versions: Versions of the weights that wrote it, oldest first; one unless weights moved in flight.
     """
@@ -87,7 +86,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """A rollout seen from outside while it runs; all counts are of this worker.
+    """Counts the requests and tokens of a running rollout, on this worker.
 
     Args:
         waiting: Requests that have not started.
@@ -97,8 +96,7 @@ class RolloutProgress:
         longest: Tokens in the longest response so far.
         elapsed: Seconds since the rollout began.
         strategy: The speculation strategy in force.
-        acceptance_length: Mean tokens emitted per request and speculative step so far, bonus token included; 1
-            without speculation.
+        acceptance_length: Mean tokens per request and speculative step, bonus token included; 1 without speculation.
     """
 
     waiting: int
@@ -122,20 +120,19 @@ OnProgress = Callable[[RolloutProgress], None]
 class RolloutEngine(ABC):
     """Writes responses with the current policy.
 
-    Constructing an engine is cheap and only checks its arguments; `setup` loads it. The order of calls is
-    `setup`, `attach`, then for each iteration `wake`, `update_weights`, `warm_up`, `generate`, `sleep`; `close` at any
-    time.
+    The constructor only checks arguments; `setup` loads. Order of calls: `setup`, `attach`, then for each iteration
+    `wake`, `update_weights`, `warm_up`, `generate`, `sleep`; `close` at any time.
     """
 
     @abstractmethod
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        """Load the engine for the policy at path or hub name `policy`, for sequences up to `max_model_len` tokens.
+        """Load the engine for a policy, given by path or hub name.
 
-        `max_model_len` counts prompt and response. `seed` is this worker's.
+        `max_model_len` counts tokens of prompt and response; `seed` is this worker's.
         """
 
     def attach(self, model: PreTrainedModel) -> None:  # noqa: B027 - most engines keep their own weights
-        """Hand over the live policy; engines that keep their own copy of the weights ignore it."""
+        """Hand over the live policy; engines with their own copy of the weights ignore the call."""
 
     @abstractmethod
     def generate(
@@ -152,23 +149,23 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace the policy's weights by `named_tensors` (Hugging Face names) and forget all cached prefixes."""
+        """Replace the policy's weights (Hugging Face names) and forget all cached prefixes."""
 
     def warm_up(self) -> None:  # noqa: B027 - most engines need none
-        """Measure whatever the engine wants to know before its first rollout; nothing where it knows enough.
+        """Measure what the engine must know before its first rollout, if anything.
 
         Takes seconds at most, needs current weights, and leaves no trace in what is written later.
         """
 
     def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace the drafter's trainable weights; never touches a tensor of the policy."""
+        """Replace the drafter's trainable weights; touch no tensor of the policy."""
         raise RuntimeError(f"{type(self).__name__} runs no learned drafter, so `update_drafter` has nothing to update.")
 
     drafter_version: int = -1
     """Version given to the last `update_drafter`; -1 before the first."""
 
     compute_dtype: str = "float32"
-    """Type in which log-probs are computed: how closely they can agree with the trainer's."""
+    """Type of the log-probs, which limits how closely they agree with the trainer's."""
 
     @property
     @abstractmethod
@@ -176,11 +173,11 @@ class RolloutEngine(ABC):
         """Version given to the last `update_weights`; -1 before the first."""
 
     def stats(self) -> dict[str, float]:
-        """Scalars of the last rollout under the project's metric names (`speculation/...`)."""
+        """Return scalars of the last rollout under metric names (`speculation/...`)."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine has learned, as tensors and primitives (the statistics of a strategy selector)."""
+        """Return what the engine learned (a selector's statistics), as tensors and primitives."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027 - most engines learn nothing
@@ -190,7 +187,7 @@ class RolloutEngine(ABC):
         """Give accelerator memory back to the trainer until `wake`."""
 
     def wake(self) -> None:  # noqa: B027 - optional
-        """Take the memory back; weights must be pushed again before `generate`."""
+        """Take the memory back; `update_weights` must follow before `generate`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of the engine's log-probs with the trainer's: whether the engine computes with the policy's weights."""
+"""Compare the engine's log-probs with the trainer's, to find wrong weights or kernels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tlt_lightning.engine.architectures import WAY_OUT
 log = logging.getLogger(__name__)
 
 TOLERANCES = {"float32": 5e-3, "bfloat16": 0.1}
-"""Mean absolute difference of token log-probs, in nats, by the coarser type of engine and trainer.
+"""Bound the mean absolute difference of token log-probs, in nats, by the coarser type in use.
 
 Right engines stay below a tenth of it: 2e-6 in float32, some 0.01 in bfloat16. Experts in a wrong layout differ by 0.02
 in a tiny random model, attention dropout by 0.1.
 """
 
 LOUD_KL = 0.02
-"""`mismatch/kl` of an iteration, in nats a token, that is worth a warning; bfloat16 alone makes up to 0.005."""
+"""Warn above this `mismatch/kl` of an iteration, in nats a token; bfloat16 alone makes up to 0.005."""
 
 _CAUSES = f"vLLM may not run this architecture rightly, or a callback changed the policy unseen. {WAY_OUT}"
 
@@ -28,7 +28,7 @@ _CAUSES = f"vLLM may not run this architecture rightly, or a callback changed th
 def check_agreement(
     engine: Sequence[Sequence[float]], trainer: Tensor, mask: Tensor, *, dtype: str, when: str
 ) -> float:
-    """Raise RuntimeError unless the engine's log-probs are the trainer's.
+    """Return the mean absolute difference of log-probs; raise RuntimeError above tolerance.
 
     Args:
         engine: Log-probs of each response's tokens when they were sampled.
@@ -36,9 +36,6 @@ def check_agreement(
         mask: 1 at tokens of a response, (B, T).
         dtype: The coarser of the types that engine and trainer compute in; bfloat16 stands for float16 too.
         when: What has just happened, for the message.
-
-    Returns:
-        The mean absolute difference.
     """
     sampled = torch.tensor([value for row in engine for value in row])
     differences = (trainer.float().cpu()[mask.cpu() > 0] - sampled).abs()

@@ -1,4 +1,4 @@
-"""How far a rollout has come, counted as its responses finish."""
+"""Count the progress of a rollout as responses finish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlt_lightning.speculation.strategy import OFF, Strategy
 
 
 class ProgressCounter:
-    """Counts finished responses from the time it is made."""
+    """Counts finished responses, from construction on."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -25,7 +25,7 @@ class ProgressCounter:
         strategy: Strategy = OFF,
         acceptance_length: float = 1.0,
     ) -> RolloutProgress:
-        """The rollout's state after an engine step.
+        """Return the rollout's state after an engine step.
 
         Args:
             finished: Responses that finished in it.

@@ -1,4 +1,4 @@
-"""Requests as engines take them, checked before anything is asked."""
+"""Check requests before an engine takes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tlt_lightning.engine.base import Request
 
 
 def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_size: int) -> None:
-    """Raise ValueError unless all can be answered; a token beyond the vocabulary would break a GPU for good.
+    """Raise ValueError for unanswerable requests; an unknown token would break a GPU for good.
 
     Args:
         requests: What is to be written.

@@ -1,4 +1,4 @@
-"""Random numbers of an engine that lives in the training process."""
+"""Keep an engine's random numbers apart from those of the training process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 
 
 class EngineRandom:
-    """Random numbers of its own for an engine that draws from the process's global generators.
+    """Holds random numbers for an engine that draws from the process's global generators.
 
-    They are put in force while the engine works and taken out before anybody else does, so that a rollout does not
-    depend on draws of the trainer, its callbacks or whoever consumes responses, nor these on the rollout. Of NumPy
-    the generator is exchanged, not its state (0.1 us instead of 50): a normal number held in reserve is dropped.
+    In force only while the engine works, so that rollouts and the draws of trainer, callbacks and consumers never mix.
+    NumPy's generator is exchanged, not its state (0.1 us instead of 50): a normal number held in reserve is dropped.
 
     Args:
         seed: The same seed gives the same numbers.
@@ -30,7 +29,7 @@ class EngineRandom:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Draw from these numbers inside the block, and go on with the caller's after it, whatever happened."""
+        """Draw from these numbers in the block; restore the caller's, whatever happened."""
         self._exchange()
         callers = np.random.get_bit_generator()  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The fallback engine: the policy itself writes, through Hugging Face `generate`."""
+"""Roll out with the policy itself, through Hugging Face `generate`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine(RolloutEngine):
-    """Generates with the live policy in batches: no second copy of the weights, no speculation, much slower than vLLM.
+    """Generates with the live policy: no second copy of weights, much slower than vLLM.
 
-    For machines without vLLM, and the reference that other engines are tested against.
+    Never speculates. For machines without vLLM, and the reference that other engines are tested against.
 
     Args:
         batch_size: Requests generated together; a batch runs until its longest response is done.
@@ -75,7 +75,7 @@ class TransformersEngine(RolloutEngine):
             yield from responses
 
     def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[list[Request], int]]:
-        """Requests of equal prompt length and limit together, so that no prompt needs padding; and that limit."""
+        """Yield batches of one prompt length and limit, so without padding, and the limit."""
 
         def shape(request: Request) -> tuple[int, int]:
             room = self._max_model_len - len(request.prompt_ids)

@@ -1,4 +1,4 @@
-"""The head's weights in a live engine: checked before anything is touched, read back afterwards."""
+"""Replace, keep and read back the head's weights in a live engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAPS = ("d2t", "t2d")
 
 
 class HeadWeights:
-    """The head's weights in a live engine: replaced when training has better ones, kept while the engine sleeps.
+    """Replaces the head's weights in a live engine, and keeps a copy while the engine sleeps.
 
     Args:
         engine: The live engine.
@@ -52,8 +52,7 @@ class HeadWeights:
         """Replace the trainable weights in place.
 
         Args:
-            named_tensors: The new tensors under the names the head was saved with: all that are trainable. The output
-                layer may be left out.
+            named_tensors: All trainable tensors, by the names of the saved head; the output layer may be left out.
 
         Raises:
             ValueError: Nothing was touched: a tensor belongs to the policy, is unknown, missing or of the wrong shape.
@@ -70,7 +69,7 @@ class HeadWeights:
                 raise RuntimeError(f"The head's {name!r} does not hold the weights that `update_drafter` was given.")
 
     def keep(self) -> None:
-        """Copy the head's own weights to the host; to be called before the engine sleeps, which drops them.
+        """Copy the head's own weights to the host, before a sleeping engine drops all weights.
 
         vLLM could keep them itself (`sleep_preserve_parameter_names`), in pageable memory, at a tenth of the speed.
         """
@@ -80,19 +79,19 @@ class HeadWeights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what `keep` kept; to be called when the engine is awake again."""
+        """Put the kept weights back, once the engine is awake again."""
         if self._is_kept:
             for name, parameter in self._own_parameters():
                 parameter.copy_(self._kept.tensors[name], non_blocking=True)
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are not the policy's, which brings its own."""
+        """Return the head's parameters but the policy's, which `update_weights` brings."""
         shared = {id(parameter) for parameter in self._policy.parameters()}
         return ((name, parameter) for name, parameter in self.head.named_parameters() if id(parameter) not in shared)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, shares_head: bool) -> None:
-    """Raise ValueError unless `tensors` are the head's own trainable ones, all of them, in the right shapes.
+    """Raise ValueError unless `tensors` are all trainable ones of the head, in the right shapes.
 
     Args:
         tensors: What was sent, under canonical names.
@@ -133,7 +132,7 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
 
 
 def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Names of vLLM's modules with the weights they should hold: it stacks what checkpoints keep apart."""
+    """Yield names and expected weights of vLLM's modules, which stack several saved tensors."""
     stacks: dict[str, list[Tensor]] = {}
     order = {name: index for index, name in enumerate(_STACKED)}
     for name in sorted(tensors, key=lambda name: order.get(name.split(".")[-2], 0)):
@@ -146,7 +145,7 @@ def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 @torch.inference_mode()
 def held_weight(module: Any) -> Tensor:
-    """The weight a layer computes with, (outputs, inputs); the CPU build keeps it packed, so it is read by using it."""
+    """Return a layer's weight, (outputs, inputs); read by use where the CPU packs weights."""
     if module.weight.numel():
         return module.weight
     columns = module(torch.eye(module.input_size, dtype=module.weight.dtype))

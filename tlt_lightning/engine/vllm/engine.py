@@ -1,4 +1,4 @@
-"""The rollout engine on vLLM, in this process and stepped by us."""
+"""Roll out with vLLM in the training process."""
 
 from __future__ import annotations
 
@@ -48,20 +48,18 @@ _NO_WEIGHTS = -1  # the version of an engine that holds none, or not all of them
 
 
 class VLLMEngine(RolloutEngine):
-    """Rolls out with vLLM inside the training process: weights arrive by reference, every step is ours.
-
-    On CUDA the engine sleeps while the policy is trained, so that both use the whole device in turn.
+    """Rolls out with vLLM inside the training process; weights arrive by reference.
 
     Args:
         dtype: Type of the engine's weights; `auto` takes that of the checkpoint. Choose the type the trainer computes
             in (`bfloat16` for `bf16-mixed`, `float32` for `32`): the closer both are, the smaller `mismatch/kl`.
         max_num_seqs: Most requests decoded at once.
         gpu_memory_utilization: Share of the device that weights and KV cache may take while the engine is awake.
-        kv_cache_gib: Size of the KV cache in GiB; None takes what `gpu_memory_utilization` leaves, at most what
-            `max_num_seqs` responses of full length fill. Give it on a CPU.
+        kv_cache_gib: GiB of KV cache; None takes what `gpu_memory_utilization` leaves, at most what `max_num_seqs`
+            responses of full length fill. Give it on a CPU.
         enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
-        sleep: Free the engine's memory while the policy is trained; has no effect on a CPU. vLLM allows one such engine
-            per process: to `fit` and then `validate` in one process, set it to false.
+        sleep: Free the engine's memory while the policy is trained, so that both use the whole GPU in turn; no effect
+            on a CPU. vLLM allows one such engine per process: to `fit` and then `validate` in one, set it to false.
         speculation: How to speculate; None decodes plainly.
     """
 
@@ -198,7 +196,7 @@ class VLLMEngine(RolloutEngine):
                 self._speculative.restore_head()
 
     def inspect(self) -> EngineParts:
-        """Return the live parts; raises RuntimeError unless the engine is set up."""
+        """Return the live parts; raise RuntimeError unless the engine is set up."""
         engine, speculative = self._live, self._speculative
         return EngineParts(
             engine=engine,
@@ -311,7 +309,7 @@ class VLLMEngine(RolloutEngine):
     def _steps(
         self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams], numbers: EngineRandom
     ) -> Generator[list[Response], None, None]:
-        """Write responses; yield those that finished in each engine step. Between two steps the caller draws."""
+        """Yield the responses of each engine step; between steps random numbers are the caller's."""
         engine, speculative = self._live, self._speculative
         is_async = engine.vllm_config.scheduler_config.async_scheduling
         if speculative is not None:

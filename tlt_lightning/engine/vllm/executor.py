@@ -1,4 +1,4 @@
-"""vLLM's worker in this process, on the device that this rank trains on."""
+"""Run vLLM's worker in this process, on the device that this rank trains on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_lightning.engine.vllm.internals import is_cpu_build
 
 
 class RankExecutor(UniProcExecutor):
-    """One engine a rank, all independent of each other.
+    """Runs one engine a rank, independent of all others.
 
     vLLM's own executor takes the first visible GPU, and calls every engine rank 0: under DDP all engines would share
     one GPU, and one cache of code that is compiled for a single device.
@@ -25,10 +25,10 @@ class RankExecutor(UniProcExecutor):
 
     @override
     def determine_available_memory(self) -> list[int]:
-        """Bytes for keys and values: those that are free, but no more than all requests of full length can fill.
+        """Return free bytes for keys and values, at most what all requests at full length fill.
 
-        vLLM takes all that it may, for prefixes that a server meets again. New weights make prefixes worthless, and
-        what lies idle is missed by the trainer, and mapped anew whenever the engine wakes, at 5 ms a GiB.
+        vLLM takes all it may, for prefixes that a server meets again. New weights make prefixes worthless; memory that
+        lies idle is missed by the trainer, and mapped anew at each waking, at 5 ms a GiB.
         """
         free = super().determine_available_memory()
         config = self.vllm_config

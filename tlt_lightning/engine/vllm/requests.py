@@ -1,4 +1,4 @@
-"""Requests as vLLM takes them and responses as vLLM gives them."""
+"""Translate requests for vLLM, and outputs of vLLM to responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's parameters for requests of at most `max_tokens` tokens; None takes the limit of `sampling`."""
+    """Return vLLM's sampling parameters; `max_tokens` None takes the limit of `sampling`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,4 +1,4 @@
-"""The meeting point of vLLM's scheduler, its model runner and the strategy controller, once a step."""
+"""Connect vLLM's scheduler and model runner with the strategy controller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _num_tokens, _num_stale_tokens = attrgetter("num_tokens"), attrgetter("num_stale
 
 @dataclass(frozen=True, slots=True)
 class _StepRecord:
-    """A scheduled step, which may finish only after the next one is planned."""
+    """Records a scheduled step, which may finish only after the next one is planned."""
 
     plan: StepPlan
     lookups: Mapping[str, LookupDraft]
@@ -37,7 +37,7 @@ class _StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """The live parts of an engine, for benchmarks and tests: valid until `close`, and changed at one's own risk.
+    """Lists an engine's live parts, valid until `close`; changes are at one's own risk.
 
     Args:
         engine: vLLM's engine.
@@ -57,10 +57,10 @@ class EngineParts:
 
 
 class SpeculativeRunner(ABC):
-    """Carries the controller's strategies out: tells the scheduler draft lengths, steers the drafter, collects results.
+    """Carries out the controller's strategies in vLLM's scheduler, model runner and drafter.
 
-    The calls of a step, in this order: `before_schedule`, `after_schedule`, the drafter's `propose` (of the subclass),
-    `after_step`, and where drafts visit the host `drafts`.
+    Calls of a step in order: `before_schedule`, `after_schedule`, `propose` of the subclass, `after_step`, and `drafts`
+    where drafts visit the host.
 
     Args:
         runner: vLLM's model runner.
@@ -81,12 +81,7 @@ class SpeculativeRunner(ABC):
         self._lookups: dict[str, LookupDraft] = {}  # verified in the step that is scheduled next
 
     def calibrate(self, decode: Decode, max_num_seqs: int) -> None:
-        """Measure steps for the selector under a controller made for it; they leave nothing but keys and values.
-
-        Args:
-            decode: Writes with the live engine.
-            max_num_seqs: Largest batch.
-        """
+        """Measure steps of `decode`, up to `max_num_seqs` requests; leave only keys and values."""
         mine, graphs = self.controller, self.graphs
         dial = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses())
         self.controller = StrategyController(
@@ -112,7 +107,7 @@ class SpeculativeRunner(ABC):
             self.graphs.hits.clear()
 
     def end_rollout(self) -> None:
-        """Forget what belongs to the rollout that is over."""
+        """Forget the rollout that is over."""
         self.controller.end_rollout()
         if self.catch_up is not None:
             self.catch_up.clear()
@@ -123,7 +118,7 @@ class SpeculativeRunner(ABC):
             self.weights.keep()
 
     def restore_head(self) -> None:
-        """Put back what `keep_head` saved."""
+        """Restore the weights that `keep_head` saved."""
         if self.weights is not None:
             self.weights.restore()
 
@@ -133,7 +128,7 @@ class SpeculativeRunner(ABC):
             self.controller.trace.close()
 
     def before_schedule(self, scheduler: Any) -> int:
-        """Plan a step; return the draft length that vLLM's own drafter is asked for in it."""
+        """Plan a step; return the draft length to ask of vLLM's own drafter."""
         running = scheduler.running
         admitted = num_admissible(scheduler)
         context = sum(map(_num_tokens, running)) / len(running) if running else 0.0
@@ -146,7 +141,7 @@ class SpeculativeRunner(ABC):
         """Tokens that vLLM's own drafter is asked for."""
 
     def after_schedule(self, output: Any) -> None:
-        """Attach the plan to the scheduled step, with the requests that really run in it."""
+        """Attach the plan to the scheduled step, with the requests that really run."""
         assert self._plan is not None
         num_requests = len(output.num_scheduled_tokens)
         output.speculation = _StepRecord(
@@ -200,13 +195,13 @@ class SpeculativeRunner(ABC):
         )
 
     def source(self, strategy: Strategy, lookup: LookupDraft | None, request: Any) -> Source | None:
-        """Return whose drafts a request verified; None if they were fillers."""
+        """Return the source of a request's drafts; None for fillers."""
         if lookup is not None:
             return lookup.source
         return LEARNED if strategy.is_learned else None
 
     def _skip(self, request_ids: list[str], *tensors: Any) -> None:
-        """Keep what the head would have read in a step in which every request decoded one token."""
+        """Keep the head's inputs of a step in which every request decoded one token."""
         assert self.catch_up is not None
         self.num_skipped += 1
         if not self.catch_up.has_room(len(request_ids)):
@@ -220,10 +215,10 @@ class SpeculativeRunner(ABC):
 
     @abstractmethod
     def _cache(self) -> tuple[Mapping[str, int], Tensor, int]:
-        """Return the rows of requests in the head's block table, the table (rows, blocks), and tokens per block."""
+        """Return row of each request, the head's block table (rows, blocks), tokens per block."""
 
     def stats(self) -> dict[str, float]:
-        """Metrics of the rollout."""
+        """Return metrics of the rollout."""
         stats = self.controller.stats()
         if self.catch_up is not None:
             stats["speculation/skipped_passes"] = float(self.num_skipped)
@@ -234,7 +229,7 @@ class SpeculativeRunner(ABC):
 
 
 def num_admissible(scheduler: Any) -> int:
-    """Return how many waiting requests the next step can take in: there must be a seat and cache for each."""
+    """Return the number of waiting requests that the next step has a seat and cache for."""
     seats = scheduler.max_num_running_reqs - len(scheduler.running)
     if seats <= 0 or not scheduler.waiting:
         return 0
@@ -251,7 +246,7 @@ def num_admissible(scheduler: Any) -> int:
 
 
 def _is_plain_decode(scheduler: Any, output: Any, result: Any) -> bool:
-    """True if every request of the step emitted one token and somebody waits for it; no loop of Python's own."""
+    """Return True if every request emitted one token that is wanted; use no Python loop."""
     scheduled, requests = output.num_scheduled_tokens, scheduler.requests
     return (
         not output.scheduled_spec_decode_tokens

@@ -1,4 +1,4 @@
-"""Speculation on vLLM's V1 model runner, which the CPU build uses."""
+"""Speculate on vLLM's V1 model runner, which the CPU build uses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from tlt_lightning.speculation.lookup import LookupDraft
 
 
 class NoDrafter:
-    """Stands in where vLLM wants a drafter and all drafts come from the scheduler's side.
-
-    vLLM builds it from `speculative_config` with method `custom_class`.
-    """
+    """Stands in for vLLM's drafter (method `custom_class`) where the scheduler's side drafts."""
 
     def __init__(self, vllm_config: Any) -> None:
         pass
 
     def load_model(self, target_model: Any) -> None:
-        """Nothing to load."""
+        """Load nothing."""
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens: Any, token_ids: Any, slot_mappings: Any = None
@@ -35,10 +32,7 @@ class NoDrafter:
 
 
 def sample_plainly_without_drafts(runner: Any) -> None:
-    """Let a V1 model runner sample as the plain engine does in steps that verify nothing.
-
-    It runs its verification over no drafts at all, which costs time and fails under top-k.
-    """
+    """Sample plainly where nothing is verified: verification costs time and fails under top-k."""
     sample = reach(runner, "_sample")
 
     def sampled(logits: Tensor, metadata: Any) -> Any:
@@ -48,10 +42,9 @@ def sample_plainly_without_drafts(runner: Any) -> None:
 
 
 def step_plainly_without_drafts(runner: Any, is_off: Callable[[], bool]) -> None:
-    """Let a V1 model runner take steps that neither verify nor draft as the plain engine does.
+    """Let a V1 model runner step plainly where it neither verifies nor drafts.
 
-    Otherwise it prepares a verification of nothing and asks for no drafts, which takes some 5% of a small policy's step
-    on a CPU. Only for a runner whose drafter is `NoDrafter`: a head must see every step.
+    Saves some 5% of a small policy's step on a CPU. Only for the drafter `NoDrafter`: a head must see every step.
 
     Args:
         runner: The model runner.
@@ -75,7 +68,7 @@ def step_plainly_without_drafts(runner: Any, is_off: Callable[[], bool]) -> None
 
 
 class RunnerV1(SpeculativeRunner):
-    """Speculates on a V1 model runner, where the host knows every token between two steps and looks up there.
+    """Speculates on a V1 model runner: the host knows all tokens between steps and looks up.
 
     Args:
         runner: vLLM's model runner.
@@ -117,7 +110,7 @@ class RunnerV1(SpeculativeRunner):
         return drafts
 
     def propose(self, **inputs: Any) -> Tensor:
-        """Run vLLM's drafter, or skip it in a step that drafts nothing."""
+        """Run vLLM's drafter, or skip a step that drafts nothing."""
         metadata, next_ids = inputs["common_attn_metadata"], inputs["next_token_ids"]
         self._block_table = metadata.block_table_tensor
         if inputs["num_speculative_tokens"] or metadata.max_query_len > 1:
@@ -134,7 +127,7 @@ class RunnerV1(SpeculativeRunner):
         return self.runner.input_batch.req_id_to_index, self._block_table, self.drafter.block_size
 
     def draft_probs(self, metadata: Any) -> Tensor | None:
-        """Return the drafts' probabilities, (N, V): one-hot rows where the drafts are not the head's."""
+        """Return the drafts' probabilities, (N, V); drafts not the head's get one-hot rows."""
         probs = self._draft_probs(metadata)
         if probs is None or not self._foreign:
             return probs

@@ -1,4 +1,4 @@
-"""Speculation on vLLM's V2 model runner, the GPU's default, where nothing waits for the device."""
+"""Speculate on vLLM's V2 model runner, the GPU's default, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from tlt_lightning.speculation.strategy import Strategy
 class RunnerV2(SpeculativeRunner):
     """Speculates on a V2 model runner.
 
-    The host runs one to two steps ahead of the device, so it looks up continuations of texts whose last tokens it does
-    not know yet. The device, which knows them, keeps a continuation only where it begins with these very tokens, and
-    drafts what comes next in it. Nothing waits.
+    The host runs one to two steps ahead of the device, and looks up continuations of texts without their last tokens.
+    The device knows these tokens: it keeps a continuation that begins with them, and drafts what comes next in it.
 
     Args:
         runner: vLLM's model runner.
@@ -51,7 +50,7 @@ class RunnerV2(SpeculativeRunner):
         return self.controller.strategy.num_draft_tokens
 
     def _find_cache(self) -> tuple[int, int]:
-        """Which of the runner's block tables the head's cache uses, and the tokens a block holds."""
+        """Return the index of the head's block table, and the tokens a block holds."""
         layers = reach(self.speculator, "draft_attn_layer_names")
         groups = reach(self.speculator, "kv_cache_config.kv_cache_groups")
         index = next(index for index, group in enumerate(groups) if layers & set(group.layer_names))
@@ -62,7 +61,7 @@ class RunnerV2(SpeculativeRunner):
         return self.states.req_id_to_index, self.speculator.block_tables.block_tables[self._group].gpu, self._block_size
 
     def propose(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return drafts for each request, (B, longest draft); stands in front of the speculator's own `propose`."""
+        """Return drafts, (B, longest draft); stands in front of the speculator's own `propose`."""
         bound = self._signature.bind(*args, **kwargs)
         given = bound.arguments
         batch, last_sampled = given["input_batch"], given["last_sampled"].view(-1)
@@ -102,7 +101,7 @@ class RunnerV2(SpeculativeRunner):
 
     @override
     def source(self, strategy: Strategy, lookup: LookupDraft | None, request: Any) -> Source | None:
-        """Find out, now that the host knows as much, whether the device kept the look-up."""
+        """Return the drafts' source; by now the host knows if the device kept the look-up."""
         if lookup is not None:
             since = list(request.all_token_ids[lookup.num_known :])
             if lookup.tokens[: len(since)] != since or len(lookup.tokens) <= len(since):
@@ -111,7 +110,7 @@ class RunnerV2(SpeculativeRunner):
 
 
 def pack_lookups(request_ids: list[str], lookups: Mapping[str, LookupDraft]) -> np.ndarray:
-    """Pack look-ups, a row per request: tokens known, length of the draft, the draft, padded; (B, 2 + longest)."""
+    """Return look-ups as rows, (B, 2 + longest): tokens known, draft length, padded draft."""
     longest = max(len(lookup.tokens) for lookup in lookups.values())
     packed = np.zeros((len(request_ids), 2 + longest), dtype=np.int64)
     for row, request_id in zip(packed, request_ids, strict=True):
@@ -123,17 +122,13 @@ def pack_lookups(request_ids: list[str], lookups: Mapping[str, LookupDraft]) -> 
 
 
 def splice(drafts: Tensor, packed: Tensor, written: Tensor, total: Tensor) -> Tensor:
-    """Replace drafts by continuations that turned out right so far; no step waits for the device.
+    """Return drafts, (B, K): continuations that turned out right so far, else `drafts`; no wait.
 
     Args:
         drafts: What is drafted where no continuation fits, (B, K).
         packed: Rows of `pack_lookups`, (B, 2 + M).
-        written: Tokens of each request from where the host stopped knowing, (B, M); only the first `total - known` are
-        real.
+        written: Tokens since the host stopped knowing, (B, M); only the first `total - known` are real.
         total: Tokens each request has by now, (B,).
-
-    Returns:
-        (B, K), of the type of `drafts`.
     """
     known, length, continuation = packed[:, 0], packed[:, 1], packed[:, 2:]
     ahead = total.to(known.dtype) - known  # (B,)

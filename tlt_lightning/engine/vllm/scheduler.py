@@ -1,4 +1,4 @@
-"""vLLM's schedulers, told before every step how many tokens to draft. Imports vLLM: import it late."""
+"""Steer vLLM's schedulers before every step. Imports vLLM: import this module late."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Steered:
-    """Mix-in over either scheduler: K of every step comes from `speculative_runner`; 0 while there is none."""
+    """Mixes into a scheduler: `speculative_runner` gives K of every step; 0 while there is none."""
 
     speculative_runner: SpeculativeRunner | None = None
 
@@ -45,8 +45,8 @@ class _Steered:
 
 
 class SteeredScheduler(_Steered, Scheduler):  # type: ignore[misc]
-    """Schedules a step once the one before it is done."""
+    """Schedules a step once the step before is done."""
 
 
 class SteeredAsyncScheduler(_Steered, AsyncScheduler):  # type: ignore[misc]
-    """Schedules a step while the one before it still runs."""
+    """Schedules a step while the step before still runs."""

@@ -1,10 +1,9 @@
-"""How an engine speculates: the user's choices, checked before anything is loaded.
+"""Check the user's choices for speculation, before anything is loaded.
 
-Nothing here can change what is sampled. Verification is vLLM's standard rejection sampling; its lossy variants cannot
-be asked for. Of vLLM's sampling parameters, `min_p` and `logit_bias` do not work with speculation and are refused by
-vLLM per request, custom logits processors when an engine starts; temperature, top-p, top-k, stop tokens and limits,
-which are all that `Sampling` has, hold for drafted tokens as for others. A rollout is reproducible from its seed as
-long as the same strategies are chosen at the same steps, which selectors that learn from the clock do not promise.
+Nothing here changes what is sampled: vLLM verifies by standard rejection sampling, and its lossy variants cannot be
+asked for. All that `Sampling` has (temperature, top-p, top-k, stop tokens, limits) holds for drafted tokens too; vLLM
+refuses `min_p` and `logit_bias` per request, custom logits processors when an engine starts. A seed reproduces a
+rollout if the same strategies are chosen at the same steps, which selectors that learn from the clock do not promise.
 """
 
 from __future__ import annotations
@@ -33,25 +32,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding that is chosen anew for every engine step and never changes what is sampled.
+    """Speculates with a strategy chosen anew for every engine step; samples stay unchanged.
 
     At least one of `head`, `cold_head`, `siblings` and `ngram` must be given: somebody must draft.
 
     Args:
         selector: Chooses, before each step, how many tokens are drafted and by whom.
         head: Directory of an EAGLE-3 head trained for the policy, as `speculators` or vLLM save it.
-        cold_head: The head is worth nothing until training brings it weights (`update_drafter`), and drafts nothing
-            before. `LongTailIdleCallback` sets this and `head` where it starts from nothing; give it yourself if nobody
-            but that head is to draft.
-        siblings: Draft what other responses to the same prompt said after the same words, in steps for which the
-            selector asks for the drafter `sibling`, or for `mixed`, where the head drafts for requests without a good
-            match. Needs no training.
+        cold_head: The head drafts nothing until training brings it weights (`update_drafter`). `LongTailIdleCallback`
+            sets this and `head` where it starts from nothing; give it yourself if nobody but that head is to draft.
+        siblings: Draft what other responses to the same prompt said after the same words, in steps for the drafter
+            `sibling`, or for `mixed`, where the head drafts for requests without a good match. Needs no training.
         ngram: Draft what the prompt and the response itself said after the same words, in steps for `ngram`, and in
             those for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
-        draft_sampling: How the head drafts at a temperature above 0: `greedy` takes its likeliest token,
-            `probabilistic` samples, which is accepted more often and on a GPU costs memory of `max_num_seqs` *
-            `max_draft_tokens` * vocabulary * 4 bytes. Both leave what is sampled unchanged.
+        draft_sampling: How the head drafts above temperature 0: `greedy` takes its likeliest token; `probabilistic`
+            samples, with more acceptance, for `max_num_seqs` * `max_draft_tokens` * vocabulary * 4 bytes on a GPU.
         steps_per_choice: Steps for which a choice of the selector stands.
         graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
             the selector can reach (`BucketedGraphPool`).
@@ -95,7 +91,7 @@ class Speculation:
         return tuple(drafter for drafter, is_there in possible if is_there)
 
     def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
-        """Return the head's shape; raises ValueError unless it fits the policy and the selector's arms can be run."""
+        """Return the head's shape; raise ValueError unless head, policy and selector's arms fit."""
         by_batch = arms_by_batch(self.selector, max_num_seqs)
         for batch_size, arms in by_batch.items():
             for arm in arms:
@@ -134,11 +130,7 @@ class Speculation:
         return PlannedGraphs(self.graph_pool or BucketedGraphPool(), arms_by_batch(self.selector, max_num_seqs))
 
     def engine_args(self, *, is_v2: bool) -> dict[str, Any]:
-        """Return the arguments of a vLLM engine that this asks for.
-
-        Args:
-            is_v2: Whether the engine will run vLLM's V2 model runner.
-        """
+        """Return vLLM's engine arguments, for V2 if `is_v2`; raise ValueError if choices clash."""
         from tlt_lightning.engine.vllm.scheduler import SteeredAsyncScheduler, SteeredScheduler
 
         looks_up = self.siblings or self.ngram

@@ -1,4 +1,4 @@
-"""Faults of vLLM and their repairs: a file each, applied when an engine starts and undone when it closes."""
+"""Repair faults of vLLM, a file each, from an engine's start to its close."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ PATCHES: tuple[Patch, ...] = (
 
 @contextmanager
 def patched(without: Container[Patch] = ()) -> Iterator[None]:
-    """Repair inside the block what is found faulty; an engine starts, lives and ends inside it.
-
-    Args:
-        without: Patches that are left out.
-    """
+    """Repair vLLM's faults, but not those of `without`, while an engine lives inside the block."""
     with ExitStack() as stack:
         for patch in PATCHES:
             if patch not in without:

@@ -1,4 +1,4 @@
-"""Experts that are packed anew when their weights are reloaded."""
+"""Pack experts anew when weights are reloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs without a compiler run of 17 s at the first one."""
+"""Skip a compiler run of 17 s at the first log-prob."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = "batched_count_greater_than"
 
 
 def _as_written() -> Any:
-    """The function before vLLM compiled it; None if it is not compiled."""
+    """Return the function before vLLM's compilation; None if not compiled."""
     from vllm.v1.sample.ops import logprobs
 
     return getattr(getattr(logprobs, _NAME), "_torchdynamo_orig_callable", None)

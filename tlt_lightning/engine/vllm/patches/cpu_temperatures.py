@@ -1,4 +1,4 @@
-"""Temperatures that reach the drafts they belong to."""
+"""Give drafts the temperatures of their own requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
-    """Repeat each request's value for each of its drafts.
+    """Repeat each request's value for each of its drafts; return (N,), of the type of `x`.
 
     Args:
         x: One value per request, (B,).
@@ -20,9 +20,6 @@ def expand_batch_to_tokens(
         num_tokens: Drafts in all, N.
         replace_from: Value that is replaced.
         replace_to: Its replacement.
-
-    Returns:
-        (N,), of the type of `x`.
     """
     counts = torch.diff(cu_num_tokens.long(), prepend=torch.zeros(1, dtype=torch.long))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)

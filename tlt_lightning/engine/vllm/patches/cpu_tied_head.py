@@ -1,4 +1,4 @@
-"""A tied output head that takes part in a reload of weights."""
+"""Pack a tied output head anew when weights are reloaded."""
 
 from __future__ import annotations
 

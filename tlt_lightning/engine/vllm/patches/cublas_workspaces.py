@@ -1,10 +1,9 @@
-"""cuBLAS workspaces that live as long as the CUDA graphs captured with them.
+"""Let cuBLAS workspaces live as long as the CUDA graphs captured with them.
 
 PyTorch gives each stream one workspace and frees it when asked to; a graph keeps the bare pointer. The rehearsal before
 a capture makes a workspace outside the graph's pool, and Lightning frees it when the trainer sets up its device, after
-the engine has started (`CUDAAccelerator.setup`). Replays then write into memory that is somebody else's, or nobody's:
-an illegal memory access where the freed segment was unmapped, silence elsewhere. Dropping the workspaces right before a
-capture makes the capture allocate its own, in the graph's pool.
+the engine has started (`CUDAAccelerator.setup`). Replays then write into freed memory: an illegal memory access where
+it was unmapped, silence elsewhere. With workspaces dropped right before it, a capture allocates its own in the pool.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A drafter's first pass that uses only CUDA graphs of the very shape of the target's pass.
+"""Let a drafter's first pass use only CUDA graphs of the very shape of the target's pass.
 
-That pass goes over the tokens the target has just verified. Its full graph reads attention metadata from buffers which
-the target's pass filled, and FlashAttention 3 lays them out by the number of requests, padding included. A graph of
-more requests than the target's pass had reads other vectors and memory that nobody wrote: wrong drafts, and an illegal
+The first pass goes over the tokens just verified. Its full graph reads attention metadata from buffers which the
+target's pass filled, and FlashAttention 3 lays them out by the number of requests, padding included. A graph of more
+requests than the target's pass had reads other vectors and memory that nobody wrote: wrong drafts, and an illegal
 memory access where a padded request seems to end before it begins.
 
 vLLM 0.32 replays such graphs. With its own table of draft lengths, 153 requests of one draft each find no full graph
-for the target, because a graph of another length hides it, and run piecewise, without padding; the drafter then finds
-its graph of 160. A plan whose budget left out a graph of the drafter but not the target's leads there too.
+for the target, hidden by a graph of another length, and run piecewise, without padding; the drafter then finds its
+graph of 160. A plan whose budget left out a graph of the drafter but not the target's leads there too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 
 
 def keep_first_pass_with_target(runner: Any) -> None:
-    """Let a V2 runner's drafter use a full graph in its first pass only where the target used one of the same shape.
+    """Let a V2 runner's drafter begin with a full graph only if the target used that shape.
 
     Elsewhere it goes piecewise, which takes the target's metadata as they are.
     """

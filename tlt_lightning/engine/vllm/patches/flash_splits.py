@@ -1,8 +1,8 @@
-"""CUDA graphs with as many splits of a context as their requests can use.
+"""Give CUDA graphs only as many splits of a context as their requests can use.
 
-FlashAttention 3 splits a long context among multiprocessors and keeps each split's partial result, in a graph for as
-many splits as may ever be used: 32 by vLLM's default, of 4 bytes for each token, head and channel, 235 MB for a 7B
-policy and 512 tokens. Only few requests leave multiprocessors idle enough for many splits.
+FlashAttention 3 splits a long context among multiprocessors. A graph keeps partial results for as many splits as may
+ever be used: 32 by vLLM's default, of 4 bytes for each token, head and channel, 235 MB for a 7B policy and 512 tokens.
+Only few requests leave multiprocessors idle enough for many splits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MIN_SPLITS = 4
 
 
 def useful_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Splits of the context that still keep more multiprocessors busy when `num_requests` requests decode."""
+    """Return the splits of a context that still keep more multiprocessors busy in decoding."""
     return max(MIN_SPLITS, -(-2 * num_multiprocessors // (num_requests * num_kv_heads)))
 
 
 def with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `build` of FlashAttention's metadata so that each batch gets no more splits than are useful."""
+    """Wrap `build` of FlashAttention's metadata: each batch gets only useful splits."""
 
     @wraps(build)
     def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:

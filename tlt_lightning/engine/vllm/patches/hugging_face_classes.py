@@ -1,8 +1,8 @@
-"""Hugging Face classes that the trainer can go on using.
+"""Keep Hugging Face classes usable for the trainer.
 
 Architectures without a class of vLLM's own (SmolLM3, OLMo 2, GPT-NeoX, Phi) run on its Transformers backend, which
-decorates the Hugging Face class of the decoder for `torch.compile`, in this process. The trainer's model is made of the
-same class, and would ask for vLLM's configuration. Here the decoration moves to a subclass that vLLM's model alone has.
+decorates the decoder's Hugging Face class for `torch.compile`, in this process. The trainer's model has the same class,
+and would ask for vLLM's configuration. Here the decoration moves to a subclass that vLLM's model alone has.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _apply() -> Undo:
 
 
 def _give_back(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """Take a decoration off a class, and return a subclass that has it."""
+    """Take a decoration off a class; return a subclass that has the decoration."""
     added = {name: value for name, value in vars(cls).items() if attributes.get(name) is not value}
     mixed_in = tuple(base for base in cls.__bases__ if base not in bases)
     for name in added:

@@ -1,4 +1,4 @@
-"""The form of every repair of vLLM."""
+"""Define the form of every repair of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One fault of vLLM and its repair in this process.
+    """Repairs one fault of vLLM in this process.
 
     Args:
         why: The fault, and who suffers from it.
@@ -30,7 +30,7 @@ class Patch:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Repair the fault inside the block, if it is there."""
+        """Repair the fault inside the block, if this process has the fault."""
         if not self.is_needed():
             yield
             return
@@ -48,7 +48,7 @@ class Patch:
 
 
 def replace(owner: Any, name: str, new: Any) -> Undo:
-    """Give a class or a module another attribute; the returned function puts the old one back."""
+    """Replace an attribute of a class or module; return a function that puts the old one back."""
     inherited, old = name not in vars(owner), getattr(owner, name)
     setattr(owner, name, new)
 
