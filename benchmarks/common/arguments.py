@@ -1,4 +1,4 @@
-"""Parse what all benchmarks take: `--tiny`, `--size`, `--out`, `--seed`, `--note`, and the files of each size."""
+"""Parse the arguments that all benchmarks share, and name the files of each size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of a size, as `python -m benchmarks target` and `pad_to_7b` leave them."""
+    """Names the files of a size, as `python -m benchmarks target` and `pad_to_7b` leave them."""
 
     policy: str
     head: str | None
@@ -56,11 +56,9 @@ def sized_parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def take_size(args: argparse.Namespace, *, trains: bool) -> None:
-    """Fill in `size` for `--tiny`, and the size's policy, heads and prompts where the command line names none.
+    """Fill in `size` for `--tiny`, and the policy, heads and prompts that are not named.
 
-    Args:
-        args: The command line's.
-        trains: Whether prompts to train on are meant, or held-out ones.
+    With `trains` the prompts are those to train on, else held-out ones.
     """
     if args.tiny:
         args.size = "tiny"

@@ -1,4 +1,4 @@
-"""Engines to measure with, in one class: the only place where a benchmark reaches into `VLLMEngine`."""
+"""Measure with one class of engine: only here a benchmark reaches into `VLLMEngine`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WITHOUT_WEIGHTS = {"load_format": "dummy", "enable_prefix_caching": False}
 
 
 class BenchEngine(VLLMEngine):
-    """An engine that can write on after an end, and be asked what it holds.
+    """Runs vLLM past ends of text, and describes the live engine.
 
     Args:
         arguments: Arguments of vLLM's engine that `VLLMEngine` does not have.
@@ -52,7 +52,7 @@ class BenchEngine(VLLMEngine):
     def follow(
         self, requests: Sequence[Request], max_tokens: int, script: Generator[None, RolloutProgress, None]
     ) -> None:
-        """Decode until the script ends, which gets the progress after each step in which all requests decode.
+        """Decode until the script ends; the script gets the progress of steps that only decode.
 
         Raises:
             RuntimeError: The requests ended first.

@@ -1,4 +1,4 @@
-"""The graphs vLLM itself would capture, which plans are compared with."""
+"""Plan the graphs that vLLM itself would capture, for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_lightning.speculation.graphs.pool import Arms, check_arms
 
 
 class FullGraphPool(GraphPool):
-    """Every shape that vLLM itself would capture for the same draft lengths: each length at each batch size."""
+    """Plans each draft length at each batch size, as vLLM itself would capture them."""
 
     limits_splits = False
 

@@ -1,4 +1,4 @@
-"""Run parts of a benchmark in processes of their own, which leave the device's memory to the next."""
+"""Run each part of a benchmark in a process of its own, which frees the device's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from typing import Any
 
 
 def run_apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what the function returns in a new process, or raise what it raises."""
+    """Call the function in a new process; return its value or raise its error."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,4 +1,4 @@
-"""Write results: what they were measured with, tables in Markdown, files that are complete after every measurement."""
+"""Write results with their hardware and versions to files, complete after every measurement."""
 
 from __future__ import annotations
 

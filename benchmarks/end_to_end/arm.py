@@ -1,4 +1,4 @@
-"""One arm of `python -m benchmarks end_to_end` in this process: GRPO iterations with one way to speculate."""
+"""Run one arm of `python -m benchmarks end_to_end` in this process, a GRPO run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEPT = ("time/", "rollout/", "reward/mean", "reward/zero", "speculation/", "draf
 
 
 class ReplayEngine(BenchEngine):
-    """An engine that can be told how long every response is, so that all arms write equally much.
+    """Replays the lengths of responses, so that all arms write equally much.
 
     Set `lengths` before `generate`: tokens by rollout and request.
     """
@@ -56,9 +56,7 @@ class ReplayEngine(BenchEngine):
 class Recorder(RolloutCallback):
     """Writes every finished iteration into the diary, and ends the run when the time is up.
 
-    Args:
-        diary: Where to.
-        keep_lengths: Whether to tell each response's length.
+    With `keep_lengths` each response's length is recorded too.
     """
 
     def __init__(self, diary: Diary, *, keep_lengths: bool) -> None:
@@ -154,7 +152,7 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
 def trainer_of(
     work: Work, folder: str, callbacks: Sequence[L.Callback], loggers: Sequence[Logger] | None = None
 ) -> L.Trainer:
-    """Return the Trainer that does it, writing to `folder`; without `loggers` it logs nothing."""
+    """Return the Trainer, which writes to `folder`; without `loggers` it logs nothing."""
     return L.Trainer(
         accelerator="cpu" if work.is_tiny else "gpu",
         devices=work.devices,
@@ -175,7 +173,7 @@ def trainer_of(
 
 
 def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, keep_lengths: bool) -> None:
-    """Train for `work.iterations` iterations, or until the time is up, writing a diary to `path`."""
+    """Train for `work.iterations` or until the time is up, and write a diary to `path`."""
     diary = Diary(path, until)
     L.seed_everything(work.seed, verbose=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The head a run began with and the one that is trained along, on the same text of the same policy.
+"""Compare the head that a run began with and the trained one on the policy's same text.
 
 Two runs, one with a frozen head and one with an adaptive, are not alike for long: their policies part. Here one policy
 drifts, and both heads draft what it wrote last.
@@ -21,7 +21,7 @@ from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
 
 class FirstHead(L.Callback):
-    """Measures the head as it was at the start on each held-out text that the trained one is judged by.
+    """Measures the first head on each held-out text that the trained one is judged by.
 
     Args:
         drafting: What trains the head; must come before this among the Trainer's callbacks.

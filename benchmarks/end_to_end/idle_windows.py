@@ -1,4 +1,4 @@
-"""Does a rank that trains the drafter in its idle window slow down the one that still writes? How much does it use?
+"""Measure the use of idle windows, and if training in them slows the rank that still writes.
 
     python -m benchmarks idle_windows --size 25m
 
@@ -51,7 +51,7 @@ Rows = list[dict[str, Any]]
 
 
 class Witness(RolloutCallback):
-    """Ends the learning, and tells all iterations so far after each; stands before the drafter's callback."""
+    """Ends the learning, and saves each iteration; stands before the drafter's callback."""
 
     def __init__(self, learning: int, tell: Callable[[Rows], None]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Witness(RolloutCallback):
         self._rows: Rows = []
 
     def hold(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Let an optimizer's step change nothing once learning is over; a hook that it runs before each step."""
+        """Stop an optimizer's changes once learning is over; a hook before each step."""
         if self._is_measuring:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
@@ -117,7 +117,7 @@ def pace_of(opened: Sequence[float | None], steps: Sequence[float]) -> float | N
 
 
 def row_of(iteration: int, metrics: Mapping[str, float], devices: int, learning: int) -> dict[str, Any]:
-    """Return what is kept of an iteration, counted from 1; times and micro-steps are those of a rank that waits.
+    """Return the row of an iteration, counted from 1, with times of a rank that waits.
 
     `metrics` are means over the ranks, of which the late one neither waits nor trains.
     """
@@ -136,7 +136,7 @@ def row_of(iteration: int, metrics: Mapping[str, float], devices: int, learning:
 
 
 def summarise(rows: Rows) -> dict[str, list[float]]:
-    """Return the late rank's paces by what the others did, and each that trained over its neighbours that waited."""
+    """Return the late rank's paces in windows with and without training, and their ratios."""
     waiting, training = (
         {row["iteration"]: row["pace"] for row in rows if row["kind"] == kind and row["pace"] is not None}
         for kind in ("waiting", "training")
@@ -147,7 +147,7 @@ def summarise(rows: Rows) -> dict[str, list[float]]:
 
 
 def verdict(rows: Rows) -> list[str]:
-    """Say whether the late rank keeps its pace, and what of the idle time is used."""
+    """Say if the late rank keeps its pace, and the share of idle time that is used."""
     kept = middle(summarise(rows)["ratio"])
     if kept is None:
         return ["Not measured: it takes an iteration that trains and one beside it that does not."]
@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def work_of(args: argparse.Namespace) -> Work:
-    """Return the work: the same lengths in every iteration, short ones for all ranks but the last."""
+    """Return the work: equal lengths in all iterations, short for all ranks but the last."""
     each = args.each * args.group_size
     lengths = [args.short] * each * (args.devices - 1) + [args.long] * each
     settings = {name: getattr(args, name) for name in ("iterations", "group_size", "lr", "devices", "seed")}
@@ -201,7 +201,7 @@ def work_of(args: argparse.Namespace) -> Work:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train, and save what is known after every iteration; Lightning starts this once more for each further rank."""
+    """Train, and save after every iteration; Lightning starts this anew for each further rank."""
     args = parse(arguments)
     work = work_of(args)
     note = note_of(args.policy, args.note, "A tiny policy on CPUs: shows that it works, not how fast." * args.tiny)

@@ -36,19 +36,19 @@ def seconds(rows: Rows, stage: str) -> list[float]:
 
 
 def speedup(base: Rows, rows: Rows, stage: str) -> float | None:
-    """Return how much faster `rows` spent `stage` over the iterations that both timed, whose lengths are equal."""
+    """Return the speedup of `stage` over the iterations that both timed, of equal lengths."""
     common = {row["iteration"] for row in base} & {row["iteration"] for row in rows}
     before, after = (sum(seconds([r for r in x if r["iteration"] in common], stage)) for x in (base, rows))
     return before / after if common and after else None
 
 
 def overheads(rows: Rows) -> list[float]:
-    """Return the share of each iteration that is neither rollout, idle, log-probs, update nor drafter's training."""
+    """Return each iteration's share outside rollout, idle, log-probs, update and drafter."""
     return [sum(seconds([row], stage)[0] for stage in OVERHEAD) / row["metrics"]["time/iteration"] for row in rows]
 
 
 def stage_table(runs: Runs, warmup: int, *, is_paired: bool) -> list[str]:
-    """Return stages by arm; with `is_paired`, arms did the same work and are compared with the plain one."""
+    """Return stages by arm; `is_paired` compares them with the plain arm on equal work."""
     rows_of = {run["arm"]: timed(run, warmup) for run in runs if timed(run, warmup)}
     base = rows_of.get("plain", []) if is_paired else []
     present = [stage for stage in STAGES if any(any(seconds(rows, stage)) for rows in rows_of.values())]
@@ -73,7 +73,7 @@ def stage_table(runs: Runs, warmup: int, *, is_paired: bool) -> list[str]:
 
 
 def drafter_table(runs: Runs, warmup: int) -> list[str]:
-    """Return how the drafts fare in the course of each run that has some, and what their training took."""
+    """Return the acceptance in the course of each drafting run, and its training time."""
     lines: list[list[Any]] = []
     for run in runs:
         rows = timed(run, warmup)
@@ -110,7 +110,7 @@ def paired(run: dict[str, Any]) -> Rows:
 
 
 def paired_table(runs: Runs) -> list[str]:
-    """Return what the head a run began with and the one trained along are worth on the same text, by quarters."""
+    """Return the quality of the first head and of the trained one on equal text, by quarters."""
     lines: list[list[Any]] = []
     for run in runs:
         rows = paired(run)
@@ -174,7 +174,7 @@ def _mean_and_deviation(by_seed: Sequence[Sequence[Point]]) -> str | None:
 
 
 def render(results: dict[str, Any]) -> list[str]:
-    """Return everything in Markdown."""
+    """Return the report in Markdown."""
     runs, warmup, work = results["runs"], results["warmup"], results["work"]
     replayed = [run for run in runs if run["mode"] == "replay"]
     natural = [run for run in runs if run["mode"] == "natural"]

@@ -1,4 +1,4 @@
-"""What a whole GRPO iteration costs, stage by stage, with speculation and drafter off and on, and under TRL.
+"""Time a GRPO iteration by stages, with speculation and drafter off and on, and under TRL.
 
     python -m benchmarks end_to_end --size 25m
     python -m benchmarks end_to_end --size 7b --lengths benchmarks/results/end_to_end_25m.json --modes replay \
@@ -42,7 +42,7 @@ MARGIN = 20.0  # seconds a process is given beyond the time it was told, to clos
 
 @dataclass
 class Run:
-    """One arm with one seed, and what came of it."""
+    """Holds one arm with one seed, and its results."""
 
     arm: str
     mode: str
@@ -57,18 +57,15 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """What its iterations took."""
+        """Seconds of its iterations."""
         return sum(row["metrics"]["time/iteration"] for row in self.iterations)
 
 
 class Bench:
-    """Runs what was asked for, as long as there is time, and saves after each run.
+    """Runs the runs of the command line while there is time, and saves after each.
 
-    Args:
-        args: The command line's.
-        work: Of mode natural; that of mode replay is set when its lengths are known.
-        runs: Those that are done.
-        earlier: Commands of these.
+    `work` is that of mode natural; that of mode replay is set when its lengths are known. `runs` are done, by the
+    commands `earlier`.
     """
 
     def __init__(self, args: argparse.Namespace, work: Work, runs: Sequence[Run], earlier: Sequence[str] = ()) -> None:
@@ -137,7 +134,7 @@ def settings_of(work: Work) -> dict[str, Any]:
 
 
 def recorded_lengths(runs: Sequence[Run]) -> list[list[int]] | None:
-    """Return the lengths of the plain natural run, by iteration and request; None if there is none."""
+    """Return the lengths of the plain natural run, by iteration and request, or None."""
     for run in runs:
         lengths = [row["lengths"] for row in run.iterations if "lengths" in row]
         if run.arm == "plain" and run.mode == "natural" and lengths:
@@ -146,7 +143,7 @@ def recorded_lengths(runs: Sequence[Run]) -> list[list[int]] | None:
 
 
 def read_runs(path: Path, work: Work | None = None) -> list[Run]:
-    """Return the runs in a file of results that did not fail; those that did are to be tried again.
+    """Return the runs of a file of results that did not fail; failed ones are tried again.
 
     Raises:
         ValueError: They did other work than `work`; where files lie and how many iterations there are may differ.
@@ -170,7 +167,7 @@ def commands_of(path: Path) -> list[str]:
 
 
 def plan(args: argparse.Namespace, *, has_lengths: bool) -> tuple[list[Run], list[Run]]:
-    """Return the natural run that records lengths, if it is needed, and all runs, the most wanted first."""
+    """Return the run that must record lengths, if any, and all runs, most wanted first."""
     first = args.seeds[0]
     replays = [Run(arm, "replay", first) for arm in args.arms] if "replay" in args.modes else []
     natural = [Run(arm, "natural", seed) for seed in args.seeds for arm in args.natural_arms]

@@ -1,4 +1,4 @@
-"""The work that every arm of `python -m benchmarks end_to_end` does, its reward, and the diary it keeps."""
+"""Define the work, reward and diary of the arms of `python -m benchmarks end_to_end`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_HEAD = "drafter/first_"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one run, the same for every arm.
+    """Holds the work of one run, the same for every arm.
 
     Args:
         policy: Directory of the policy.
@@ -75,7 +75,7 @@ class Work:
         return self.precision == "32-true"
 
     def fitted(self) -> Work:
-        """Return the same with `max_tokens` filled in, and no more iterations than there are recorded lengths.
+        """Return the work with `max_tokens` filled in, at most as long as its recorded lengths.
 
         Raises:
             ValueError: The micro-batches do not divide the work, or the lengths are not those of such work.
@@ -135,7 +135,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return the countdown reward of what comes before the policy starts on a question of its own.
+    """Return the countdown reward of the text before the policy's next question.
 
     With lengths replayed a response goes on after its end; what is written there must not count.
     """
@@ -145,7 +145,7 @@ def score(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 class Diary:
-    """What a run in a process of its own tells as it goes: complete lines, whatever becomes of the process.
+    """Records a run line by line, complete lines even if its process dies.
 
     Args:
         path: A file of JSON lines; it is added to.

@@ -1,4 +1,4 @@
-"""Compare the engine's log-probs and texts with what the trainer makes of them. Pure torch."""
+"""Compare the engine's log-probs and texts with the trainer's pass over them. Pure torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Written = Sequence[tuple[list[int], list[float]]]
 
 
 def as_batch(prompts: Sequence[Sequence[int]], written: Written, device: torch.device) -> RolloutBatch:
-    """Responses as the trainer sees them."""
+    """Return the responses as the trainer sees them."""
     texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, written, strict=True)]
     columns, longest = max(map(len, texts)), max(len(tokens) for tokens, _ in written)
     ids = torch.zeros(len(texts), columns, dtype=torch.long)
@@ -42,7 +42,7 @@ def as_batch(prompts: Sequence[Sequence[int]], written: Written, device: torch.d
 def score(
     model: nn.Module, prompts: Sequence[Sequence[int]], written: Written, micro_batch: int = 16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The engine's log-probs, the trainer's, and the trainer's entropies, of all response tokens, (N,) each.
+    """Return the engine's and trainer's log-probs, and the trainer's entropies, (N,) each.
 
     The trainer's come from the package's own log-prob pass over the finished texts.
     """
@@ -60,7 +60,7 @@ def score(
 
 
 def agreement(engine: Tensor, trainer: Tensor, entropy: Tensor) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, and whether the texts are what they claim to be.
+    """Compare the engine's log-probs with the trainer's, and the texts with the policy.
 
     `k3` estimates KL(engine || trainer) in nats a token. `importance` is the mean of p_trainer / p_engine, 1 for an
     exact sampler. `surprise_z` is the sum over tokens of -log p - H in its own standard deviations: a martingale, so

@@ -1,4 +1,4 @@
-"""Count every text of a tiny vocabulary on this machine, by the test that does so, and keep what was counted."""
+"""Count every text of a tiny vocabulary on this machine, by the tests' own code."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TEST = "tests/engine/vllm/test_distribution.py"
 
 
 class Counts:
-    """A plugin of pytest that keeps what the tests recorded, and how they ended."""
+    """Keeps, as a plugin of pytest, the records and outcomes of the tests."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Take in the report of a test's setup, call or teardown; setup tells of tests that were skipped."""
+        """Keep a test's report of setup, call or teardown; setup's names skipped tests."""
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.nodeid.partition("::")[2]] = report.outcome
             self.rows += [row for name, row in report.user_properties if name == "enumeration"]
 
 
 def count_texts(args: argparse.Namespace) -> None:
-    """Run the enumeration and write `enumeration_gpu` or `enumeration_cpu`; exit if a test failed."""
+    """Run the enumeration, write `enumeration_gpu` or `enumeration_cpu`; exit if it failed."""
     import pytest
 
     counts = Counts()

@@ -1,4 +1,4 @@
-"""Whether speculation changes what is written, on the device and in the precision it is used in.
+"""Check that speculation leaves the texts' distribution alone, on this device and precision.
 
     python -m benchmarks lossless --size 25m
     python -m benchmarks lossless --tiny --head DIR       # on a CPU, to see that it works
@@ -32,7 +32,7 @@ ARMS = ("plain", "K=3", "K=7", "adaptive", "adaptive, siblings too", "adaptive, 
 
 
 def run(setup: Setup, out: Path, seconds: float, results: dict[str, Any]) -> None:
-    """Check the arms engine by engine, one of which lives at a time beside the trainer; failures end no other arm."""
+    """Check the arms, one live engine at a time; a failure ends no other arm."""
     end, model = time.perf_counter() + seconds, load_trainer(setup)
     prompts = [request.prompt_ids for request in setup.requests()]
     known, engines = arms_of(setup.heads), Engines(setup)

@@ -1,4 +1,4 @@
-"""What an engine step costs, by batch and draft length; and what graphs take.
+"""Time engine steps by batch and draft length, and the capture of graphs.
 
 On a GPU, a model of 7B shape with random weights and an EAGLE-3 head, both made from their configurations alone:
 
@@ -74,7 +74,7 @@ Script = Generator[None, RolloutProgress, None]
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is.
+    """Sets the sizes of the measurement.
 
     Args:
         shape: The policy's configuration.
@@ -112,7 +112,7 @@ TINY_SCALE = Scale(
 
 
 class SetLength(StrategySelector):
-    """Drafts as many tokens as it is set to; its arms are those a selector for these batch sizes would have."""
+    """Drafts the set number of tokens, with the arms of a selector for these batch sizes."""
 
     def __init__(self) -> None:
         self.num_draft_tokens = 0
@@ -132,7 +132,7 @@ class SetLength(StrategySelector):
 
 
 def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
-    """Write the configurations of a policy, with a tokenizer of one word, and of a head; return the paths."""
+    """Write configurations of a policy, with a one-word tokenizer, and head; return the paths."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Run the same work under TRL's GRPOTrainer with colocated vLLM: the arm `trl` of `python -m benchmarks end_to_end`.
+"""Run the work of `end_to_end` under TRL's GRPOTrainer with colocated vLLM: the arm `trl`.
 
 The same: policy, prompts in their order, reward, group size, micro-batches and accumulation, learning rate, clipping,
 gradient norm, lengths (replayed or the same limit), temperature, precision on both sides, share of memory, sleep; and
@@ -32,7 +32,7 @@ _BLOCKS = {"sync_weights": "sync", "vLLM.generate": "rollout", "_calculate_rewar
 
 
 class Stages:
-    """Splits an iteration by the blocks that TRL itself times; what they leave is update, or other.
+    """Splits an iteration by the blocks that TRL times; the rest is update, or other.
 
     The log-prob pass over the iteration and the one inside the loss go by one name: the former is inside
     `_prepare_inputs`, the latter inside `compute_loss`, whichever ends next.
@@ -50,7 +50,7 @@ class Stages:
         ProfilingContext._log_metrics = lambda context, seconds: self.took(context.name, seconds)
 
     def took(self, name: str, seconds: float) -> None:
-        """A block of TRL's has ended."""
+        """Add the seconds of a block of TRL's that has ended."""
         block = name.partition(".")[2]
         if block == "_get_per_token_logps_and_entropies":
             self._logprobs += seconds
@@ -64,7 +64,7 @@ class Stages:
             self.seconds[_BLOCKS[block]] += seconds
 
     def end_iteration(self) -> dict[str, float]:
-        """The stages since the last call, which add up to the time since then."""
+        """Return the stages since the last call, which add up to the time since then."""
         now = time.perf_counter()
         total, self._began = now - self._began, now
         known, self.seconds = self.seconds, defaultdict(float)
@@ -75,7 +75,7 @@ class Stages:
 
 
 def dataset(work: Work) -> Any:
-    """The prompts in the order in which `RolloutDataModule` would take them."""
+    """Return the prompts in the order in which `RolloutDataModule` would take them."""
     from datasets import Dataset
 
     from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
@@ -89,12 +89,12 @@ def dataset(work: Work) -> Any:
 
 
 def reward(prompts: list[str], completions: list[str], row: list[str], **_: Any) -> list[float]:
-    """The same reward in the form TRL calls."""
+    """Return the same reward in the form that TRL calls."""
     return [score(*each, json.loads(text)) for *each, text in zip(prompts, completions, row, strict=True)]
 
 
 def settings(work: Work, folder: str) -> Any:
-    """The same hyper-parameters under TRL's names."""
+    """Return the same hyper-parameters under TRL's names."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -134,7 +134,7 @@ def settings(work: Work, folder: str) -> Any:
 
 
 def as_bfloat16(policy: str, folder: str) -> str:
-    """The same policy by links, declared as bfloat16: TRL lets vLLM take the type of the configuration."""
+    """Link the policy, declared as bfloat16: under TRL vLLM takes the configuration's type."""
     target = Path(folder) / "policy"
     target.mkdir()
     for path in Path(policy).resolve().iterdir():
@@ -147,7 +147,7 @@ def as_bfloat16(policy: str, folder: str) -> str:
 
 
 def callback(work: Work, stages: Stages, diary: Diary) -> Any:
-    """Return what writes each iteration into the diary, as `end_to_end/arm.py`'s `Recorder` does."""
+    """Return the callback that writes the diary, as `Recorder` of `end_to_end/arm.py` does."""
     import torch
     from transformers import TrainerCallback
 
@@ -176,7 +176,7 @@ def callback(work: Work, stages: Stages, diary: Diary) -> Any:
 
 
 def replay_lengths(trainer: Any, lengths: list[list[int]]) -> None:
-    """Give every request its recorded length, whatever end tokens say. Nothing else of the rollout changes."""
+    """Give every request its recorded length, past end tokens; change nothing else."""
     llm = trainer.vllm_generation.llm
     generate: Callable[..., Any] = llm.generate
 
@@ -192,7 +192,7 @@ def replay_lengths(trainer: Any, lengths: list[list[int]]) -> None:
 
 
 def reload_on_cpu(trainer: Any) -> None:
-    """Update weights by vLLM's own reload: its CPU build packs them, after which TRL cannot write them in place."""
+    """Reload weights by vLLM's own way: its CPU build packs them, so TRL cannot write in place."""
     from tlt_lightning.engine.vllm.patches import patched
     from tlt_lightning.engine.vllm.policy_weights import reload_policy
 
@@ -207,7 +207,7 @@ def reload_on_cpu(trainer: Any) -> None:
 
 
 def run_peer(work: Work, path: Path, until: float) -> None:
-    """Train for `work.iterations` iterations, or until the time is up, writing a diary to `path`."""
+    """Train for `work.iterations` or until the time is up, and write a diary to `path`."""
     diary, stages = Diary(path, until), Stages()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches for the engine's model, which must be in here
     from trl import GRPOTrainer

@@ -1,4 +1,4 @@
-"""List what is compared: each arm is a name, the engine it runs in, and its selector."""
+"""List the arms of the comparison: name, engine and selector of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENGINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to roll out.
+    """Names one way to roll out.
 
     Args:
         name: In tables and files.
@@ -53,7 +53,7 @@ class Arm:
 
     @property
     def is_modelled(self) -> bool:
-        """True if it drafts as those that the limit is modelled on, if at all: likeliest tokens of the first head."""
+        """True if the arm drafts nothing, or likeliest tokens of the first head, as in the model."""
         return self.engine in ("plain", "head", "table")
 
 
@@ -85,11 +85,7 @@ def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
 
 
 class WarmUpSelector(StrategySelector):
-    """Goes through all that the selectors of an engine's arms reach, until one of them is put `in_force`.
-
-    Args:
-        selectors: By arm.
-    """
+    """Chooses all strategies of an engine's selectors in turn, until one is put `in_force`."""
 
     def __init__(self, selectors: dict[str, StrategySelector]) -> None:
         self.selectors = selectors

@@ -24,12 +24,9 @@ WARM_UP_TOKENS = 64
 
 
 class Bench:
-    """An engine and the arms that run in it.
+    """Runs an engine and its arms.
 
-    Args:
-        setup: What is rolled out.
-        kind: Which engine, see `ENGINES`.
-        table: vLLM's table of draft lengths by batch size, for the engine that takes one.
+    `kind` is one of `ENGINES`; `table` is vLLM's table of draft lengths by batch size, for the engine that takes one.
     """
 
     def __init__(self, setup: Setup, kind: str, table: Table = ()) -> None:
@@ -71,13 +68,7 @@ class Bench:
         )
 
     def rollout(self, arm: str, lengths: list[int] | None, seed: int) -> dict[str, Any]:
-        """Roll out once.
-
-        Args:
-            arm: Name of the arm.
-            lengths: Tokens of each response, written whatever the policy would do; None lets it end.
-            seed: Of the sampling.
-        """
+        """Roll out once; `lengths` are tokens of each response, past end tokens; None lets it end."""
         self._begin(arm, ignores_ends=lengths is not None)
         rows: list[Row] = []
         requests = self.setup.requests(lengths)
@@ -127,7 +118,7 @@ def table_arguments(head: str, table: Table) -> dict[str, Any]:
 
 
 def warm_up_lengths(num_requests: int, max_tokens: int) -> list[int]:
-    """Return lengths that spend `WARM_UP_TOKENS` in each range of batch sizes, down to a single request."""
+    """Return lengths that spend `WARM_UP_TOKENS` in each range of batch sizes, down to one."""
     tokens = min(WARM_UP_TOKENS, max_tokens // len(EDGES))
     bins = np.interp(range(1, num_requests + 1), EDGES, range(len(EDGES)))  # request n ends while n are running
     return [round(tokens * (len(EDGES) - place)) for place in bins]

@@ -51,7 +51,7 @@ def step_curve(runs: Runs) -> tuple[list[float], list[float]]:
 
 
 def measured_costs(arms: Mapping[str, Runs]) -> StepCosts:
-    """Return the step times of the plain and the fixed arms, under "plain" and "K=<length>", as a table.
+    """Return a table of the step times of the arms "plain" and "K=<length>".
 
     Raises:
         ValueError: One of them was not measured.
@@ -77,11 +77,9 @@ def conditional_chances(run: Mapping[str, Any]) -> list[float]:
 
 
 def model(arms: Mapping[str, Runs], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the limit, what the model makes of the arms it was made from, and the best K for each batch size.
+    """Return the limit, the modelled times of its own arms, and the best K by batch size.
 
-    Args:
-        arms: Runs of the plain and the fixed arms on the recorded lengths.
-        lengths: The recorded lengths.
+    `arms` are runs of the plain and the fixed arms on the recorded `lengths`.
     """
     costs = measured_costs(arms)
     chances = np.mean([conditional_chances(run) for run in arms[f"K={max(DRAFT_LENGTHS)}"]], axis=0)
@@ -108,7 +106,7 @@ def model(arms: Mapping[str, Runs], lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def best_by_batch(simulator: RolloutSimulator, num_requests: int) -> list[list[int]]:
-    """Return [first batch, last batch, best K] by range of batch sizes, in the form of vLLM's own table."""
+    """Return [first batch, last batch, best K] by range of batch sizes, as vLLM's table."""
     ranges: list[list[int]] = []
     for first, after in pairwise((*(edge for edge in EDGES if edge <= num_requests), num_requests + 1)):
         best = Oracle(simulator).select(SelectorState(first)).num_draft_tokens

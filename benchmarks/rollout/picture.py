@@ -16,7 +16,7 @@ MEAN_OVER = 50  # steps, for tokens per step: one step of a few requests says li
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the last replayed rollout of the adaptive arm over the plain one's, if there are both."""
+    """Draw the last replayed rollouts of the adaptive and the plain arm, if there are both."""
     plain, steered = ([Row(*row) for row in results["pictured"].get(name, [])] for name in ("plain", "adaptive"))
     if not plain or not steered:
         return

@@ -16,7 +16,7 @@ Table = list[list[int]]
 
 
 class EngineError(Exception):
-    """An engine failed; says how."""
+    """Says how an engine failed."""
 
 
 def serve(pipe: Connection, setup: Setup, kind: str, table: Table) -> None:
@@ -39,12 +39,9 @@ def serve(pipe: Connection, setup: Setup, kind: str, table: Table) -> None:
 
 
 class EngineProcess:
-    """The near end of one engine's process. Starting returns at once; `ready` waits.
+    """Starts and calls one engine's process. Starting returns at once; `ready` waits.
 
-    Args:
-        setup: What is rolled out.
-        kind: Which engine.
-        table: vLLM's table of draft lengths, for the engine that takes one.
+    `table` is vLLM's table of draft lengths, for the engine that takes one.
     """
 
     def __init__(self, setup: Setup, kind: str, table: Table) -> None:
@@ -58,7 +55,7 @@ class EngineProcess:
         self._error = ""
 
     def ready(self) -> dict[str, Any]:
-        """Return what the engine says of itself once it is there; raises EngineError if it is not, or is dead."""
+        """Wait for the engine and return its description; raise EngineError if it is dead."""
         if not self._description and not self._error:
             self._description = self._answer(START_SECONDS)
         if self._error:
@@ -66,7 +63,7 @@ class EngineProcess:
         return self._description
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Call a method of its `Bench`; raises EngineError if it fails or does not answer in time."""
+        """Call a method of its `Bench`; raise EngineError if it fails or is late to answer."""
         self.ready()
         try:
             self._pipe.send((name, arguments))
@@ -104,11 +101,7 @@ class EngineProcess:
 
 
 class Engines:
-    """The engines that are needed now; one that failed stays dead until it is needed anew.
-
-    Args:
-        setup: What is rolled out.
-    """
+    """Holds the engines that are needed now; a failed one stays dead until it is needed anew."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -117,7 +110,7 @@ class Engines:
         self._live: dict[str, EngineProcess] = {}
 
     def need(self, kinds: Iterable[str]) -> None:
-        """Start those that are missing, together, and close the others; wait, for nothing can be timed before."""
+        """Start missing engines together, close the others, and wait: starts disturb timing."""
         kinds = list(kinds)
         for kind in [kind for kind in self._live if kind not in kinds]:
             self._live.pop(kind).close()

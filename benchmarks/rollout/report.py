@@ -76,7 +76,7 @@ def arms_table(results: dict[str, Any]) -> list[str]:
 
 
 def arm_row(runs: Runs, plain: float | None, limit: float | None) -> list[Any]:
-    """Return what an arm's runs came to, beside the seconds of the plain arm and of the modelled limit."""
+    """Return the row of an arm's runs, beside the plain arm and the modelled limit."""
     seconds = [run["seconds"] for run in runs]
     median = statistics.median(seconds)
 

@@ -1,4 +1,4 @@
-"""How long a rollout takes under every way of speculating, against plain vLLM and against the limit.
+"""Time a rollout under every way to speculate, against plain vLLM and the limit.
 
     python -m benchmarks rollout --size 25m
     python -m benchmarks rollout --tiny         # on a CPU, to see that it works
@@ -41,7 +41,7 @@ PARTS = ("core", "others", "heads", "lookups")
 
 
 class Job(NamedTuple):
-    """One measurement: its part and arm; `record` or `replayed`; which turn."""
+    """Names one measurement: its part, arm, kind (`record` or `replayed`) and turn."""
 
     part: str
     arm: Arm
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 
 def jobs_of(part: str, arms: dict[str, Arm], repeats: int) -> list[Job]:
-    """Return the measurements of a part, turns interleaved so that what drifts hits all arms alike."""
+    """Return a part's measurements, turns interleaved so that drift hits all arms alike."""
     return [Job(part, arm, "replayed", turn) for turn in range(repeats) for arm in arms.values() if arm.part == part]
 
 
@@ -61,10 +61,10 @@ class Campaign:
     """Runs jobs within a budget and keeps their results.
 
     Args:
-        setup: What is rolled out.
-        out: Results without their suffix.
+        setup: Policy, prompts and engine settings.
+        out: Path of the results without suffix.
         seconds: Budget.
-        results: Everything measured so far.
+        results: Results so far.
     """
 
     def __init__(self, setup: Setup, out: Path, seconds: float, results: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Campaign:
         self.fit()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run jobs whose engines are then alive together; one that fails takes only its own arm with it."""
+        """Run jobs whose engines live together; a failed one ends only its own arm."""
         if not jobs or self._left <= 0:
             self.results["left_out"] += map(str, jobs)
             return

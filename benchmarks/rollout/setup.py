@@ -1,4 +1,4 @@
-"""Describe the rollout: policy, prompts and engine settings, shared by `rollout` and `lossless`."""
+"""Describe the policy, prompts and engine settings that `rollout` and `lossless` share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Policy, prompts and engine settings; crosses into the engines' processes.
+    """Holds policy, prompts and engine settings; crosses into the engines' processes.
 
     Args:
         policy: Directory of the policy.
@@ -73,7 +73,7 @@ class Setup:
         return _prompt_ids(self.policy, self.prompts, self.num_prompts)
 
     def requests(self, lengths: Sequence[int] | None = None) -> list[Request]:
-        """Return the rollout's requests, siblings next to each other; with `lengths` each is as long as told."""
+        """Return the requests, siblings next to each other, each of its length in `lengths`, if any."""
         prompts = [(group, ids) for group, ids in enumerate(self.prompt_ids()) for _ in range(self.group_size)]
         limits = lengths or [self.max_tokens] * len(prompts)
         return [
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setup_of(args: argparse.Namespace, **sizes: int) -> Setup:
-    """Return the setup that the arguments ask for; what they leave open is as in `sizes`, or tiny."""
+    """Return the setup of the arguments; the rest is as in `sizes`, or tiny."""
     given = {name: getattr(args, name) for name in GIVEN if getattr(args, name) is not None}
     settings = {**(TINY if args.tiny else sizes), **given}
     return Setup(policy=args.policy, heads=tuple(args.head), prompts=args.prompts, seed=args.seed, **settings)

@@ -17,7 +17,7 @@ EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Row(NamedTuple):
-    """The state after one engine step: seconds, requests, response tokens written so far, strategy in force."""
+    """Holds the state after an engine step: seconds, requests, tokens so far, strategy."""
 
     elapsed: float
     running: int
@@ -27,19 +27,15 @@ class Row(NamedTuple):
 
 
 def row_of(progress: RolloutProgress) -> Row:
-    """Keep of an engine step what is reported."""
+    """Return the row of an engine step."""
     arm = arm_name(progress.strategy)
     return Row(progress.elapsed, progress.running, progress.waiting, progress.tokens, arm)
 
 
 def summarize(rows: Sequence[Row], num_requests: int, seconds: float, tokens: int) -> dict[str, Any]:
-    """Return the numbers of a rollout.
+    """Return the numbers of a rollout with steps `rows`.
 
-    Args:
-        rows: Its steps.
-        num_requests: Its requests.
-        seconds: Its makespan, from the first request handed over to the last response taken.
-        tokens: Response tokens written.
+    `seconds` is its makespan, from the first request handed over to the last response taken.
     """
     start = next((i for i, row in enumerate(rows) if row.waiting == 0 and row.tokens >= num_requests), len(rows) - 1)
     found = {
@@ -59,7 +55,7 @@ def summarize(rows: Sequence[Row], num_requests: int, seconds: float, tokens: in
 
 
 def by_batch(rows: Sequence[Row]) -> list[list[float]]:
-    """Return for each range of batch sizes met: mean batch, steps, median milliseconds, tokens per request and step."""
+    """Return steps, mean batch, median ms and acceptance length by range of batch sizes."""
     bins: dict[int, list[tuple[int, float, int]]] = {}
     for before, after in pairwise(rows):
         if before.running:

@@ -1,4 +1,4 @@
-"""How much time each selector loses against the best fixed draft length and against knowing everything.
+"""Measure each selector's loss of time against the best fixed draft length and an oracle.
 
     python -m benchmarks selector_regret
 
@@ -36,7 +36,7 @@ DEAD = constant(*[0.02] * 7)
 
 
 def rollout(acceptance: AcceptanceProfile, num_requests: int = 128) -> Workload:
-    """Responses of up to 4096 tokens, 600 in the median, drafted by the learned drafter."""
+    """Return a workload of up to 4096 tokens a response, 600 in the median, for the head."""
     return Workload(acceptance={"learned": acceptance}, num_requests=num_requests, max_length=4096)
 
 
@@ -62,29 +62,25 @@ Results = dict[str, dict[str, Any]]
 
 
 class Oracle(StrategySelector):
-    """Knows the true acceptance and the true cost of every step, and takes the best arm of each.
-
-    Args:
-        simulator: Whose rollout it steers.
-    """
+    """Knows the true acceptance and cost of every step of `simulator`, and takes the best arm."""
 
     def __init__(self, simulator: RolloutSimulator) -> None:
         self.simulator = simulator
 
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        """All draft lengths, at any batch size."""
+        """Return all draft lengths, at any batch size."""
         return (OFF, *(Strategy(length) for length in DRAFT_LENGTHS))
 
     def select(self, state: SelectorState) -> Strategy:
-        """The arm with the highest true rate."""
+        """Choose the arm with the highest true rate."""
         return max(self.arms(state.batch_size), key=lambda arm: self.simulator.expected_rate(state, arm))
 
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 def measure(scenarios: Mapping[str, Workload], seeds: Sequence[int]) -> Results:
-    """Measure makespans of the fixed arms, the oracle and each selector's first and second rollout, by scenario."""
+    """Measure makespans of fixed arms, oracle and selectors (two rollouts), by scenario."""
     results: Results = {}
     for name, workload in scenarios.items():
         makespans: dict[str, list[float]] = {}
@@ -104,7 +100,7 @@ def measure(scenarios: Mapping[str, Workload], seeds: Sequence[int]) -> Results:
 
 
 def regrets(makespans: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the best fixed arm, and by what share of time everything is slower than each seed's best fixed arm."""
+    """Return the best fixed arm, and all shares of time lost to each seed's best fixed arm."""
     fixed = {name: values for name, values in makespans.items() if name.startswith("K=")}
     least = [min(values) for values in zip(*fixed.values(), strict=True)]
     slower = {

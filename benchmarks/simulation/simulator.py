@@ -1,4 +1,4 @@
-"""A rollout with a long tail whose costs and acceptance are known: what selectors are tested and compared on.
+"""Simulate a rollout of known costs and acceptance with a long tail, to compare selectors.
 
 Two selectors that are given the same workload see the same lengths and, token by token, the same luck in drafting, so
 their makespans differ by their choices and by nothing else. Makespans are counted without the noise that selectors see.
@@ -21,7 +21,7 @@ AcceptanceProfile = Callable[[float], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds per engine step, interpolated in a table of measured ones.
+    """Interpolates seconds per engine step in a table of measured ones.
 
     The default is a 7B model with an EAGLE-3 head on one H200 under vLLM 0.32, contexts of about 350 tokens. Beyond the
     table its last slope goes on.
@@ -57,7 +57,7 @@ class StepCosts:
     catch_up_token: float = 0.001
 
     def step(self, batch_size: int, strategy: Strategy, mean_context: float) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         length = strategy.num_draft_tokens
         if strategy.is_off:
             cost = interpolate(self.batch_sizes, self.plain, batch_size)
@@ -69,24 +69,24 @@ class StepCosts:
         return (cost + self.context_token * batch_size * max(0.0, mean_context - self.table_context)) / 1000
 
     def catch_up(self, num_missed: int) -> float:
-        """Seconds of switching the learned drafter on when it has missed `num_missed` tokens."""
+        """Return the seconds of the head's catch-up after `num_missed` tokens."""
         return (self.catch_up_fixed + self.catch_up_token * num_missed) / 1000 if num_missed else 0.0
 
 
 def interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
-    """Piecewise linear through (`points`, `values`), with the first and last slope beyond them."""
+    """Interpolate (`points`, `values`) linearly, with the first and last slope beyond them."""
     right = min(max(bisect_right(points, point), 1), len(points) - 1)
     slope = (values[right] - values[right - 1]) / (points[right] - points[right - 1])
     return values[right - 1] + slope * (point - points[right - 1])
 
 
 def constant(*chances: float) -> AcceptanceProfile:
-    """The same chances throughout; positions beyond the last are like the last."""
+    """Return the same chances throughout; positions beyond the last are like the last."""
     return lambda progress: chances
 
 
 def change(before: AcceptanceProfile, after: AcceptanceProfile, start: float, end: float) -> AcceptanceProfile:
-    """`before` until `start`, `after` from `end` on, mixed linearly between them; a collapse if `start == end`."""
+    """Mix `before` into `after` linearly from `start` to `end`; a collapse if they are equal."""
 
     def profile(progress: float) -> Sequence[float]:
         share = float(progress >= end) if end <= start else min(max((progress - start) / (end - start), 0.0), 1.0)
@@ -97,7 +97,7 @@ def change(before: AcceptanceProfile, after: AcceptanceProfile, start: float, en
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is rolled out: how many responses, how long, and what of them is accepted.
+    """Sets the number, lengths and acceptance of the responses.
 
     Args:
         acceptance: Profile of each drafter that may be asked.
@@ -128,7 +128,7 @@ class Workload:
         check_at_least("max_length", self.max_length, 1)
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each response, as (num_requests,) int64."""
+        """Return the tokens of each response, (num_requests,) int64."""
         if self.recorded:
             return np.array(self.recorded, dtype=np.int64)
         normal = np.random.default_rng(self.seed).standard_normal(self.num_requests)
@@ -138,7 +138,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One simulated step: requests in it, what was done, tokens it emitted, and its true seconds, catch-up included."""
+    """Holds a simulated step: requests, strategy, tokens, true seconds with catch-up."""
 
     batch_size: int
     strategy: Strategy
@@ -148,13 +148,7 @@ class Step:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a rollout came to.
-
-    Args:
-        tokens: Tokens written.
-        makespan: Seconds it took.
-        trace: Its steps in order.
-    """
+    """Holds the result of a rollout: tokens written, seconds, and its steps in order."""
 
     tokens: int = 0
     makespan: float = 0.0
@@ -162,11 +156,11 @@ class Outcome:
 
 
 class RolloutSimulator:
-    """Rolls out a workload under a selector; after each `run` it can be run again with another one.
+    """Rolls out a workload under a selector, again with another one after each `run`.
 
     Args:
-        workload: What is rolled out.
-        costs: What steps cost.
+        workload: Responses to roll out.
+        costs: Seconds of engine steps.
 
     Example:
         >>> workload = Workload(acceptance={"learned": constant(0.8)}, num_requests=4, max_length=64)
@@ -217,7 +211,7 @@ class RolloutSimulator:
         return outcome
 
     def expected_rate(self, state: SelectorState, strategy: Strategy) -> float:
-        """True expected tokens per second and request of `strategy` in the current step, catch-up left out."""
+        """Return the true tokens per second and request of `strategy` now, without catch-up."""
         reach, expected = 1.0, 1.0
         for chance in self._chances(strategy):
             reach *= float(chance)
@@ -232,7 +226,7 @@ class RolloutSimulator:
         return np.array(chances, np.float32)
 
     def _emit(self, alive: np.ndarray, written: np.ndarray, strategy: Strategy) -> np.ndarray:
-        """Tokens each running response gains, bonus token included and its end respected, as (len(alive),)."""
+        """Return tokens gained by each live response, with the bonus, up to its end: (len(alive),)."""
         position = written[alive]
         left = self._lengths[alive] - position
         if strategy.is_off:

@@ -1,4 +1,4 @@
-"""Train draft heads for the benchmarks' policy, on its hidden states over text of the kind that it writes."""
+"""Train heads for the benchmarks' policy, on its hidden states over text of its kind."""
 
 from __future__ import annotations
 
@@ -25,24 +25,21 @@ ROWS, MEASURED_ROWS = 2, 8  # of text, in a batch and to measure on
 
 
 def load_policy(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The policy at `path`, for inference."""
+    """Load the policy at `path`, for inference."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
 
 
 def write_rows(seed: int, rows: int, length: int) -> Tensor:
-    """Text to measure on, the same for the same seed: (rows, length)."""
+    """Write text to measure on, the same for the same seed: (rows, length)."""
     rng = random.Random(f"measure {seed}")  # a string: the streams' own seeds are numbers
     return torch.tensor([write_row(rng, length) for _ in range(rows)])
 
 
 @torch.no_grad()
 def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int]) -> list[PolicyText]:
-    """The rows of `ids` with the policy's states, on its device; all but the first token count as written by it.
+    """Return the rows of `ids` with the policy's states; only their first token is prompt.
 
-    Args:
-        policy: The target.
-        ids: Text. (B, S)
-        layer_ids: Layers that the head reads, all before the last one's output.
+    `ids` are (B, S). The head reads `layer_ids`, all before the last layer's output.
     """
     ids = ids.to(policy.device)
     last: list[Tensor] = []
@@ -58,7 +55,7 @@ def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[in
 
 
 def make_packs(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[int], num_tokens: int) -> list[PackedBatch]:
-    """Return the rows of `ids` as packs of `num_tokens` entries for training or measuring a head."""
+    """Return the rows of `ids` as packs of `num_tokens` entries."""
     return list(packs_of(draft_sequences(policy, ids, layer_ids), num_tokens))
 
 
@@ -71,7 +68,7 @@ def measure(module: DrafterModule, policy: PreTrainedModel, ids: Tensor) -> Draf
 
 
 def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: str, seed: int) -> dict[str, Any]:
-    """Train a head for `seconds`, start-up not counted, and write it as it is before, early and after.
+    """Train a head for `seconds` after start-up; write it as it is before, early and after.
 
     Returns:
         What `optimise` returns, and the quality of `head-random`, `head-brief` and `head` as `DraftQuality` names it.

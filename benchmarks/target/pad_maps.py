@@ -1,4 +1,4 @@
-"""Lay a small network into a wide one: which small dimension each wide one copies, and with what factors.
+"""Map a small network into a wide one: copies of each small dimension, and their factors.
 
 A wide vector holds each small dimension several times. Where a matrix writes, all copies get the same value; where one
 reads, each copy counts for a power of two, and those of a dimension add up to one. Nothing is rounded by that: products
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a wide matrix.
+    """Maps one axis of a wide matrix.
 
     Args:
         source: The small dimension behind each wide one. (wide,), int64
@@ -34,7 +34,7 @@ class Axis:
 
 
 def shares(source: Tensor) -> Tensor:
-    """Powers of two, as equal as can be, that add up to 1 over equal entries of `source`; (wide,) both."""
+    """Return powers of two, nearly equal, that sum to 1 over equal entries of `source`: (wide,)."""
     counts = torch.bincount(source)
     order = source.argsort(stable=True)
     rank = torch.empty_like(source)
@@ -45,7 +45,7 @@ def shares(source: Tensor) -> Tensor:
 
 
 def copied(small: int, wide: int) -> Axis:
-    """An axis of `wide` dimensions that copies `small` ones in turn; raises ValueError if it has not room for all."""
+    """Return an axis of `wide` dimensions that copies `small` ones in turn, or raise ValueError."""
     if wide < small:
         raise ValueError(f"A wide axis of {wide} has no room for {small} dimensions.")
     source = torch.arange(wide) % small
@@ -53,7 +53,7 @@ def copied(small: int, wide: int) -> Axis:
 
 
 def residual(small: int, wide: int) -> Axis:
-    """The axis of the residual stream: an equal number of copies, but one that makes room for a constant.
+    """Return the residual stream's axis: equal copies, but one makes room for a constant.
 
     The last wide dimension, a copy of the last small one, is kept free. The other copies of that dimension are scaled
     up, so that its share of the mean square stays what it was.
@@ -71,7 +71,7 @@ def residual(small: int, wide: int) -> Axis:
 
 
 def heads(small: tuple[int, int], wide: tuple[int, int], head_dim: int) -> tuple[Axis, Axis]:
-    """The axes of queries and of keys and values: groups copy groups, and query heads those of their own group.
+    """Return the axes of queries and of keys and values; heads copy those of their group.
 
     Args:
         small: Numbers of query heads and of key-value heads of the small network.
@@ -92,19 +92,19 @@ def heads(small: tuple[int, int], wide: tuple[int, int], head_dim: int) -> tuple
 
 
 def _blocks(source: Tensor, size: int) -> Axis:
-    """An axis that copies whole blocks of `size` dimensions."""
+    """Return an axis that copies whole blocks of `size` dimensions."""
     dims = (source[:, None] * size + torch.arange(size)).flatten()
     return Axis(dims, torch.ones(len(dims)), shares(dims))
 
 
 def side_by_side(axis: Axis, small: int, times: int) -> Axis:
-    """The axis of `times` vectors of one kind behind each other, each of `small` dimensions before widening."""
+    """Return the axis of `times` vectors of one kind end to end, of `small` dimensions each."""
     source = torch.cat([axis.source + small * index for index in range(times)])
     return Axis(source, axis.write.repeat(times), axis.read.repeat(times))
 
 
 def pad_matrix(weight: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """The wide matrix that maps widened inputs to widened outputs as `weight` maps the small ones, in float32.
+    """Return the float32 matrix that maps widened vectors as `weight` maps small ones.
 
     Raises:
         ValueError: The axes are not those of `weight`.
@@ -117,7 +117,7 @@ def pad_matrix(weight: Tensor, rows: Axis, columns: Axis) -> Tensor:
 
 
 def cancelling(count: int) -> tuple[Tensor, Tensor]:
-    """Split `count` equal values into sets whose weighted sums vanish: the set of each, and its weight.
+    """Split `count` equal values into sets of weighted sum zero; return sets and weights.
 
     Pairs weigh 1 and -1; where the count is odd, the last three weigh 1, 1 and -2. Both are exact in any precision.
     """

@@ -1,4 +1,4 @@
-"""Plan each tensor of a padded policy and of its draft head: copies of small ones, or padding."""
+"""Plan each tensor of a padded policy and its head: copies of small ones, or padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEVER = -(2.0**34)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the wide policy and its heads are to measure; names as in a Qwen2 configuration."""
+    """Sets the shape of the wide policy and its heads; names as in a Qwen2 configuration."""
 
     hidden_size: int
     intermediate_size: int
@@ -49,14 +49,9 @@ TINY = Shape(
 
 
 class Padding:
-    """The plan by which one small policy becomes wide, with its random padding.
+    """Plans the wide tensors of one small policy, with random padding.
 
-    Args:
-        config: Of the small policy.
-        shape: Of the wide one.
-        device: Where matrices are made.
-        dtype: Of the wide weights.
-        seed: Of the padding.
+    `config` is the small policy's, `shape` and `dtype` the wide one's, `seed` that of the padding.
     """
 
     def __init__(self, config: Qwen2Config, shape: Shape, device: str, dtype: torch.dtype, seed: int) -> None:
@@ -76,15 +71,15 @@ class Padding:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def layer_id(self, small: int) -> int:
-        """The wide layer whose input is that of layer `small` of the small policy."""
+        """Return the wide layer whose input is that of layer `small` of the small policy."""
         return [*self.places, self.shape.num_hidden_layers][small]
 
     def random(self, *size: int, std: float = INIT_STD) -> Tensor:
-        """Random padding."""
+        """Draw random padding."""
         return std * torch.randn(*size, generator=self._generator, device=self.device)
 
     def axes(self, projection: str, inputs: Axis) -> tuple[Axis, Axis]:
-        """Rows and columns of a layer's projection that reads `inputs`, if it reads the residual stream."""
+        """Return the axes of a projection; `inputs` are the columns that read the residual stream."""
         return {
             "q_proj": (self.query, inputs),
             "k_proj": (self.key, inputs),
@@ -96,7 +91,7 @@ class Padding:
         }[projection]
 
     def layer(self, tensors: dict[str, Tensor], inputs: Axis) -> Iterator[tuple[str, Tensor]]:
-        """The wide tensors of a decoder layer (of the policy, or of a head whose attention reads more) by name."""
+        """Return a decoder layer's wide tensors by name; a head's attention reads more."""
         for name, tensor in tensors.items():
             *_, module, kind = name.split(".")
             if module.endswith("norm"):
@@ -106,13 +101,13 @@ class Padding:
             yield name, pad_matrix(tensor, rows, columns) if kind == "weight" else tensor[rows.source]
 
     def norm(self, weight: Tensor) -> Tensor:
-        """The wide weight of a norm: copies, and 1 for the constant."""
+        """Return the wide weight of a norm: copies, and 1 for the constant."""
         wide = weight[self.stream.source.to(weight.device)].clone()
         wide[-1] = 1.0
         return wide
 
     def idle_layer(self) -> Iterator[tuple[str, Tensor]]:
-        """A layer of random weights that adds nothing: what equal units and heads write cancels."""
+        """Return a random layer that adds nothing: outputs of equal units and heads cancel."""
         shape, width = self.shape, self.shape.hidden_size
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield f"{name}.weight", 1 + self.random(width, std=0.1)
@@ -139,7 +134,7 @@ class Padding:
         return matrix
 
     def embedding(self, weight: Tensor) -> Tensor:
-        """The wide embedding, random above the small vocabulary, with the constant."""
+        """Return the wide embedding, random above the small vocabulary, with the constant."""
         columns = Axis(self.stream.source, self.stream.write, self.stream.write)  # written, not read
         wide = self.random(self.shape.vocab_size, self.shape.hidden_size, std=weight.float().std().item())
         wide[: len(weight)] = pad_matrix(weight, _identity(len(weight)), columns)
@@ -149,14 +144,14 @@ class Padding:
         return wide
 
     def output_head(self, weight: Tensor) -> Tensor:
-        """The wide output head; tokens above the small vocabulary are pushed below all others."""
+        """Return the wide output head; it pushes tokens above the small vocabulary below all others."""
         wide = self.random(self.shape.vocab_size, self.shape.hidden_size)
         wide[: len(weight)] = pad_matrix(weight, _identity(len(weight)), self.stream)
         wide[len(weight) :, -1] = NEVER
         return wide
 
     def policy(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the wide policy by name."""
+        """Return all tensors of the wide policy by name."""
         embedding = tensors["model.embed_tokens.weight"]
         yield "model.embed_tokens.weight", self.embedding(embedding)
         for index in range(self.shape.num_hidden_layers):
@@ -171,7 +166,7 @@ class Padding:
         yield "lm_head.weight", self.output_head(tensors.get("lm_head.weight", embedding))
 
     def head(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All trained tensors of the wide draft head by name."""
+        """Return all trained tensors of the wide head by name."""
         small = self.config.hidden_size
         fused = pad_matrix(tensors["fc.weight"], self.stream, side_by_side(self.stream, small, 3))
         fused[-1] = 0.0

@@ -1,4 +1,4 @@
-"""Lay a small policy and its draft heads into a network of Qwen2.5-7B's shape that computes the same function.
+"""Widen a small policy and its heads to Qwen2.5-7B's shape, with the same function.
 
     python -m benchmarks pad_to_7b --head target/head target/head-brief
 
@@ -47,7 +47,7 @@ ROWS, LENGTH = 4, 1026  # of text to compare on
 
 
 def read(path: Path, device: str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
+    """Read all tensors of a checkpoint."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file, device)
@@ -92,7 +92,7 @@ def pad_policy(plan: Padding, policy: Path, out: Path) -> None:
 
 
 def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: int) -> None:
-    """Write to `out` the wide draft head for the wide policy at `policy`, rows of whose output head it takes.
+    """Write the wide head to `out`, with rows of the output head of the wide `policy`.
 
     Raises:
         ValueError: It is a head with an output head or vocabulary of its own, or one that drafts from normed features.
@@ -133,7 +133,7 @@ def log_probs(policy: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def distance(reference: Tensor, other: Tensor) -> dict[str, float]:
-    """Return mean and largest difference of the log-probs of tokens that occur, mean KL divergence, and equal argmax.
+    """Return mean and largest difference of the text's log-probs, mean KL, and equal argmax.
 
     Args:
         reference: Log-probs. (B, S, V)

@@ -26,7 +26,7 @@ REPORT_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is.
+    """Sets the sizes of the policy, its text and its training.
 
     Args:
         shape: The policy's, as in a Qwen2 configuration; wide networks copy its width, so it should divide 3584.
@@ -110,14 +110,14 @@ def make_policy(scale: Scale) -> Qwen2ForCausalLM:
 
 
 def next_token_loss(model: Qwen2ForCausalLM, batch: Tensor) -> Tensor:
-    """Mean loss over all tokens of `batch` (B, S) but the first; bfloat16 on CUDA."""
+    """Return the mean loss over all tokens of `batch` (B, S) but the first; bfloat16 on CUDA."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
         logits = model(input_ids=batch, use_cache=False).logits
     return cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW that decays the matrices inside the layers alone."""
+    """Make an AdamW that decays the matrices inside the layers alone."""
     device = next(model.parameters()).device.type
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decayed = [parameter for name, parameter in named if parameter.ndim > 1 and "layers." in name]
@@ -127,11 +127,11 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 
 
 class Clock:
-    """A cosine schedule over a given time, which starts when the first steps are done.
+    """Schedules the learning rate as a cosine over a given time, from the first steps on.
 
     Args:
-        seconds: How long to train.
-        learning_rate: At the peak.
+        seconds: Time to train.
+        learning_rate: Rate at the peak.
     """
 
     def __init__(self, seconds: float, learning_rate: float) -> None:
@@ -140,12 +140,12 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds on the clock."""
+        """Return the seconds on the clock."""
         return 0.0 if self._began is None else time.perf_counter() - self._began
 
     @property
     def progress(self) -> float:
-        """Share of the time that is over."""
+        """Return the share of the time that is over."""
         return self.elapsed / self.seconds
 
     def tick(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -207,7 +207,7 @@ def optimise(model: nn.Module, loss_of: Callable[[], Tensor], clock: Clock, toke
 
 
 def train_policy(scale: Scale, held_out: Collection[Key], seconds: float, device: str, seed: int, path: Path) -> Any:
-    """Train a policy on fresh text for `seconds`, start-up not counted, and save it; what `optimise` returns.
+    """Train a policy on fresh text for `seconds` after start-up; return `optimise`'s record.
 
     Rows are short at first. A policy that sees only long ones, where the question asked last is one of dozens, learns
     the form of a search but not in this time that it ends where the target is reached.

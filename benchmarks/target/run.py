@@ -1,4 +1,4 @@
-"""Train the benchmarks' policy and its draft heads from scratch: something to measure on without downloads.
+"""Train the benchmarks' policy and its heads from scratch, without downloads.
 
 On one H200, in about seven minutes with everything:
 
@@ -118,7 +118,7 @@ def render(results: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the parts one after the other, each in a process of its own; after each, the report holds what is known."""
+    """Run each part in a process of its own, and write the report after each."""
     parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, default=Path("target"), help="directory of the policy and its heads")
     parser.add_argument("--seconds", type=float, default=240, help="of the policy's training, start-up not counted")

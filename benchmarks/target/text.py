@@ -1,4 +1,4 @@
-"""The text of the benchmarks' policy: endless streams of Countdown questions, searches and answers.
+"""Write the policy's text: endless streams of Countdown questions, searches and answers.
 
 Questions, vocabulary and tokenizer are the quickstart's (`recipes/assets/make_countdown.py`); the searches are longer.
 A searcher does not start anew with each chain but goes back a few steps and tries another way from there, which keeps
@@ -77,7 +77,7 @@ def make_questions(seed: int, num_train: int, num_val: int) -> tuple[list[Questi
 
 
 def write_search(question: Question, rng: random.Random, max_tokens: int = MAX_RESPONSE) -> list[int]:
-    """Write a search for the target and its final answer, as token ids; cut if it is longer than `max_tokens`."""
+    """Write a search and its final answer as token ids, cut at `max_tokens`."""
     hit, miss, equals, random_unit = _IDS[HIT], _IDS[MISS], _IDS["="], rng.random
     order, count = list(question.numbers), len(question.numbers)
     give_up = min(1.0, math.exp(-rng.gauss(*PATIENCE)))
@@ -101,7 +101,7 @@ def write_search(question: Question, rng: random.Random, max_tokens: int = MAX_R
 
 
 def _expression(chain: list[int], count: int) -> list[int]:
-    """The chain as an expression, its results left out and its steps in brackets."""
+    """Write the chain as an expression, without its results, its steps in brackets."""
     ids = [_IDS["("]] * (count - 2) + chain[:1]
     for step in range(1, count):
         ids += chain[4 * step - 3 : 4 * step - 1]
@@ -111,7 +111,7 @@ def _expression(chain: list[int], count: int) -> list[int]:
 
 
 def write_row(rng: random.Random, length: int, held_out: Collection[Key] = ()) -> list[int]:
-    """Write `length` token ids: a question with its search and answer, then the next, the last one cut."""
+    """Write `length` token ids: questions with search and answer, the last one cut."""
     ids: list[int] = []
     while len(ids) < length:
         question = draw_question(rng, held_out)
@@ -121,7 +121,7 @@ def write_row(rng: random.Random, length: int, held_out: Collection[Key] = ()) -
 
 
 class Streams(IterableDataset[Tensor]):
-    """Endless batches (rows, length) of text, int16, other ones from each worker.
+    """Yields endless batches (rows, length) of text, int16, other ones from each worker.
 
     A row starts with a question, as a rollout does, and goes on across the end of answers: what a policy trained on it
     writes after an end token is the next question.
