@@ -1,4 +1,4 @@
-"""TLT-Lightning: fast reinforcement learning of reasoning language models, as a PyTorch Lightning package.
+"""Trains reasoning language models by fast reinforcement learning, in PyTorch Lightning.
 
 Names are imported on first use: `import tlt_lightning` loads neither vllm nor transformers nor speculators.
 """

@@ -1,4 +1,4 @@
-"""The command line: `python -m tlt_lightning fit|validate|predict|drafter|export`."""
+"""Run the command line: `python -m tlt_lightning fit|validate|predict|drafter|export`."""
 
 from __future__ import annotations
 

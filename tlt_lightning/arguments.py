@@ -1,6 +1,6 @@
-"""Checks of arguments: ValueError that names the argument, the value and what is allowed.
+"""Check arguments; errors name the argument, the value and what is allowed.
 
-Pure Python, because every room uses it, `speculation/` too, which imports neither torch nor vLLM.
+Pure Python: every room uses it, also `speculation/`, which imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from collections.abc import Sequence
 
 
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
-    """Raise ValueError if `value` of argument `name` is below `minimum` or NaN; `remedy` ends the message."""
+    """Raise ValueError if argument `name` is below `minimum` or NaN; `remedy` ends the message."""
     if not value >= minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.{remedy and f' {remedy}'}")
 
 
 def check_positive(name: str, value: float | None, remedy: str = "") -> None:
-    """Raise ValueError if `value` of argument `name` is zero, negative or NaN; None passes."""
+    """Raise ValueError if argument `name` is zero, negative or NaN; None passes."""
     if value is not None and not value > 0:
         raise ValueError(f"`{name}` must be positive, got {value}.{remedy and f' {remedy}'}")
 
 
 def check_within(name: str, value: float, low: float, high: float, remedy: str = "") -> None:
-    """Raise ValueError unless `value` of argument `name` is in [low, high]."""
+    """Raise ValueError unless argument `name` is in [low, high]."""
     if not low <= value <= high:
         raise ValueError(f"`{name}` must be in [{low}, {high}], got {value}.{remedy and f' {remedy}'}")
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise ValueError unless `value` of argument `name` is in [0, 1)."""
+    """Raise ValueError unless argument `name` is in [0, 1)."""
     if not 0 <= value < 1:
         raise ValueError(f"`{name}` is a share in [0, 1), got {value}.")
 
 
 def check_type(name: str, value: object, kind: type, remedy: str) -> None:
-    """Raise TypeError unless `value` of argument `name` is an object of `kind`; `remedy` ends the message."""
+    """Raise TypeError unless argument `name` is an object of `kind`; `remedy` ends the message."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__} itself" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {got}. {remedy}")
 
 
 def check_distinct(name: str, values: Sequence[object]) -> None:
-    """Raise ValueError if `values` of argument `name` are none at all, or repeat themselves."""
+    """Raise ValueError if argument `name` has no values or repeats one."""
     if not values:
         raise ValueError(f"`{name}` is empty; list at least one value.")
     if len(set(values)) < len(values):

@@ -1,4 +1,4 @@
-"""Checks of settings that on-policy learning cannot honour, before anything is loaded."""
+"""Check settings that on-policy learning cannot honour, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_has_data(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if a Trainer was given no data module to fit with."""
+    """Raise MisconfigurationException if the Trainer has no data module."""
     if trainer.datamodule is None:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
@@ -104,7 +104,7 @@ def accumulations(trainer: L.Trainer) -> list[int]:
 
 
 def warn_of_filters(sampling: Sampling) -> None:
-    """Warn of biased importance ratios where the engine samples from a part of the vocabulary."""
+    """Warn of biased importance ratios if the engine samples from a part of the vocabulary."""
     if sampling.top_p < 1 or sampling.top_k:
         log.warning(
             "`data.sampling` (`top_p` %g, `top_k` %d) cuts the distribution that responses are sampled from, and the "
@@ -160,7 +160,7 @@ def check_sizes(
 def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
     """Raise RuntimeError if an update has broken the policy, before a checkpoint holds it.
 
-    Loss and gradient come before a step, so that the weights that the last one has left must be looked at, too.
+    Loss and gradient are known before a step, so what the last step left shows in the weights alone.
     """
     norms = {name: metrics.get(name, 0.0) for name in ("train/loss", "train/grad_norm")}
     norms["norm of the weights"] = float(torch.nn.utils.get_total_norm([p.detach() for p in module.parameters()]))

@@ -16,9 +16,9 @@ from tlt_lightning.guard.checkpoint_io import check_readable
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
-    """Parse `args`, those of the process by default, and return the CLI with its trainer, module and data module.
+    """Parse `args` and return the CLI with its trainer, module and data module.
 
-    With `run`, `args` begin with a subcommand of the Trainer, which is executed.
+    `args` are the process's by default. With `run` they begin with a subcommand of the Trainer, which is executed.
     """
     # Short class names in YAML (`class_path: GRPO`) resolve for imported subclasses.
     import tlt_lightning.engine
@@ -31,7 +31,7 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
 
 
 def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
-    """Do the same for DrafterModule and DrafterDataModule: `args` follow `drafter` on the command line."""
+    """Parse `args`, which follow `drafter`, for DrafterModule and DrafterDataModule."""
     from tlt_lightning.drafter.data import DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule
 
@@ -59,7 +59,7 @@ def _run(
 
 
 class _Parser(LightningArgumentParser):
-    """Says what is wrong and where help is, without the usage of some 600 options in front of it."""
+    """Names the error and the way to help, without the usage of some 600 options before it."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -72,7 +72,7 @@ class _Parser(LightningArgumentParser):
 
 
 def get_close_options(message: str, options: set[str]) -> list[str]:
-    """Return the known option that each unknown one in an error of the parser comes closest to."""
+    """Return the known option closest to each unknown option in an error of the parser."""
     unknown = re.findall(r"does not accept option '([^']+)'", message)
     if rest := re.search(r"unrecognized arguments: (.*)", message, re.IGNORECASE):
         unknown += [word.removeprefix("--").partition("=")[0] for word in rest[1].split() if word.startswith("--")]
@@ -93,7 +93,7 @@ def _options(parser: LightningArgumentParser) -> set[str]:
 class _CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's without `test`: held-out prompts are what `validate` measures."""
+        """Return Lightning's subcommands without `test`: `validate` measures held-out prompts."""
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "test"}
 
     @override
@@ -109,9 +109,9 @@ class _CLI(LightningCLI):
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Saves the settings of a run; in the saved file, output folders follow `trainer.default_root_dir` as in a recipe.
+    """Saves a run's settings, output folders relative to `trainer.default_root_dir`.
 
-    So the file, run with another `--trainer.default_root_dir`, does not write over the run that it came from.
+    So the file, run with another `--trainer.default_root_dir`, does not write over the run it came from.
     """
 
     @override
@@ -126,6 +126,6 @@ class _SaveConfig(SaveConfigCallback):
 
 
 def follow_root(config: str, root: str) -> str:
-    """Write output folders below `root` in the YAML text `config` as `${trainer.default_root_dir}/...` again."""
+    """Write folders below `root` as `${trainer.default_root_dir}/...` in the YAML text `config`."""
     folder = rf"(?m)^([ -]*(?:dirpath|save_dir): ['\"]?){re.escape(root)}(?=/|['\"]?$)"
     return re.sub(folder, lambda match: f"{match[1]}${{trainer.default_root_dir}}", config)

@@ -1,4 +1,4 @@
-"""From a training checkpoint to a Hugging Face directory that `transformers` and vLLM load."""
+"""Write a training checkpoint as a Hugging Face directory for `transformers` and vLLM."""
 
 from __future__ import annotations
 

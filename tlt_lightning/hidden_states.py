@@ -59,15 +59,14 @@ class PolicyText:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateRequest:
-    """Tells `RLModule` what to keep of an iteration; set it as `RLModule.hidden_state_request`.
+    """Tells `RLModule` which hidden states of an iteration to keep.
 
-    Callbacks get the states in `on_hidden_states`.
+    Set `RLModule.hidden_state_request`; callbacks get the states in `on_hidden_states`.
 
     Args:
-        layer_ids: Layers as EAGLE-3 heads and vLLM count them: `i` is the input of decoder layer `i`, counted from 0,
-            and the number of layers is the output of the last one. For all but that one these are
-            `hidden_states[i]` of Hugging Face.
-        max_tokens: Tokens of one rank and iteration that states are kept of at most.
+        layer_ids: Layers as EAGLE-3 heads and vLLM count them: `i` is the input of decoder layer `i`, from 0, which is
+            `hidden_states[i]` of Hugging Face; the number of layers is the output of the last one.
+        max_tokens: Most tokens of one rank and iteration whose states are kept.
         share: The same as a share of the iteration's tokens; room for two of its longest texts is left either way.
         seed: Chooses among the rows.
     """
@@ -78,7 +77,7 @@ class HiddenStateRequest:
     seed: int = 0
 
     def rows(self, lengths: Sequence[int]) -> list[int]:
-        """Choose the rows whose states are kept, ascending, of an iteration's texts of these many tokens."""
+        """Return the rows whose states are kept, ascending, from the texts' numbers of tokens."""
         wanted = max(int(self.share * sum(lengths)), 2 * max(lengths, default=0))
         return choose_rows(lengths, min(self.max_tokens, wanted), torch.Generator().manual_seed(self.seed))
 
@@ -113,7 +112,6 @@ class HiddenStateTap:
         self._handles: list[Any] = []
 
     def __enter__(self) -> HiddenStateTap:
-        """Start keeping."""
         for layer, module in self._sources.items():
             self._handles.append(module.register_forward_pre_hook(self._keeper(layer), with_kwargs=True))
         return self
@@ -121,7 +119,6 @@ class HiddenStateTap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop keeping."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -134,11 +131,11 @@ class HiddenStateTap:
         return keep
 
     def read(self, texts: Sequence[Tensor], prompt_lengths: Sequence[int], policy_version: int = 0) -> list[PolicyText]:
-        """Move what was kept of each of `rows` to the CPU; the tap is empty afterwards.
+        """Move the kept states of each row to the CPU, and empty the tap.
 
         Args:
             texts: Tokens of each row without padding, on the CPU. (n,) each
-            prompt_lengths: How many of them are the prompt's.
+            prompt_lengths: Tokens of each prompt.
             policy_version: Version of the policy's weights.
         """
         if self._last not in self._states:
@@ -153,15 +150,15 @@ class HiddenStateTap:
 
 
 def _source(trunk: Any, layer: int) -> nn.Module:
-    """Find the module whose input is the output of the layer before `layer`."""
+    """Return the module whose input is the output of the layer before `layer`."""
     return trunk.layers[layer] if layer < len(trunk.layers) else trunk.norm
 
 
 class BatchTap:
-    """Gathers an iteration's texts while its batch runs through the policy in micro-batches, each row once.
+    """Gathers an iteration's texts from its micro-batches' forward passes, each row once.
 
-    The first pass over a row gives its states: the log-prob pass where there is one, else the update's own. Both see
-    the policy from before the update, because the log-prob pass is only left out of an iteration of one step.
+    The first pass over a row gives its states: the log-prob pass, or the update's own. Both see the policy from before
+    the update, because only an iteration of one step has no log-prob pass.
 
     Args:
         model: The policy.
@@ -200,15 +197,15 @@ class BatchTap:
 
 
 def choose_rows(lengths: Sequence[int], max_tokens: int, generator: torch.Generator) -> list[int]:
-    """Choose the rows of an iteration whose hidden states are worth their memory: some of every length.
+    """Choose the rows whose hidden states are kept: some of every length.
 
-    Rows are classed by length so that each class has a quarter of all tokens: the few longest rows are one class, the
-    many short ones another. The class with the fewest chosen tokens gives the next row, at random; the class of the
-    longest comes first. So a choice has the lengths of the iteration, and a long row among them if any fits.
+    Rows are classed by length, a quarter of all tokens in each class: the few longest rows are one, the many short ones
+    another. The class with the fewest chosen tokens gives the next row, at random; the longest class comes first. So
+    the choice has the iteration's lengths, and a long row if any fits.
 
     Args:
         lengths: Tokens of each row.
-        max_tokens: What the chosen rows may have together.
+        max_tokens: Most tokens of the chosen rows together.
         generator: Source of randomness; the same state gives the same choice.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The rollout's hooks for callbacks, and the dispatcher that calls them.
+"""Declare the rollout's hooks for callbacks, and call them.
 
-A callback sees the rollout by having any of these methods; deriving from `RolloutCallback` documents it and is not
-required. Hooks run on every rank, on the main thread, between engine steps.
+Any callback with one of these methods gets its calls; deriving from `RolloutCallback` is not required. Hooks run on
+every rank, on the main thread, between engine steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tlt_lightning.hidden_states import PolicyText
 
 @dataclass(frozen=True, slots=True)
 class IdleWindow:
-    """The time between the end of this worker's own rollout and the end of everybody's.
+    """Tells a worker whose rollout is done about the workers that still write.
 
     Args:
         is_open: Cheap to call and safe to call often; False once the last worker has finished.
@@ -31,10 +31,10 @@ class IdleWindow:
 
 
 class RolloutCallback(L.Callback):
-    """A Lightning callback that also sees the rollout; override what you need.
+    """Sees the rollout as a Lightning callback; override what you need.
 
-    A number of your own goes into `pl_module.iteration_log` (see `IterationLog`), by `mean`, `max` or `sum`, which say
-    how the iteration's values and those of all ranks become one. It is then logged with the rest, once an iteration.
+    Put numbers of your own into `pl_module.iteration_log` by `mean`, `max` or `sum`, which say how the values of the
+    iteration and of all ranks become one; each is logged once an iteration.
 
     Example:
         >>> class LongestResponse(RolloutCallback):
@@ -45,43 +45,36 @@ class RolloutCallback(L.Callback):
     """
 
     def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
-        """Called on every rank before the engine is loaded: its arguments may still be changed."""
+        """Change the engine's arguments on every rank, before the engine is loaded."""
 
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Called once an iteration, when the engine holds the current weights and is about to write."""
+        """Act once an iteration, when the engine has the current weights and is about to write."""
 
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
-        """Called after each engine step; return fast, the engine waits."""
+        """Act after each engine step; return fast, the engine waits."""
 
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: L.LightningModule, window: IdleWindow) -> None:
-        """Called on a worker that is done while others still write.
-
-        Return as soon as `window.is_open()` is False.
-        With a single worker there is no such time and this is never called.
-        """
+        """Use the time of a worker that is done; return as soon as `window.is_open()` is False."""
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
-        """Called with this rank's rollouts and rewards, in training, validation and prediction."""
+        """Read this rank's rollouts and rewards, in training, validation and prediction."""
 
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        """Called in training with this rank's whole batch, advantages and log-probs filled in.
+        """Read this rank's whole batch in training, advantages and log-probs filled in.
 
         `old_logps` is None where the iteration takes one optimizer step and nothing asks for them before it.
         """
 
     def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
-        """Called after the update with this rank's texts whose hidden states were asked for.
-
-        Set `RLModule.hidden_state_request` to ask. The states are those of the policy before the update.
-        """
+        """Read the texts that `hidden_state_request` asked for, states from before the update."""
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
-        """Called when the engine has the policy's weights; `version` counts optimizer steps."""
+        """Act when the engine has the policy's weights; `version` counts optimizer steps."""
 
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
-        """Called when an iteration is over and logged, before a checkpoint of it is written.
+        """Act when an iteration is over and logged, before a checkpoint of it is written.
 
         Set `trainer.should_stop` here to end the run; with several ranks all of them must.
 

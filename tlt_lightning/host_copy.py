@@ -1,4 +1,4 @@
-"""Copies of device tensors in host memory that is page-locked once and used again."""
+"""Copy device tensors into page-locked host memory that is used again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Holds copies of named tensors on the host; for tensors of a GPU at the speed of its bus.
+    """Holds copies of named tensors on the host, filled at the speed of the GPU's bus.
 
-    Pageable memory takes ten times as long, and page-locking anew takes longer than the copy, so memory is kept from
-    one `fill` to the next.
+    Memory is kept for the next `fill`: pageable memory takes ten times as long, page-locking anew longer than the copy.
 
     Example:
         >>> copy = HostCopy()
@@ -27,17 +26,14 @@ class HostCopy:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return what was copied last, complete; the next `fill` may reuse the memory."""
+        """Return the last copy, complete; the next `fill` may reuse the memory."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
         return self._tensors
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors in the place of the earlier ones; does not wait for a GPU.
-
-        The copy comes, in the order of the current stream, before whatever is done to the tensors next.
-        """
+        """Copy tensors over the earlier ones in the current stream, without waiting for a GPU."""
         earlier, self._tensors = self.tensors, {}
         device: torch.device | None = None
         for name, tensor in tensors:

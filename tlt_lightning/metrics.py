@@ -1,4 +1,4 @@
-"""Metrics: the log of an iteration, and accuracy over held-out prompts."""
+"""Log an iteration's metrics, and measure accuracy over held-out prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 class PassAtK(Metric):
-    """Accuracy and pass@k over prompts that were each answered several times.
+    """Computes accuracy and pass@k over prompts that were each answered several times.
 
     Example:
         >>> metric = PassAtK()
@@ -74,14 +74,14 @@ class PassAtK(Metric):
 
 
 class HeldOutMetrics(nn.Module):
-    """Accuracy, pass@k, mean reward and mean length over held-out prompts, on its device."""
+    """Computes accuracy, pass@k, mean reward and mean length over held-out prompts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.accuracy, self.reward, self.length = PassAtK(), MeanMetric(), MeanMetric()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Take in whole groups."""
+        """Add whole groups."""
         self.accuracy.update([(rollout.group, rollout.is_correct) for rollout in rollouts])
         self.reward.update(torch.tensor([rollout.reward for rollout in rollouts]))
         self.length.update(torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts]))
@@ -137,12 +137,11 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
 
 
 class IterationLog:
-    """One rank's log of an iteration: numbers, and the stages that its time went to.
+    """Logs an iteration's numbers on one rank, and the time of its stages.
 
     Whoever knows a number writes it, from the start of training to the last batch's end; `RLModule` then closes the log
-    and hands the metrics to the loggers, to `trainer.callback_metrics` and to `on_iteration_end`. A number may come
-    several times in an iteration and on some ranks only. Tensors are read when the log is closed, so that writing one
-    waits for no device.
+    and hands the metrics to the loggers, `trainer.callback_metrics` and `on_iteration_end`. A number may come several
+    times, and on some ranks only. Tensors are read when the log is closed, so writing one waits for no device.
 
     Example:
         >>> log = IterationLog()
@@ -212,12 +211,12 @@ class IterationLog:
         self._is_open = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the iteration has so far, as primitives, for a checkpoint within it."""
+        """Return the numbers of the iteration so far, as primitives, for a checkpoint within it."""
         numbers = {name: (kind, [float(value) for value in values]) for name, (kind, values) in self._numbers.items()}
         return {"numbers": numbers, "seconds": dict(self._seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with an iteration that was saved by `state_dict`."""
+        """Load the numbers of an iteration that was saved by `state_dict`."""
         self._numbers = {name: (kind, list(values)) for name, (kind, values) in state["numbers"].items()}
         self._seconds = dict(state["seconds"])
 
@@ -233,10 +232,7 @@ class IterationLog:
 
 
 def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
-    """Combine the numbers of ranks, each by its reduction over those that have it.
-
-    Ranks may have different ones: which draft lengths an engine used, for example, is its own affair.
-    """
+    """Combine the numbers of all ranks, each by its reduction over the ranks that have it."""
     parts: dict[str, list[float]] = {}
     kinds: dict[str, str] = {}
     for numbers in ranks:
@@ -247,10 +243,7 @@ def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
 
 
 def end_step(micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the metrics of an optimizer step, and empty the list of its micro-batches'.
-
-    A micro-batch adds 0 to those that it leaves out.
-    """
+    """Return a step's metrics, 0 where a micro-batch lacks one; empty the micro-batches' list."""
     names, zero = set().union(*micro_batches), torch.zeros(())
     metrics = {name: sum((part.get(name, zero) for part in micro_batches), zero) / len(micro_batches) for name in names}
     micro_batches.clear()

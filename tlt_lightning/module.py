@@ -1,4 +1,4 @@
-"""RLModule: the policy, and how a scored batch of rollouts becomes a loss."""
+"""Train the policy: turn a scored batch of rollouts into a loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_
 
 
 class RLModule(L.LightningModule):
-    """A policy that learns by reinforcement from the rollouts a `RolloutDataModule` yields.
+    """Trains a policy by reinforcement on the rollouts that a `RolloutDataModule` yields.
 
     Automatic optimization: gradient clipping, accumulation, precision and schedulers are the Trainer's.
 
@@ -43,11 +43,9 @@ class RLModule(L.LightningModule):
         optimizer: Builds the optimizer from parameter groups.
         lr_scheduler: Builds a scheduler from the optimizer; stepped once per optimizer step.
         lora: Train LoRA adapters; None trains all weights.
-        reference: Frozen model for objectives with a KL penalty; None takes the policy as it was at the start (with
-            LoRA: the same weights, adapters off, at no cost in memory).
+        reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off).
         critic: How values are predicted, for objectives that need them (PPO).
-        gradient_checkpointing: Recompute activations in the backward pass; slower by about a quarter, saves most
-            activation memory.
+        gradient_checkpointing: Recompute activations in the backward pass: a quarter slower, frees most of them.
         attn_implementation: Attention of Hugging Face: `sdpa`, `eager` or `flash_attention_2`.
 
     Example:
@@ -166,8 +164,8 @@ class RLModule(L.LightningModule):
         Args:
             batch: On the CPU; the result stays there.
             micro_batch_size: Sequences per forward pass, on average; cut as the update's are.
-            single_update: The iteration takes one optimizer step, whose own log-probs then are the old ones: the
-                policy's pass is left out unless a critic or the advantages need it, and `old_logps` stays None.
+            single_update: The iteration takes one optimizer step, whose own log-probs are the old ones: `old_logps`
+                stays None and the policy's pass is left out, unless a critic or the advantages need it.
         """
         scores_policy = not single_update or self.critic is not None or self.objective.needs_old_logps
         names = ["old_logps"] if scores_policy else []
@@ -270,7 +268,7 @@ class RLModule(L.LightningModule):
         self._finish_iteration()
 
     def _finish_iteration(self) -> None:
-        """Have the Trainer finish this iteration before it obeys `should_stop`."""
+        """Make the Trainer finish this iteration before it obeys `should_stop`."""
         loop = self.trainer.fit_loop
         loop.min_epochs = max(loop.min_epochs or 0, self.current_epoch + 1)
 

@@ -1,4 +1,4 @@
-"""Load a Hugging Face policy, full or with LoRA; its token log-probs; its weights as a stream.
+"""Load a Hugging Face policy, full or with LoRA; compute log-probs; stream its weights.
 
 Log-probs never materialise (B, T, V) in float32: only the hidden states that predict a response token meet the head,
 `chunk_size` of them at a time, and the backward pass recomputes each chunk.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Train low-rank adapters instead of all weights.
+    """Trains low-rank adapters instead of all weights.
 
     Args:
         rank: Rank of each update.
@@ -46,7 +46,7 @@ class LoRA:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`; raises if it has no end-of-sequence token, without which no response would end."""
+    """Return the tokenizer at `path`; raise ValueError if responses cannot end or hold words."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -67,7 +67,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def end_token_ids(path: str) -> list[int]:
-    """Every token id that ends a response of the policy at `path`: the tokenizer's and its generation config's."""
+    """Return every token id that ends a response: the tokenizer's and the generation config's."""
     from transformers import GenerationConfig
 
     ids = [load_tokenizer(path).eos_token_id]
@@ -80,10 +80,10 @@ def end_token_ids(path: str) -> list[int]:
 
 
 def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str = "sdpa") -> PreTrainedModel:
-    """Load the causal LM at `path` for training: float32 (the frozen part as `lora` says), dropout off, train mode.
+    """Load the causal LM at `path` for training: float32, dropout off, train mode.
 
-    With `lora` the result is a `peft.PeftModel`. Raises ValueError if its weights hold NaN, or if its logits are more
-    than the output of a linear layer.
+    With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Raises ValueError if its weights
+    hold NaN, or if its logits are more than the output of a linear layer.
     """
     from transformers import AutoModelForCausalLM
 
@@ -104,18 +104,15 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
 
 
 def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stands in for PEFT's cast of a layer's input to its adapter's float32.
+    """Cast a layer's input for its adapter, as PEFT does, but not under autocast.
 
-    Autocast takes that back at once: two passes over every layer's input, and a copy of it kept for the backward pass.
+    Autocast takes PEFT's cast back at once: two passes over every layer's input, and a copy kept for the backward pass.
     """
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
-    """Set every dropout to 0: the log-prob pass, the update and the engine must see the same function.
-
-    Some are modules; attention keeps its own as a number, in the module or in the config.
-    """
+    """Set every dropout to 0, attention's numbers too: all passes must see the same function."""
     for owner in (model.config, model.config.get_text_config(), *model.modules()):
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0
@@ -126,7 +123,7 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, path: str) -> None:
-    """Raise ValueError unless the logits are the output of the head alone, as log-probs in chunks take them to be."""
+    """Raise ValueError unless the logits are the head's output alone, as chunks take them to be."""
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if "flash" in attention else attention)  # which needs no GPU
     ids = torch.arange(1, 5)[None] % model.config.get_text_config().vocab_size
@@ -147,7 +144,7 @@ def _check_head(model: PreTrainedModel, path: str) -> None:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside `model`, adapters still in place, PEFT's wrapper taken off."""
+    """Return the Hugging Face model inside `model`, adapters in place, PEFT's wrapper off."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[return-value,operator]
 
 
@@ -166,7 +163,7 @@ def response_states(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tens
 def token_logps(
     head: nn.Module, states: Tensor, targets: Tensor, *, temperature: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` (N,) and entropies (N,) of softmax(head(states) / temperature), float32, in chunks.
+    """Return (N,) log-probs of `targets` and entropies of softmax(head(states) / temperature).
 
     Args:
         head: The output embedding, (N, H) to (N, V).
@@ -201,9 +198,9 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
 def response_logps(
     model: nn.Module, batch: RolloutBatch, *, chunk_size: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Log-probs and entropies of the response tokens under `model`, (B, T) each, at the batch's temperature.
+    """Return log-probs and entropies of the response tokens, (B, T) each.
 
-    Also returns the states (N, H) they come from and the index of those in (B, T), for a critic.
+    Both at the batch's temperature. Also returns the states (N, H) and their index in (B, T), for a critic.
     """
     states, targets, index = response_states(model, batch)
     head = causal_lm(model).get_output_embeddings()
@@ -213,7 +210,7 @@ def response_logps(
 
 
 class PolicyWeights(Iterable[tuple[str, Tensor]]):
-    """The policy's weights under their Hugging Face names, adapters merged, one tensor at a time.
+    """Streams the policy's weights by Hugging Face name, adapters merged, one at a time.
 
     Tied weights come once. Merged tensors are fresh copies; all others are the live ones and must not be written.
 
@@ -242,23 +239,23 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
 
 
 def stream_weights(model: nn.Module) -> PolicyWeights:
-    """The policy's weights, to be iterated over."""
+    """Return the policy's weights as a stream."""
     return PolicyWeights(model)
 
 
 @torch.no_grad()
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """A copy of the weight that a layer with an adapter computes with, added up in float32."""
+    """Return a copy of the weight that an adapted layer computes with, added up in float32."""
     return layer.get_delta_weight("default").float().add_(weight).to(weight.dtype)  # in place: these are large
 
 
 def merged_weight(layer: Any) -> Tensor:
-    """A copy of the weight that a linear layer with an adapter computes with."""
+    """Return a copy of the weight that an adapted linear layer computes with."""
     return _merged(layer, layer.base_layer.weight)
 
 
 def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights of the policy at `path`, from its config alone."""
+    """Return names and shapes of the weights of the policy at `path`, from its config alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -267,7 +264,7 @@ def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def _adapters(model: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by the Hugging Face name of the tensor that each adapts."""
+    """Return the layers with an adapter, by the Hugging Face name of the adapted tensor."""
     if not hasattr(model, "get_base_model"):
         return {}
     from peft.tuners.lora import LoraLayer

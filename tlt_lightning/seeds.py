@@ -1,4 +1,4 @@
-"""Random choices that a resumed run makes again."""
+"""Make random choices that a resumed run makes again."""
 
 from __future__ import annotations
 

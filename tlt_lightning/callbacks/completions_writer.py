@@ -1,4 +1,4 @@
-"""CompletionsWriter: completions of `predict` as JSON lines."""
+"""Write the completions of `predict` as JSON lines."""
 
 from __future__ import annotations
 

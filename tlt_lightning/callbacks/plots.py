@@ -1,4 +1,4 @@
-"""One palette and one frame for all pictures of a run; imports matplotlib when drawing."""
+"""Draw all pictures of a run with one palette and one frame; matplotlib loads when drawing."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def frame(num_panels: int) -> tuple[Figure, list[Axes]]:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure to `path`, whose ending chooses the format; makes missing folders."""
+    """Write a figure to `path`, whose ending chooses the format; make missing folders."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
-"""RolloutProgressBar: a bar while the engine writes, a line an iteration, completions.
+"""Show a bar while the engine writes, a line an iteration, and completions.
 
 Three displays share one throttle: a tqdm bar, a task inside Lightning's Rich display, and sparse lines where the
-output is not a terminal. Everything else is printed through `say`, which leaves bars intact.
+output is not a terminal. All else is printed through `say`, which leaves bars intact.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ def say(text: str) -> None:
 class RolloutProgressBar(RolloutCallback):
     """Shows the rollout while it runs, then a line an iteration and, if asked, completions.
 
-    It stands beside Lightning's own training bar. Where standard output is not a terminal, a rollout writes at most
-    one line every ten seconds. Only rank zero writes; the bar counts that rank's requests.
+    Stands beside Lightning's training bar. Where standard output is no terminal, a rollout writes at most one line
+    every ten seconds. Only rank zero writes; the bar counts that rank's requests.
 
     Args:
-        show_completions: Print this many completions after each rollout, half of them the best and half the worst
-            by reward; 0 prints none.
+        show_completions: Completions printed after each rollout, half the best, half the worst by reward; 0 is none.
         refresh_seconds: Seconds between two updates of the bar.
 
     Example:
@@ -116,7 +115,7 @@ class RolloutProgressBar(RolloutCallback):
 
 
 def rollout_label(trainer: L.Trainer) -> str:
-    """Name the rollout that runs now: its iteration, or what else it is for."""
+    """Name the rollout that runs now: its iteration, or another use."""
     if trainer.sanity_checking:
         label = "validation before training"
     elif trainer.validating:
@@ -140,7 +139,7 @@ def progress_text(progress: RolloutProgress) -> str:
 
 
 def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[str, float]) -> str:
-    """Sum up an iteration in one line; what was not logged is left out.
+    """Sum up an iteration in one line, without what was not logged.
 
     Args:
         iteration: Finished iterations.
@@ -274,7 +273,7 @@ class _RichTask:
 
 
 class _Lines:
-    """For logs: nothing for a short rollout, a line now and then for a long one."""
+    """Writes lines for logs: none for a short rollout, one now and then for a long one."""
 
     seconds = LINE_SECONDS
 

@@ -1,4 +1,4 @@
-"""RunReport: a finished run's picture, key numbers as JSON, and places of its files."""
+"""Report a finished run: its picture, key numbers as JSON, and places of its files."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ History = Mapping[int, Mapping[str, float | None]]
 
 
 class RunReport(RolloutCallback):
-    """Leaves `report.png` and `summary.json` when `Trainer.fit` ends, and says where files lie.
+    """Writes `report.png` and `summary.json` when `Trainer.fit` ends, and says where files lie.
 
-    An interrupted run gets both too. The history is in the checkpoint, so a resumed run reports from its beginning.
+    An interrupted run gets both too; a resumed run reports from its beginning, as the history is in the checkpoint.
     `summary.json` has these keys, null where nothing was measured:
 
     - `seed`: Of `seed_everything`.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
       line: before the engine is set up), those before a resume included.
-    - `held_out_accuracy_before`: From the validation before training, if `num_sanity_val_steps` had it see all
-      held-out prompts.
+    - `held_out_accuracy_before`: Before training, if `num_sanity_val_steps` covered all held-out prompts.
     - `held_out_accuracy_after`, `held_out_accuracy_after_iteration`: The latest validation and its iteration.
     - `reward_mean`, `length_p50`, `length_p99`, `length_max`: Of the last iteration; lengths in tokens.
     - `interrupted`: Whether an exception or Ctrl-C ended the run.

@@ -1,7 +1,6 @@
-"""Data of one policy iteration: prompts, finished rollouts, and the tensors of a loss.
+"""Hold an iteration's data: prompts, finished rollouts, and the tensors of a loss.
 
-Plain dataclasses; no Trainer, no engine. `B` sequences, `S` tokens of the longest prompt plus response, `T` tokens of
-the longest response.
+`B` sequences, `S` tokens of the longest prompt plus response, `T` tokens of the longest response.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Prompt:
-    """A question as the engine sees it.
+    """Holds a question as the engine sees it.
 
     Args:
         text: The prompt after the chat template.
@@ -40,7 +39,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Rollout:
-    """One response with its prompt and its rewards.
+    """Holds one response with its prompt and its rewards.
 
     Args:
         prompt: The question.
@@ -60,7 +59,7 @@ class Rollout:
 
     @property
     def is_correct(self) -> bool:
-        """True if the first reward function gave more than one half: what accuracy and pass@k count."""
+        """True if the first reward exceeds one half: what accuracy and pass@k count."""
         return next(iter(self.rewards.values()), 0.0) > 0.5
 
     @property
@@ -87,10 +86,9 @@ class Rollout:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """Tensors that an objective sees.
+    """Holds the tensors that an objective sees.
 
-    Sequences are right-padded, so that a causal model needs no attention mask.
-    Not frozen: Lightning rebuilds it when it moves it to the device.
+    Right-padded, so that a causal model needs no attention mask. Not frozen: Lightning rebuilds the batch to move it.
 
     Args:
         input_ids: Prompt then response then padding. (B, S), int64
@@ -103,17 +101,15 @@ class RolloutBatch:
         truncated: Sequences that hit the length limit. (B,), bool
         response_lengths: Response tokens of each sequence, masked ones included; None takes the mask's. (B,), int64
         temperature: Sampling temperature; the trainer's log-probs are computed at it.
-        old_logps: Log-probs under the policy before this iteration's first update; None until they are known.
-            (B, T), float32
+        old_logps: Log-probs before this iteration's first update; None until they are known. (B, T), float32
         ref_logps: Log-probs under the frozen reference, if the objective asks for one. (B, T), float32
         values: The critic's predictions before the update, if there is a critic. (B, T), float32
         advantages: Filled in by `PolicyObjective.advantages`. (B, T), float32
         returns: Targets of the critic, likewise. (B, T), float32
         num_loss_tokens: Response tokens of the whole optimizer step, over all its micro-batches and all ranks.
         num_loss_sequences: Sequences of the whole optimizer step, likewise.
-        num_shares: How many micro-batch losses the optimizer step averages: accumulation times ranks. A loss that
-            sums over its micro-batch, divides by a `num_loss_*` count and multiplies by `num_shares` is therefore
-            independent of how the step was split.
+        num_shares: Micro-batch losses that the optimizer step averages: accumulation times ranks. A sum over a
+            micro-batch, times `num_shares`, over a `num_loss_*` count does not depend on how the step was split.
         rows: Numbers of these sequences in the batch that `select` took them from; empty if they are all there is.
     """
 

@@ -35,11 +35,9 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[range]:
     """Cut sequences into parts of similar length, the largest as small as can be.
 
-    The size of a part is its rows times its longest sequence.
-
-    A pass takes memory by its padded tokens, and time by these plus a constant. So the longest sequences run with few
-    others or alone, and the many short ones, whose passes would be all constant, share few passes. Where fewer parts
-    would do for that limit, parts are cut on where it saves the most padding.
+    The size of a part is its rows times its longest sequence. A pass takes memory by it, and time by it plus a
+    constant. So the longest sequences run with few others, and many short ones share a pass. Where fewer parts would do
+    for that limit, parts are cut on where it saves the most padding.
 
     Args:
         lengths: Tokens of each sequence, longest first.
@@ -85,9 +83,7 @@ def _cut_once_more(lengths: Sequence[int], parts: Sequence[range]) -> list[range
 
 
 def cut_micro_batches(rows: Tensor, lengths: Tensor, micro_batch_size: int) -> list[list[int]]:
-    """Cut sequences into micro-batches by `split_by_tokens`, largest first.
-
-    A lack of memory so shows at once.
+    """Cut sequences into micro-batches, largest first, so that a lack of memory shows at once.
 
     Args:
         rows: Row numbers of the sequences. (N,)

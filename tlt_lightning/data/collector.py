@@ -65,8 +65,7 @@ class RolloutCollector:
     ) -> list[Rollout]:
         """Write and score `group_size` responses to each prompt; groups count from `first_group`.
 
-        Without prompts this only waits for the other workers: the engine sleeps on, and `on_rollout_idle` is the only
-        hook.
+        Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook.
         """
         if not prompts:
             self._spend_idle_time()
@@ -104,7 +103,7 @@ class RolloutCollector:
         return [rollouts[number] for number in range(len(requests))]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without what ends or pads it; other special tokens are for rewards."""
+        """Return the text without the tokens that end or pad it; rewards see other special tokens."""
         return str(self.tokenizer.decode([token for token in token_ids if token not in self._unseen]))
 
     def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:

@@ -10,7 +10,7 @@ from tlt_lightning.data.batch import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Keep drawing prompts until enough groups have rewards that differ.
+    """Draws prompts until enough groups have rewards that differ.
 
     Args:
         max_rounds: Most rollouts of one iteration. If groups with a signal are still lacking then, the iteration is
@@ -36,7 +36,7 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """Return whether the rewards of a group differ, so that some advantages do (DAPO, Eq. 11).
+    """Return whether a group's rewards differ, so that some advantages do (DAPO, Eq. 11).
 
     What an objective adds to the rewards, such as DAPO's overlong punishment, does not count.
     """

@@ -1,4 +1,4 @@
-"""A look at a run's first responses: whether the engine wrote them with the policy's weights."""
+"""Check by a run's first responses that the engine wrote with the policy's weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tlt_lightning.policy import response_logps
 
 
 class EngineProbe:
-    """Compares log-probs after the first sync of weights, and once more after a drafter was first replaced.
+    """Compares log-probs after the first sync of weights and after the first new drafter.
 
-    Greedy responses, and those of a part of the distribution (top-p, top-k), have log-probs that say nothing: the
-    probe then waits for others.
+    Log-probs of greedy responses, and of a part of the distribution (top-p, top-k), say nothing: the probe waits.
 
     Args:
         num_responses: Responses that are compared, the shortest of a rollout.
@@ -34,7 +33,7 @@ class EngineProbe:
         self._done: set[bool] = set()
 
     def check(self, trainer: L.Trainer, engine: RolloutEngine, rollouts: Iterable[Rollout], sampling: Sampling) -> None:
-        """Raise RuntimeError unless the responses just written have the policy's log-probs, where that is to be known.
+        """Raise RuntimeError unless new responses have the policy's log-probs, where they tell.
 
         Args:
             trainer: Its module's policy wrote the responses.
@@ -73,7 +72,7 @@ def _beginning(rollout: Rollout, num_tokens: int) -> Rollout:
 
 
 def _coarser(trainer: L.Trainer, policy: nn.Module, engine: RolloutEngine) -> str:
-    """The coarser type in which the engine or the trainer computes; TF32 counts as bfloat16."""
+    """Return the coarser of the engine's and the trainer's types; TF32 counts as bfloat16."""
     is_full = str(trainer.precision).startswith(("32", "64")) and torch.get_float32_matmul_precision() == "highest"
     is_full &= all(parameter.dtype.itemsize >= 4 for parameter in policy.parameters())
     return "float32" if is_full and engine.compute_dtype == "float32" else "bfloat16"

@@ -1,4 +1,4 @@
-"""Open a worker's idle window when its rollout is done, and close it when the last worker's is."""
+"""Open a worker's idle window after its rollout, and close it after the last worker's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STORE_SECONDS = 60.0
 
 
 class IdleWindows:
-    """Counts finished workers in a store of its own, so that asking never meets a collective of the training.
+    """Counts finished workers in a store of its own, apart from the training's collectives.
 
     Args:
         trainer: With more than one worker; its strategy tells the others where the store is.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationSettings:
-    """Settings of all iterations of a run; see `RolloutDataModule`."""
+    """Holds the settings of all iterations of a run; see `RolloutDataModule`."""
 
     group_size: int
     prompts_per_iteration: int
@@ -55,7 +55,7 @@ class IterationSettings:
 class PolicyIteration:
     """Makes the minibatches of one policy iteration with the policy's current weights.
 
-    A checkpoint within it is exact: until the first optimizer step it names the iteration's first prompt, with which a
+    A checkpoint within an iteration is exact: until the first optimizer step it names the first prompt, from which a
     resumed run begins anew; afterwards it holds the scored batch.
 
     Args:

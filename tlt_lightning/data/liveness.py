@@ -1,4 +1,4 @@
-"""Notice that another worker has failed, died or stands still, and end this one in good order on SIGTERM."""
+"""Notice that another worker has failed, died or stalled; end this one in order on SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ _GOODBYE, _BEAT, _FAILURE = "goodbye", "beat", "failure"
 class Liveness:
     """Watches the other workers of a run over connections of its own, never by a collective.
 
-    Every worker keeps a connection to rank 0; a thread gives a sign of life on it each second. When a process dies, the
-    operating system closes its end, so its death is noticed at once; that of a machine, or a stopped process, after
-    `_SILENT_SECONDS` of silence. Rank 0 passes on what it learns. The thread then logs the reason, and `check`, called
-    at each engine step and batch, raises it. A main thread that does not come to it, because it waits for the dead in a
-    collective, is ended after `_GRACE_SECONDS`.
+    Each worker's thread gives a sign of life to rank 0 every second, which passes on what it learns. The operating
+    system closes the end of a process that dies, so this is noticed at once; a dead machine or a stopped process after
+    `_SILENT_SECONDS` of silence. The thread logs the reason, and `check`, called at each engine step and batch, raises
+    it. A main thread that waits for the dead in a collective is ended after `_GRACE_SECONDS`.
 
-    A worker may be alive without getting on, while others wait in their idle windows, which have no time limit. Each
-    tells how long ago its last `check` was: `_STALLED_SECONDS` are a warning, and more than a collective may take
-    (`DDPStrategy(timeout=...)`) a failure.
+    A worker may live without getting on, while others wait in idle windows, which have no time limit. Each tells how
+    long ago its last `check` was: `_STALLED_SECONDS` warn, more than `DDPStrategy(timeout=...)` fails.
 
     Args:
         trainer: Its strategy tells the others where rank 0 listens; with one worker there is nobody to watch.
@@ -64,7 +62,7 @@ class Liveness:
             atexit.register(self.close)
 
     def check(self) -> None:
-        """Raise RuntimeError if another worker has failed or died, SIGTERMException after `terminate`."""
+        """Raise RuntimeError if a worker has failed or died, SIGTERMException after `terminate`."""
         self._last_check = time.monotonic()
         if self._terminated:
             self._ends_itself = True
@@ -74,11 +72,11 @@ class Liveness:
             raise RuntimeError(_sentence(self._failure))
 
     def terminate(self) -> None:
-        """Make the next `check` end this worker, and tell the others; does nothing that a signal handler may not."""
+        """Make the next `check` end this worker and tell the others; safe in a signal handler."""
         self._terminated = True
 
     def report(self, error: BaseException) -> None:
-        """Tell the other workers what ended this one, or note on `error` that it was the end of another worker."""
+        """Tell the other workers what ended this one, or note on `error` which other worker ended."""
         if self.world_size == 1:
             return
         self._ends_itself = True
@@ -178,7 +176,7 @@ class Liveness:
         return 0.0 if self._last_check is None else now - self._last_check
 
     def _fail(self, reason: str, besides: _Line | None = None) -> None:
-        """Take note of the first failure and pass it on."""
+        """Note the first failure and pass it on."""
         if self._failure is not None or self._terminated:
             return
         self._failure, self._failed_at = reason, time.monotonic()
@@ -196,7 +194,7 @@ class Liveness:
 
 
 class _Line:
-    """A connection to another worker: lines of a word and a text."""
+    """Sends and reads lines of a word and a text over a connection to another worker."""
 
     def __init__(self, connection: socket.socket, of: int | None = None) -> None:
         self.socket = connection
@@ -217,7 +215,7 @@ class _Line:
         return [(kind, text) for kind, _, text in (line.decode().partition(" ") for line in lines)]
 
     def send(self, kind: str, text: str = "") -> None:
-        """Send one line; that the other end is gone is noticed by `read`."""
+        """Send one line; `read` notices that the other end is gone."""
         with suppress(OSError):
             self.socket.sendall(f"{kind} {text}\n".encode())
 

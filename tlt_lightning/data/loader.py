@@ -1,4 +1,4 @@
-"""The iterables that a RolloutDataModule gives the Trainer."""
+"""Iterate over what a RolloutDataModule gives the Trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 class RolloutLoader(Generic[Item]):
-    """A sized, lazy iterable: rolling out begins with the first `next`, anew in each epoch.
+    """Yields batches lazily, with a length; the first `next` of each epoch rolls out anew.
 
     Sized, because Lightning prefetches one batch of an iterable without length, which would then be one update stale.
     Lazy, because Lightning calls `iter` before `on_train_start` and once more to look at the type.

@@ -1,4 +1,4 @@
-"""RolloutDataModule: an epoch is a policy iteration, and the policy makes its batches."""
+"""Make a policy iteration of an epoch: the policy writes its own batches."""
 
 from __future__ import annotations
 
@@ -47,18 +47,16 @@ class RolloutDataModule(L.LightningDataModule):
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
-        rewards: Reward functions and their weights; in Python also plain functions. The first one also decides what
-            counts as correct in `val/accuracy` and pass@k: a score above one half.
+        rewards: Reward functions and their weights; in Python also plain functions. The first one decides what counts
+            as correct in `val/accuracy` and pass@k: a score above one half.
         train: Prompts to learn from; in Python also a path, a `datasets.Dataset` or a list of rows.
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
         micro_batch_size: Sequences in one forward and backward pass on one rank, on average: long ones share a pass
-            with few others and short ones with many, so that the largest pass is as small as it can be. An optimizer
-            step takes `Trainer(accumulate_grad_batches)` passes.
+            with few others, to keep the largest small. A step takes `Trainer(accumulate_grad_batches)` passes.
         inner_epochs: Passes over an iteration's rollouts.
-        dynamic_sampling: Draw further prompts in place of those whose responses all earned the same (DAPO); None keeps
-            them, and they teach nothing.
+        dynamic_sampling: Replace prompts whose responses all earn the same (DAPO): they teach nothing; None is off.
         sampling: How responses are sampled in training.
         val_sampling: How they are in validation and prediction, for example greedy; None is as in training.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.

@@ -1,4 +1,4 @@
-"""Read prompts, turn them into token ids, and say in which order iterations use them."""
+"""Read prompts, turn them into token ids, and order them for the iterations."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """Name a data set and the way from its rows to prompts.
+    """Names a data set and the way from its rows to prompts.
 
-    A prompt is text, or a conversation: a list of messages with `role` and `content`, which the tokenizer's chat
-    template writes as it is. Rewards receive a conversation's last message as the prompt, and all of it in the row.
+    A prompt is text, or a conversation: messages with `role` and `content`, which the tokenizer's chat template writes
+    as they are. Rewards receive a conversation's last message as the prompt, and all of it in the row.
 
     Args:
-        path: A file (.jsonl, .json, .csv, each perhaps .gz; .parquet), a folder that `datasets` has saved or can load,
-            or the name of a dataset on the hub.
+        path: A file (.jsonl, .json, .csv, each perhaps .gz; .parquet), a `datasets` folder, or a hub dataset.
         rows: Rows in the place of a path: a list of dictionaries or a `datasets.Dataset`.
         split: Split to read, or slices such as `train[:100]`; files and rows are all `train`.
         config: Configuration of a hub dataset, for example `main` of GSM8K.
         prompt_column: Column with the question.
         answer_column: Column with the answer that rewards compare to; None if they need none.
-        template: Jinja template over the row that writes the question, for rows whose question is spread over several
-            columns; replaces `prompt_column`.
+        template: Jinja template that writes the question from several columns of the row; replaces `prompt_column`.
         system_prompt: Put before the question when the tokenizer has a chat template.
         chat: Apply the tokenizer's chat template; None applies it if there is one.
         chat_template_kwargs: Variables of the chat template, for example `enable_thinking: false` for Qwen3.
@@ -82,7 +80,7 @@ class PromptSource:
         return repr(self.path) if self.path else "the rows"
 
     def read(self) -> list[Row]:
-        """Read all rows; raises ValueError if there are none or a column is missing."""
+        """Read all rows; raise ValueError if there are none or a column is missing."""
         if self.rows is None:
             rows = read_rows(self.path, self.config, self.split)
         else:
@@ -100,11 +98,7 @@ class PromptSource:
         return rows
 
     def messages(self, row: Row) -> list[Message]:
-        """Return the conversation of a row that ends with its question, before any chat template.
-
-        Raises:
-            ValueError: The row holds no text and no conversation that waits for an answer.
-        """
+        """Return a row's conversation up to its question, untemplated; raise ValueError without one."""
         prompt: Any = _compiled(self.template).render(**row) if self.template else row[self.prompt_column]
         if isinstance(prompt, str) and prompt.strip():
             prompt = [{"role": "user", "content": prompt}]
@@ -139,7 +133,7 @@ def _compiled(template: str) -> Template:
 
 
 def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> list[Prompt]:
-    """Read, template and tokenise the prompts of `source`; those that are too long are left out with a warning.
+    """Read, template and tokenise the prompts of `source`; warn of those left out as too long.
 
     Args:
         source: Where they are.
@@ -195,7 +189,7 @@ def _alone(messages: list[Message]) -> str:
 
 
 class PromptCursor:
-    """Order prompts: shuffled anew each pass, the same for every number of ranks.
+    """Orders prompts: shuffled anew each pass, the same for every number of ranks.
 
     Args:
         num_prompts: How many there are.

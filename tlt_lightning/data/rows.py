@@ -18,12 +18,7 @@ OTHER_KINDS = (".gz", ".txt", ".tsv", ".arrow", ".zip", ".xz", ".bz2", ".zst", "
 
 
 def check_path(path: str) -> None:
-    """Raise unless `path` is a file of a known kind, a folder, or may be the name of a hub dataset.
-
-    Raises:
-        FileNotFoundError: It reads like a file or folder, and there is none.
-        ValueError: It is a file that cannot be read.
-    """
+    """Raise FileNotFoundError or ValueError unless `path` is readable, or perhaps on the hub."""
     place = Path(path).expanduser()
     if place.is_file():
         if kind(place) not in KINDS:
@@ -40,12 +35,9 @@ def kind(path: Path) -> str:
 
 
 def read_rows(path: str, config: str | None, split: str) -> list[Row]:
-    """Read the rows of `split`; rows that lack a column which others have hold None there.
+    """Read the rows of `split`, None for columns that a row lacks and others have.
 
-    JSON keeps its types and CSV holds text only; what `datasets` has written or downloads keeps the types found there.
-
-    Raises:
-        ValueError: A line cannot be read, or there is no such split.
+    JSON and `datasets` keep their types; CSV holds text only. Raises ValueError for a bad line or an unknown split.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -65,7 +57,7 @@ def complete(rows: Sequence[Row]) -> list[Row]:
 
 
 def cut(path: str, splits: dict[str, Any], split: str) -> list[Row]:
-    """Return the rows of a split or of slices of it, such as `train[:100]` or `train[:10%]+test`."""
+    """Return the rows of a split or of slices, such as `train[:100]` or `train[:10%]+test`."""
     from datasets import ReadInstruction
 
     try:

@@ -1,4 +1,4 @@
-"""The engine's weights follow the policy's."""
+"""Keep the engine's weights equal to the policy's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tlt_lightning.hooks import call_rollout_hook
 class WeightSync:
     """Gives the engine the policy's weights whenever anybody has changed them.
 
-    The optimizer's steps alone do not tell: callbacks swap weights for a validation (`EMAWeightAveraging`) and back.
+    The optimizer's steps do not tell: callbacks, too, swap weights for a validation (`EMAWeightAveraging`) and back.
 
     Args:
         engine: What rolls out.
@@ -37,6 +37,6 @@ class WeightSync:
 
 
 def fingerprint_of(module: nn.Module) -> tuple[int, ...]:
-    """Return a hash of each parameter's bits: changes to `tensor.data` show, too."""
+    """Return a hash of each parameter's bits, which sees changes to `tensor.data`, too."""
     hashes = [torch.hash_tensor(parameter.detach()) for parameter in module.parameters()]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()

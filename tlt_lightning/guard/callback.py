@@ -1,4 +1,4 @@
-"""RunGuard: what keeps a run's files whole and its end in order."""
+"""Keep a run's files whole and its end in order: RunGuard."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tlt_lightning.hooks import RolloutCallback
 
 
 def guards(trainer: L.Trainer) -> list[L.Callback]:
-    """Return the guard that a module brings with it, nothing where the Trainer has one from an earlier run."""
+    """Return a module's guard, nothing where the Trainer has one from an earlier run."""
     return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
 
 
 class RunGuard(RolloutCallback):
-    """Guards a run against kills, signals and a second run; the modules of this package bring it with them.
+    """Guards a run against kills, signals and a second run; modules of this package bring it.
 
     - Checkpoints are written by `WholeCheckpointIO`, unless the Trainer was given a `CheckpointIO` plugin, and
       `ModelCheckpoint(save_last="link")` replaces its link in one go.
@@ -137,7 +137,7 @@ class RunGuard(RolloutCallback):
         self._saved_optimizer = states[0] if states else None
 
     def _check_optimizer(self, trainer: L.Trainer) -> None:
-        """Raise ValueError if each of the checkpoint's and this run's optimizer has settings that the other has not."""
+        """Raise ValueError if checkpoint and run each have optimizer settings the other has not."""
         if self._saved_optimizer is None or not trainer.optimizers:
             return
         optimizer = trainer.optimizers[0]

@@ -1,4 +1,4 @@
-"""Write a checkpoint completely or not at all, and say what is wrong with one that cannot be read."""
+"""Write a checkpoint completely or not at all, and explain one that cannot be read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _PART = ".part"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, but never half of one under its name, whenever the process is killed.
+    """Writes Lightning's checkpoint files, never half of one under its name, even if killed.
 
     Lightning's own writes to the folder of temporary files and moves, which across file systems is a copy; leaves that
-    file behind when killed; and passes over a missing permission in silence. This one writes next to the target, has
-    the disk take it, and renames. A link to a checkpoint that is removed points to the latest one before.
-
-    Paths that are not local files are Lightning's.
+    file behind when killed; and ignores a missing permission. This one writes next to the target, has the disk take it,
+    and renames. A link to a removed checkpoint points to the latest one before. Paths that are not local are
+    Lightning's.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def check_readable(path: Any) -> None:
-    """Raise FileNotFoundError or ValueError for a checkpoint that is missing or empty, naming those beside it."""
+    """Raise FileNotFoundError or ValueError if a checkpoint is missing or empty; name others."""
     file = Path(path)
     if "://" in str(path) or file.is_dir():
         return
@@ -93,7 +92,7 @@ def check_readable(path: Any) -> None:
 
 
 def replace_link(filepath: str, linkpath: str) -> None:
-    """Let the link name `filepath` at once: at no time is there none, and never is it a link to nothing."""
+    """Let the link name `filepath` at once; never is the link missing or broken."""
     if os.path.abspath(filepath) == os.path.abspath(linkpath):
         return
     temporary = os.path.join(os.path.dirname(linkpath), f".{os.path.basename(linkpath)}{_PART}")
@@ -109,21 +108,21 @@ def replace_link(filepath: str, linkpath: str) -> None:
 
 
 def link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
-    """Stand in for `ModelCheckpoint._link_checkpoint`, which removes the old link before it makes the new one."""
+    """Replace `ModelCheckpoint._link_checkpoint`, which removes the old link first."""
     if trainer.is_global_zero:
         replace_link(filepath, linkpath)
     trainer.strategy.barrier()
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process had written of a checkpoint; nobody else may be writing to `folder`."""
+    """Delete half-written checkpoints of a killed process; nobody else may write to `folder`."""
     for part in folder.glob(f".*{_PART}"):
         log.warning("Removing %s, the rest of a checkpoint whose writing was cut off.", part)
         part.unlink()
 
 
 def _others(path: Path) -> str:
-    """End a message with the checkpoints beside `path`, the latest first."""
+    """Return the end of a message: the checkpoints beside `path`, the latest first."""
     files = [other for other in path.parent.glob("*.ckpt") if other.is_file() and other.stat().st_size]
     files = [file for file in files if not file.is_symlink() and file != path]
     names = [str(file) for file in sorted(files, key=lambda file: -file.stat().st_mtime)[:5]]

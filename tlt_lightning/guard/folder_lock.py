@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A lock of the operating system on a file beside the folder, which names process and host of its owner.
+    """Locks a folder by a locked file beside it, which names the owner's process and host.
 
-    The lock ends with its process, however that ends; what a killed owner left in the file is only a note.
+    The operating system's lock ends with its process; what a killed owner left in the file is only a note.
 
     Args:
         folder: Of checkpoints; the lock file is `.<name>.lock` next to it, so that the folder holds checkpoints only.

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 
 def protect_rows(logger: CSVLogger) -> None:
-    """Keep the rows so far when the process is killed while the file of `logger` is written anew.
+    """Keep the rows of `logger` if the process is killed while their file is written anew.
 
     Lightning opens the file for writing, which empties it, and writes the rows it has read.
     """

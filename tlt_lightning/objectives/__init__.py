@@ -1,4 +1,4 @@
-"""Objectives by name, and the pieces to compose new ones from. Imports torch only."""
+"""Names the objectives, and the pieces to compose new ones from. Imports torch only."""
 
 from tlt_lightning.objectives.advantages import (
     GAE,

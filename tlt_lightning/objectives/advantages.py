@@ -1,11 +1,10 @@
-"""Estimators of the advantage: by how much a token's response beats the expectation.
+"""Estimate the advantage: by how much a token's response beats the expectation.
 
 Rewards come in two parts: one per response, and dense ones per token (a KL penalty in the reward). Estimators that
 judge whole responses add the dense ones up; the others put the response's reward on its last token.
 
 Where the references disagree:
-- The epsilon beside the group's standard deviation is 1e-6 in verl and 1e-4 in TRL; `GroupNormalized.epsilon` covers
-  both.
+- The epsilon beside the group's standard deviation is 1e-6 in verl, 1e-4 in TRL; see `GroupNormalized.epsilon`.
 - A response alone in its group has no advantage here; verl gives it its raw reward.
 - Whitening uses the statistics of all ranks; verl and TRL use those of the global batch they hold on one process.
 """
@@ -26,8 +25,8 @@ from tlt_lightning.objectives.base import Advantages, Reduce, fill, require, upc
 def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
     """Return the mean and the unbiased variance of the unmasked tokens of all ranks.
 
-    Two passes, because E[x^2] - E[x]^2 cancels in float32. The variance is 0 with fewer than two tokens, and where
-    the deviations are no larger than the rounding of the mean: equal values of 1000.3 have a mean that is 5e-5 off.
+    Two passes, because E[x^2] - E[x]^2 cancels in float32. The variance is 0 with fewer than two tokens, and where the
+    deviations are within the rounding of the mean: equal values of 1000.3 have a mean that is 5e-5 off.
 
     Args:
         x: Values. (B, T)
@@ -42,10 +41,7 @@ def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Ten
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """Scale the unmasked tokens of all ranks to mean 0 and variance 1.
-
-    Masked tokens become 0, and so do values that are all equal, whatever their magnitude.
-    """
+    """Scale unmasked tokens of all ranks to mean 0, variance 1; masked or equal ones become 0."""
     mean, variance = global_moments(x, mask, reduce)
     return fill((x - mean) * torch.rsqrt(variance + 1e-8), mask & (variance > 0))
 
@@ -53,8 +49,8 @@ def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
 def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compare each reward with those of its group: the baseline of objectives without a critic.
 
-    Sums go through a table and not through `index_add`, which is not deterministic on CUDA; rewards are taken
-    relative to the lowest of the group, so that a group of equal rewards is centred to exactly zero.
+    Sums go through a table, because `index_add` is not deterministic on CUDA; rewards are taken relative to the group's
+    lowest, so that equal rewards are centred to exactly zero.
 
     Args:
         rewards: One value per sequence. (B,)
@@ -77,10 +73,7 @@ def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Give each sequence's reward (B,) to its last unmasked token, (B, T).
-
-    For estimators that work token by token; a sequence without any unmasked token is all zero.
-    """
+    """Give each sequence's reward (B,) to its last unmasked token, (B, T), if there is one."""
     num_after = mask.flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & (num_after == 1), upcast(rewards)[:, None], 0.0)
 
@@ -133,7 +126,7 @@ class _GroupEstimator(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNormalized(_GroupEstimator):
-    """GRPO: reward minus the group's mean, over its deviation (arXiv 2402.03300, 4.1.2).
+    """Subtracts the group's mean, divides by its deviation: GRPO (arXiv 2402.03300, 4.1.2).
 
     Args:
         epsilon: Added to the standard deviation; TRL uses 1e-4.
@@ -147,7 +140,7 @@ class GroupNormalized(_GroupEstimator):
 
 @dataclass(frozen=True)
 class GroupCentred(_GroupEstimator):
-    """Dr.GRPO: reward minus the group's mean; blows no easy prompt up (arXiv 2503.20783)."""
+    """Subtracts the group's mean; blows no easy prompt up: Dr.GRPO (arXiv 2503.20783)."""
 
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred
@@ -155,7 +148,7 @@ class GroupCentred(_GroupEstimator):
 
 @dataclass(frozen=True)
 class LeaveOneOut(_GroupEstimator):
-    """RLOO: reward minus the mean of the others, an unbiased baseline (arXiv 2402.14740)."""
+    """Subtracts the mean of the others, an unbiased baseline: RLOO (arXiv 2402.14740)."""
 
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred * size / (size - 1).clamp(min=1)
@@ -163,7 +156,7 @@ class LeaveOneOut(_GroupEstimator):
 
 @dataclass(frozen=True)
 class WhitenedGroupBaseline(_GroupEstimator):
-    """REINFORCE++-baseline: GroupCentred, whitened over the iteration (arXiv 2501.03262)."""
+    """Whitens GroupCentred over the iteration: REINFORCE++-baseline (arXiv 2501.03262)."""
 
     def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
         return centred
@@ -175,7 +168,7 @@ class WhitenedGroupBaseline(_GroupEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class WhitenedRewardToGo(AdvantageEstimator):
-    """REINFORCE++: discounted rewards to go, whitened (arXiv 2501.03262).
+    """Whitens discounted rewards to go: REINFORCE++ (arXiv 2501.03262).
 
     Args:
         gamma: Discount per token; 1 treats early and late tokens alike.
@@ -196,12 +189,11 @@ class WhitenedRewardToGo(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class GAE(AdvantageEstimator):
-    """Generalized advantage estimation from a critic, whitened (arXiv 1506.02438, Eq. 16).
+    """Estimates advantages from a critic, whitened: GAE (arXiv 1506.02438, Eq. 16).
 
     Args:
         gamma: Discount per token; 1 because the reward comes at the end, thousands of tokens away.
-        lam: 1 trusts the sampled return (no bias, verl's default), lower trusts the critic more (less variance);
-            0.95 is PPO's own.
+        lam: 1 trusts the sampled return (no bias, verl), lower trusts the critic (less variance); 0.95 is PPO's own.
     """
 
     needs_critic: ClassVar[bool] = True

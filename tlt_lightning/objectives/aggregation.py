@@ -1,8 +1,8 @@
-"""One loss per optimizer step from one loss per token, however the step is split.
+"""Make one loss per optimizer step from one loss per token, however the step is split.
 
 Each mode sums over its micro-batch, divides by a count of the whole step and multiplies by the number of micro-batch
-losses that the step averages, so that accumulation and data parallelism change nothing. Where the batch carries no
-counts (`num_loss_tokens` or `num_loss_sequences` is 0) it is a whole step by itself and its own counts are used.
+losses that the step averages, so that accumulation and data parallelism change nothing. A batch without counts
+(`num_loss_tokens` or `num_loss_sequences` is 0) is a whole step by itself, with its own counts.
 
 Difference from TRL: a sequence whose tokens are all masked is not counted (verl agrees), so padding a rank with empty
 sequences or masking truncated ones does not dilute the loss.
@@ -95,7 +95,7 @@ class SequenceMeanTokenSum(Aggregation):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMeanTokenSumNorm(Aggregation):
-    """SequenceMeanTokenSum over a constant: no length bias (Dr.GRPO, arXiv 2503.20783, 3.1).
+    """Divides SequenceMeanTokenSum by a constant: no length bias (arXiv 2503.20783, 3.1).
 
     Args:
         max_tokens: The constant: the longest allowed response, the sampling's `max_tokens`. verl falls back to the

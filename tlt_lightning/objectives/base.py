@@ -1,4 +1,4 @@
-"""The contract of an objective: advantages from rollouts, a loss from advantages."""
+"""Define an objective: advantages from rollouts, a loss from advantages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Advantages = tuple[Tensor, Tensor | None]
 
 @dataclass(slots=True)
 class ObjectiveOutput:
-    """A loss and what to log beside it.
+    """Holds a loss and the metrics to log beside it.
 
     Args:
         loss: Scalar to call `backward` on.
@@ -106,8 +106,7 @@ def upcast(x: Tensor) -> Tensor:
 def fill(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x` upcast, with 0 where `mask` is False.
 
-    Selecting instead of multiplying by zero keeps garbage in padding, infinities included, out of both the loss and
-    its gradient.
+    Unlike multiplying by zero, this keeps infinities and NaN in padding out of the loss and its gradient.
     """
     return torch.where(mask, upcast(x), 0.0)
 

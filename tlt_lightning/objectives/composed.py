@@ -1,7 +1,7 @@
-"""An objective put together from four pieces and optional penalties.
+"""Compose an objective from four pieces and optional penalties.
 
 No `from __future__ import annotations` here: jsonargparse looks inherited annotations up in the subclass's module, and
-where it does not find the names (a researcher's file) it silently accepts anything.
+silently accepts anything where it does not find the names (a researcher's file).
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,6 @@ class ComposedObjective(PolicyObjective):
 
     @property
     def needs_reference(self) -> bool:
-        """True if a KL penalty is set."""
         return self.loss_kl is not None or self.reward_kl is not None
 
     @property
@@ -62,17 +61,14 @@ class ComposedObjective(PolicyObjective):
 
     @property
     def min_group_size(self) -> int:
-        """Fewest responses per prompt that the advantage can compare."""
         return self.advantage.min_group_size
 
     @property
     def needs_entropy_grad(self) -> bool:
-        """True if the entropy bonus is on."""
         return self.entropy_coef != 0
 
     @property
     def length_limits(self) -> dict[str, int]:
-        """The aggregation's constant, if it has one."""
         limit = self.aggregation.max_tokens
         return {} if limit is None else {"aggregation.max_tokens": limit}
 

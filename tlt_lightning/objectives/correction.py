@@ -1,4 +1,4 @@
-"""Importance weights for the mismatch between engine and trainer.
+"""Weigh tokens for the mismatch between engine and trainer.
 
 The two run different kernels at different precision, so even with equal weights the sampling distribution is not the
 trainer's (arXiv 2506.13585; "Your efficient RL framework secretly brings you off-policy RL", Yao et al., 2025). The
@@ -46,12 +46,11 @@ def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, l
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedImportance(MismatchCorrection):
-    """Cut weights at an upper bound: less variance for a little bias (TIS).
+    """Cuts weights at an upper bound: less variance for a little bias (TIS).
 
     Args:
         level: One weight per "token", or per "sequence" (unbiased, but its variance grows with the length).
-        max_weight: The bound; small weights are harmless and have none. 2.0 is the field's choice for tokens (slime,
-            SkyRL); sequences use 3.0 to 5.0.
+        max_weight: The bound; small weights are harmless. Usual: tokens 2.0 (slime, SkyRL), sequences 3.0 to 5.0.
     """
 
     level: Level = "token"
@@ -66,7 +65,7 @@ class TruncatedImportance(MismatchCorrection):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedImportance(MismatchCorrection):
-    """Drop tokens or sequences whose weight is out of bounds, keep the others' (IcePop).
+    """Drops tokens or sequences whose weight is out of bounds, keeps the others' (IcePop).
 
     Args:
         level: Judge each "token", or each "sequence" as a whole.

@@ -1,10 +1,9 @@
-"""Schulman's estimators of KL(policy || reference) from sampled tokens, and the penalty.
+"""Estimate KL(policy || reference) from sampled tokens (Schulman), and penalise it.
 
 With d = log policy - log reference of a token sampled from the policy. All return (B, T), before any aggregation.
 
 Differences from the sources:
-- d is clamped to +-20 for k3; verl also clamps k3 itself to +-10, which we do not, because a bounded penalty has no
-  gradient just where it is needed.
+- d is clamped to +-20 for k3; verl also clamps k3 to +-10, which leaves no gradient just where it is needed.
 - TRL multiplies k3 by the importance ratio by default (`use_bias_correction_kl`); verl, OpenRLHF and we do not.
 """
 
@@ -46,7 +45,7 @@ class KLEstimator(ABC):
 
 @dataclass(frozen=True)
 class K1(KLEstimator):
-    """The plain log-ratio d, unbiased, noisy and of either sign: the usual choice in the reward.
+    """Estimates the KL by the log-ratio d: unbiased, noisy, of either sign; usual in the reward.
 
     In the loss its gradient is zero in expectation and so does not hold the policy; use K2 or K3 there.
     """
@@ -57,7 +56,7 @@ class K1(KLEstimator):
 
 @dataclass(frozen=True)
 class K2(KLEstimator):
-    """Half the squared log-ratio, d^2 / 2: biased, low variance; on-policy the KL's gradient."""
+    """Estimates the KL by d^2 / 2: biased, low variance; on-policy the KL's gradient."""
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         return (logps - ref_logps).square() / 2
@@ -65,7 +64,7 @@ class K2(KLEstimator):
 
 @dataclass(frozen=True)
 class K3(KLEstimator):
-    """The low-variance unbiased estimator of GRPO, e^-d - 1 + d: the usual choice in the loss."""
+    """Estimates the KL by e^-d - 1 + d: unbiased, low variance; GRPO's and the loss's usual one."""
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         return k3(logps, ref_logps)

@@ -1,8 +1,7 @@
-"""The critic-free objectives by name, each with its four pieces.
+"""Name the critic-free objectives, each with its four pieces.
 
-Where the papers leave it open the pieces are what the field has settled on: token-level clip 0.2 / 0.28, mean over
-tokens, mismatch weights truncated at 2, no KL penalty. Any piece can be exchanged, so `DrGRPO` with
-`surrogate: SequenceRatio` is a valid recipe.
+Where papers leave it open the pieces are the field's usual ones: token-level clip 0.2 / 0.28, mean over tokens,
+mismatch weights truncated at 2, no KL penalty. Any piece can be exchanged (`DrGRPO` with `surrogate: SequenceRatio`).
 """
 
 from dataclasses import dataclass, field
@@ -33,10 +32,9 @@ from tlt_lightning.objectives.surrogates import CappedRatio, ClippedRatio, Seque
 
 @dataclass(kw_only=True)
 class GRPO(ComposedObjective):
-    """Group relative policy optimization (arXiv 2402.03300), as is usual now.
+    """Optimizes relative to the group (GRPO, arXiv 2402.03300), as is usual now.
 
-    Averaged over tokens and clipped higher. For the paper's own loss set `aggregation: SequenceMeanTokenMean`,
-    `surrogate.clip_high: 0.2` and a `loss_kl`.
+    The paper's own loss: `aggregation: SequenceMeanTokenMean`, `surrogate.clip_high: 0.2` and a `loss_kl`.
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
@@ -47,7 +45,7 @@ class GRPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class DrGRPO(ComposedObjective):
-    """GRPO done right (arXiv 2503.20783): divides by neither deviation nor length.
+    """Divides by neither deviation nor length: GRPO done right (arXiv 2503.20783).
 
     Set `aggregation.max_tokens` to the sampling's `max_tokens`.
     """
@@ -60,7 +58,7 @@ class DrGRPO(ComposedObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongPunishment:
-    """Lower the reward of responses that come close to the length limit.
+    """Lowers the reward of responses that come close to the length limit.
 
     Zero up to `max_tokens - buffer_tokens`, falling linearly to -1 at `max_tokens` (DAPO, arXiv 2503.14476, Eq. 13).
     verl lets it fall on below -1; we follow the paper and TRL.
@@ -87,10 +85,9 @@ class OverlongPunishment:
 
 @dataclass(kw_only=True)
 class DAPO(ComposedObjective):
-    """DAPO (arXiv 2503.14476): clip-higher, token mean, soft overlong punishment.
+    """Clips higher, averages tokens, punishes overlong responses: DAPO (arXiv 2503.14476).
 
-    Its dynamic sampling happens before the objective, where prompts are drawn (`data.dynamic_sampling`). Without the
-    punishment DAPO is GRPO with our defaults: use that.
+    Dynamic sampling is `data.dynamic_sampling`. Without the punishment DAPO is GRPO with our defaults: use that.
 
     Args:
         overlong: The punishment; required, because it has to know the length limit.
@@ -108,16 +105,14 @@ class DAPO(ComposedObjective):
         return {**super().length_limits, "overlong.max_tokens": self.overlong.max_tokens}
 
     def shape_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Return the rewards with the overlong punishment added, (B,)."""
         return batch.rewards + self.overlong(batch)
 
 
 @dataclass(kw_only=True)
 class GSPO(ComposedObjective):
-    """Group sequence policy optimization (arXiv 2507.18071): one clipped ratio per response.
+    """Clips one ratio per response: group sequence policy optimization (arXiv 2507.18071).
 
-    Suits mixtures of experts. Clipped at 3e-4 / 4e-4 as in the paper; the mean log-ratio is clamped to +-20 before
-    (verl: at +10).
+    Suits mixtures of experts. Clips 3e-4 / 4e-4 as in the paper; the mean log-ratio is clamped at +-20 (verl: +10).
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
@@ -128,7 +123,7 @@ class GSPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class CISPO(ComposedObjective):
-    """CISPO (arXiv 2506.13585): clips the weight and keeps every token's gradient.
+    """Clips the weight and keeps every token's gradient: CISPO (arXiv 2506.13585).
 
     Steady far off-policy. The ratio is capped at 5 without a lower bound, as in ScaleRL.
     """
@@ -141,7 +136,7 @@ class CISPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class SAPO(ComposedObjective):
-    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate, not a clip."""
+    """Fades gradients out by a gate: soft adaptive policy optimization (arXiv 2511.20347)."""
 
     advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=SoftGate)
@@ -151,10 +146,9 @@ class SAPO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class RLOO(ComposedObjective):
-    """REINFORCE leave-one-out (arXiv 2402.14740) with token-level ratios, as in verl.
+    """Compares with the group's others: REINFORCE leave-one-out (arXiv 2402.14740).
 
-    TRL takes the ratio of the whole sequence, a different objective, whose ratio leaves the clip range within a few
-    dozen tokens.
+    Token-level ratios, as in verl. TRL's ratio of the whole sequence leaves the clip range within a few dozen tokens.
     """
 
     advantage: AdvantageEstimator = field(default_factory=LeaveOneOut)
@@ -165,7 +159,7 @@ class RLOO(ComposedObjective):
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlus(ComposedObjective):
-    """REINFORCE++ (arXiv 2501.03262): no critic and no groups.
+    """Needs no critic and no groups: REINFORCE++ (arXiv 2501.03262).
 
     Works with one response per prompt. The paper's KL penalty is `reward_kl` with K1.
     """
@@ -178,7 +172,7 @@ class ReinforcePlusPlus(ComposedObjective):
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlusBaseline(ComposedObjective):
-    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262).
+    """Takes the group's mean as baseline of REINFORCE++ (arXiv 2501.03262).
 
     The paper's KL penalty is `loss_kl` with K2.
     """

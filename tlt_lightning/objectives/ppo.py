@@ -1,4 +1,4 @@
-"""PPO, the objective with a critic.
+"""Train with a critic: PPO.
 
 Differences from the paper (arXiv 1707.06347):
 - The value loss is clipped like verl's and OpenAI's code, not the paper's text, and is always a mean over tokens.
@@ -24,8 +24,7 @@ from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Return half the squared error of clipped or unclipped predictions, (B, T) each.
 
-    The worse of the two counts: a prediction profits no further than `clip` from `old_values`, those before the
-    iteration's first update.
+    The worse of the two counts: a prediction gains no further than `clip` from `old_values`, those before the update.
     """
     error = (values - returns).square()
     if clip is not None:
@@ -35,9 +34,9 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
-    """Tell how much of the returns the critic foresaw.
+    """Return the share of the returns that the critic foresaw.
 
-    1 is all of it, 0 no more than their mean or nothing to foresee, negative worse. To be called on a rank's whole
+    1 is all of it, 0 no more than their mean or nothing to foresee, negative worse. Call it on a rank's whole
     iteration, (B, T) each: the ratio of two variances cannot be averaged over micro-batches.
     """
     mask = mask.bool()
@@ -49,12 +48,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
 
 @dataclass(kw_only=True)
 class PPO(ComposedObjective):
-    """Proximal policy optimization (arXiv 1707.06347): a critic judges every token.
+    """Lets a critic judge every token: proximal policy optimization (arXiv 1707.06347).
 
     Args:
         advantage: GAE; set its `gamma` and `lam`.
-        value_coef: Weight of the value loss, which is half a squared error; matters only where critic and policy
-            share a trunk or a gradient norm.
+        value_coef: Weight of the value loss, half a squared error; matters where a trunk or gradient norm is shared.
         value_clip: How far a prediction may move from the one before the update, in units of reward; null is off.
         target_kl: Stop this iteration's updates once `train/approx_kl` exceeds it; null never stops.
     """
@@ -82,7 +80,6 @@ class PPO(ComposedObjective):
 
     @property
     def stop_at_kl(self) -> float | None:
-        """Return `target_kl`."""
         return self.target_kl
 
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:

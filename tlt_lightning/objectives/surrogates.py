@@ -1,12 +1,9 @@
-"""Policy losses per token, which bound how far one batch may move the policy.
+"""Compute policy losses per token, which bound how far one batch may move the policy.
 
 Differences from the sources, where verl and TRL disagree:
-- Dual clip: verl always applies it (c = 3), TRL never does; here it is off unless `dual_clip` is set, as in the GRPO
-  and DAPO papers.
-- CISPO's lower bound: verl clips on both sides, TRL only above; `CappedRatio.min_ratio` covers both, 0 (none) by
-  default, as in ScaleRL.
-- All log-ratios are clamped to +-20 (`kl.MAX_LOG_RATIO`), GSPO's mean over a response too, which verl clamps at +10
-  only; TRL does not clamp and overflows.
+- Dual clip: verl always applies it (c = 3), TRL never; here it is off unless `dual_clip` is set, as in GRPO and DAPO.
+- CISPO's lower bound: verl has one, TRL none; `CappedRatio.min_ratio` covers both, 0 (none) by default, as in ScaleRL.
+- All log-ratios are clamped to +-20 (`kl.MAX_LOG_RATIO`), GSPO's mean too (verl: at +10); TRL overflows unclamped.
 """
 
 from abc import ABC, abstractmethod
@@ -48,14 +45,12 @@ class Surrogate(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedRatio(Surrogate):
-    """PPO's clipped ratio (arXiv 1707.06347, Eq. 7) with two bounds and a dual clip.
+    """Clips PPO's ratio (arXiv 1707.06347, Eq. 7) at two bounds, with a dual clip.
 
     Args:
         clip_low: The ratio gains nothing below 1 - this.
-        clip_high: The ratio gains nothing above 1 + this; larger than `clip_low` it lets unlikely tokens grow
-            (DAPO's clip-higher, 0.28).
-        dual_clip: Bound on the loss at negative advantages, in units of |advantage| (arXiv 1912.09729, Eq. 5); None
-            is off, verl uses 3.
+        clip_high: The ratio gains nothing above 1 + this; DAPO's higher 0.28 lets unlikely tokens grow.
+        dual_clip: Loss bound at negative advantages, in |advantage| (arXiv 1912.09729, Eq. 5); None is off, verl: 3.
     """
 
     clip_low: float = 0.2
@@ -79,14 +74,13 @@ class ClippedRatio(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRatio(Surrogate):
-    """GSPO: one clipped ratio per response, its tokens' geometric mean (arXiv 2507.18071).
+    """Clips one ratio per response, its tokens' geometric mean: GSPO (arXiv 2507.18071).
 
     Each token carries the sequence's ratio with its own gradient (GSPO-token), as in verl; averaged per sequence that
     is GSPO itself. With token-level mismatch weights each gradient then carries its token's weight, in TRL the mean.
 
     Args:
-        sequence_clip_low: The sequence's ratio gains nothing below 1 - this; the mean over tokens moves far less than
-            a token, hence the small bounds.
+        sequence_clip_low: The ratio gains nothing below 1 - this; bounds are small because a mean moves little.
         sequence_clip_high: It gains nothing above 1 + this.
     """
 
@@ -105,7 +99,7 @@ class SequenceRatio(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class CappedRatio(Surrogate):
-    """CISPO: the bounded ratio only weighs, so no token loses its gradient (arXiv 2506.13585).
+    """Weighs by a bounded ratio, so that no token loses its gradient: CISPO (arXiv 2506.13585).
 
     Args:
         max_ratio: Upper bound of the weight (5.0 in ScaleRL, SkyRL and AReaL).
@@ -128,7 +122,7 @@ class CappedRatio(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftGate(Surrogate):
-    """SAPO: a sigmoid of the ratio fades the gradient out, uncut (arXiv 2511.20347).
+    """Fades the gradient out by a sigmoid of the ratio, uncut: SAPO (arXiv 2511.20347).
 
     Args:
         temperature_positive: Steepness of the gate for positive advantages.
@@ -153,7 +147,7 @@ class SoftGate(Surrogate):
 
 @dataclass(frozen=True)
 class PlainPolicyGradient(Surrogate):
-    """REINFORCE: log-prob times advantage, without bound; for one update per rollout."""
+    """Multiplies log-prob and advantage without bound: REINFORCE, for one update per rollout."""
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return -A log p."""

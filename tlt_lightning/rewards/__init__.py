@@ -1,12 +1,11 @@
-"""Score responses: reward functions, their weights, and the pool that runs them during the rollout.
+"""Score responses by weighted reward functions, in a pool that runs during the rollout.
 
 A reward is a callable `(prompt, response, row) -> float`, plain or async; TRL's `(prompts, completions, **columns)` is
 taken too. `prompt` is the question, of a conversation its last message. `row` is the whole row of the data, shared by
 all rewards and therefore read-only; `row["answer"]` holds the value of the answer column.
 
-Importing this package is cheap: math-verify, torch and transformers are loaded by the first call that needs them. The
-imports below are eager because `countdown` names a function and its module: bound lazily, the name would turn into the
-module as soon as anything imports that.
+Importing is cheap: the first call that needs math-verify, torch or transformers loads it. The imports below are eager
+because `countdown` names a function and its module: bound lazily, the name would become the module on its import.
 """
 
 from tlt_lightning.rewards.choice import multiple_choice

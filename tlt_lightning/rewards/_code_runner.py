@@ -1,7 +1,7 @@
 """Run one program and its tests under limits, in a process that `code.py` starts.
 
-Runs as a script, without the package. Reads a request as JSON from standard input; writes to standard output how it is
-isolated ("namespaces" or "guard"), then the request's token once the tests have passed.
+A script, without the package. It reads a request as JSON from standard input, and writes how it is isolated
+("namespaces" or "guard"), then the request's token once the tests have passed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Run the program, then its tests; say so if they pass."""
+    """Run the program, then its tests; write the token if they pass."""
     request = json.load(sys.stdin)
     isolated = request["use_namespaces"] and enter_namespaces()
     if not isolated:
@@ -43,7 +43,7 @@ def main() -> None:
 def enter_namespaces() -> bool:
     """Move to new process and network namespaces; False where the kernel does not allow it.
 
-    The caller returns as the first process of the namespace, with whose end the kernel kills all others in it.
+    The caller returns as the namespace's first process, with whose end the kernel kills all others in it.
     """
     try:
         libc = ctypes.CDLL(None)

@@ -1,7 +1,4 @@
-"""Compare expressions in a child process of `math.py`, one JSON line in and one out.
-
-Runs as a script, without the package.
-"""
+"""Compare expressions, one JSON line in, one out: a script that runs without the package."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def main() -> None:
 
 
 def compare(gold: str, text: str, time_limit: float) -> bool:
-    """Say whether the last expression in `text` equals `gold`; the process dies of SIGALRM after `time_limit` s."""
+    """Return whether the last expression equals `gold`; die of SIGALRM after `time_limit` s."""
     from math_verify import parse, verify
 
     # Left at its default action: the kernel ends the process even while an arithmetic operation holds the interpreter.

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def expected_answer(row: dict[str, Any]) -> str:
-    """Return the answer of a row as stripped text.
-
-    Raises:
-        ValueError: If the row has none.
-    """
+    """Return the answer of a row as stripped text; raise ValueError if the row has none."""
     answer = row.get("answer")
     if answer is None or not str(answer).strip():
         raise ValueError(
@@ -28,7 +24,7 @@ def final_part(response: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last complete `\boxed{...}` of `text` holds, braces balanced, or None without one."""
+    r"""Return the inside of the last complete `\boxed{...}`, braces balanced; None without one."""
     start = text.rfind(r"\boxed{")
     while start >= 0:
         begin = start + len(r"\boxed{")

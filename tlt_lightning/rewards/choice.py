@@ -18,9 +18,9 @@ STANDALONE_LABEL = re.compile(rf"(?<!\w)(?:{LETTER}|{NUMBER})(?!\w)")
 def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
     r"""Return 1 if the response settles on the right option, else 0.
 
-    Within the last `<answer>` block, or everywhere without one, the last `\boxed{B}` counts, or else the last
-    "answer is (B)" or "Answer: B", or else the last capital letter A to E that stands alone. The answer column holds a
-    letter, or a number from 1 as in some rows of ARC; the response may then give the option's number or its letter.
+    In the last `<answer>` block, or everywhere without one, the last `\boxed{B}` counts, or else the last "answer is
+    (B)" or "Answer: B", or else the last capital letter A to E that stands alone. The answer column holds a letter, or
+    a number from 1 as in some rows of ARC; the response may then give the option's number or its letter.
 
     Example:
         >>> multiple_choice("...", "Iron rusts, so the answer is (B).", {"answer": "B"})

@@ -29,19 +29,19 @@ DEFINED = re.compile(r"^(?:(?:async[ ]+def|def|class)[ ]+(\w+)|(\w+)[ ]*(?::[^=\
 
 
 class PythonTests:
-    r"""Give 1 to a response whose Python code passes the unit tests of its row, else 0.
+    r"""Gives 1 to a response whose Python code passes the unit tests of its row, else 0.
 
-    Isolation against accidents, not against attackers. The code runs in a process group of its own with limits on
-    wall-clock time, processor time, memory and file size, in an empty temporary folder with a minimal environment. On
-    Linux, where the kernel allows it, it also gets process and network namespaces of its own: nothing it starts
-    outlives it and no network is reachable. Elsewhere its Python interpreter refuses to open sockets, programs that it
-    starts may still use the network or survive, and a warning says so. In both cases it can read and delete the files
-    that you can and forge its own result. Run policies that you do not trust in a container.
+    Isolation against accidents, not attackers. The code runs in a process group of its own with limits on wall-clock
+    time, processor time, memory and file size, in an empty temporary folder with a minimal environment. Linux, where
+    the kernel allows it, adds process and network namespaces: nothing the code starts outlives it and no network is
+    reachable. Elsewhere Python refuses to open sockets, programs that the code starts may still use the network or
+    survive, and a warning says so. Either way the code can read and delete your files and forge its result. Run
+    untrusted policies in a container.
 
-    The code is the response's last fenced block that defines a name which the tests use (what comes after it shows how
-    to use it), or else the last one, or else the whole response; blocks marked as Python go before others. The row
-    holds `test`: either a HumanEval script that defines `check(candidate)`, with `entry_point` naming the function to
-    check and `prompt` holding the code that the response continues or rewrites; or a script or list of asserts.
+    The code is the response's last fenced block that defines a name which the tests use (later blocks show its use), or
+    else the last one, or else the whole response; blocks marked as Python go before others. The row holds `test`:
+    either a HumanEval script that defines `check(candidate)`, with `entry_point` naming the function to check and
+    `prompt` the code that the response continues or rewrites; or a script or list of asserts.
 
     Args:
         time_limit: Seconds from the program's start until the tests fail; keep it below the reward pool's time limit.
@@ -86,7 +86,7 @@ class PythonTests:
 
 
 def extract_code(response: str, tests: str) -> str:
-    """Return the last fenced block that defines a name of `tests`, or the last one, or all of `response`."""
+    """Return the last fenced block that defines a name of `tests`, else the last, else all."""
     blocks = [
         (language.lower(), re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", code, flags=re.MULTILINE))
         for indent, language, code in FENCED_BLOCK.findall(response)
@@ -100,11 +100,7 @@ def extract_code(response: str, tests: str) -> str:
 
 
 def assemble(response: str, row: dict[str, Any]) -> tuple[str, str]:
-    """Return the program of a response and the tests to run after it.
-
-    Raises:
-        ValueError: If the row holds no tests, or names no function for its `check`.
-    """
+    """Return program and tests; raise ValueError if the row lacks tests or `check`'s function."""
     tests = row.get("test")
     if isinstance(tests, (list, tuple)):
         tests = "\n".join(tests)
@@ -122,11 +118,7 @@ def assemble(response: str, row: dict[str, Any]) -> tuple[str, str]:
 
 
 def run(request: dict[str, Any], time_limit: float) -> str:
-    """Run a program and its tests in a process of its own, for `time_limit` s, and return the runner's reply.
-
-    Raises:
-        RuntimeError: If the runner failed before it came to the program.
-    """
+    """Return the runner's reply on program and tests; raise RuntimeError if the runner failed."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile("w+") as stdin,

@@ -1,4 +1,4 @@
-"""Score Countdown: the final expression uses every given number once and reaches the target.
+"""Score Countdown: the final expression uses every given number once and is the target.
 
 Only what follows the answer marker counts, so wrong turns in the search before it cost nothing.
 """
@@ -26,16 +26,12 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Score a Countdown response: 1 if its final answer is a correct solution, else 0.
+    """Return 1 if the final answer of a Countdown response is correct, else 0.
 
     Args:
         prompt: Not read; the row says what the question is.
-        response: The search, then `<answer>` and an expression such as `( 3 + 7 ) * 5 - 4`; everything before the
-            last marker is ignored.
+        response: The search, which is ignored, then `<answer>` and an expression such as `( 3 + 7 ) * 5 - 4`.
         row: The row of the data file, with `numbers` (each must be used exactly once) and `answer` (the target).
-
-    Returns:
-        1.0 or 0.0.
 
     Raises:
         ValueError: The row lacks `numbers` or an answer.

@@ -11,11 +11,10 @@ THINK_THEN_ANSWER = rf"<think>{INSIDE}</think>\s*<answer>{INSIDE}</answer>"
 
 
 class Format:
-    """Give 1 to a response that matches a regular expression from end to end, else 0.
+    """Gives 1 to a response that matches a regular expression from end to end, else 0.
 
-    White space around the response is ignored and `.` matches line breaks too; write `.*` where anything may stand.
-    A pattern that backtracks exponentially stops the whole process, and no time limit helps: `re` holds the
-    interpreter's lock.
+    White space around the response is ignored and `.` matches line breaks too; write `.*` where anything may stand. A
+    pattern that backtracks exponentially stops the process, past any time limit: `re` holds the interpreter's lock.
 
     Args:
         pattern: The regular expression. The default asks for one `<think>...</think>`, then one `<answer>...</answer>`,

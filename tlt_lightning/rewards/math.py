@@ -1,8 +1,7 @@
 r"""Score answers that are mathematically equal to the expected one, judged by math-verify.
 
-math-verify runs in child processes. Computing a response such as `\boxed{9^{9^{9}}}` holds the interpreter's lock for
-as long as it takes, so in this process it would stop the rollout, and no time limit of a thread could end it. The
-children also keep symbolic algebra from competing with the engine for that lock.
+math-verify runs in child processes. A response such as `\boxed{9^{9^{9}}}` holds the interpreter's lock for as long as
+it computes, which would stop the rollout past any time limit of a thread; and algebra would compete with the engine.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 def after_hashes(text: str) -> str | None:
-    """Return the line behind the last `####` of `text` that ends it or introduces a number; other ones are headings."""
+    """Return the line after the last `####` that is no heading: ends `text` or starts a number."""
     for match in reversed(list(re.finditer(r"(?<!#)####(?!#)\s*(\S.*)", text))):
         line = match.group(1).strip()
         if plain_number(line) is not None or not text[match.end() :].strip():
@@ -63,13 +62,13 @@ def after_hashes(text: str) -> str | None:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """Return the value of a decimal number that needs no algebra, dollar sign and thousands separators allowed."""
+    """Return the value of a plain decimal number, dollar sign and thousands separators allowed."""
     digits = re.fullmatch(r"(?:\\?\$)?([+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?)\.?", text.strip())
     return Fraction(digits.group(1).replace(",", "")) if digits else None
 
 
 class Verifier:
-    """A child process that compares expressions and kills itself when one takes too long."""
+    """Compares expressions in a child process that kills itself when one takes too long."""
 
     def __init__(self) -> None:
         # -P: the script's own folder holds a math.py and must not come first on the child's path.
@@ -79,7 +78,7 @@ class Verifier:
         )
 
     def equal(self, gold: str, text: str) -> bool:
-        """Say whether the last expression in `text` equals `gold`; the child is gone if this raises."""
+        """Return whether the last expression in `text` equals `gold`; on errors the child is gone."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -104,7 +103,7 @@ IDLE: deque[Verifier] = deque()
 
 
 def verify(gold: str, text: str) -> bool:
-    """Say whether the last expression in `text` equals `gold`, on an idle child or a new one; threads may share it."""
+    """Return whether the last expression equals `gold`, by an idle or new child; thread-safe."""
     try:
         verifier = IDLE.pop()
     except IndexError:

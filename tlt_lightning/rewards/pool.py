@@ -32,7 +32,7 @@ SHORT.maxstring = 500
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Hold one reward's call for one response, and its outcome."""
+    """Holds one reward's call for one response, and its outcome."""
 
     term: RewardTerm
     prompt: str
@@ -44,20 +44,19 @@ class Call:
 
 
 class RewardPool:
-    """Run reward functions on threads and keep their failures from ending or delaying a run.
+    """Runs reward functions on threads and keeps their failures from ending or delaying a run.
 
     A response whose function raises, returns no finite number of reasonable size (`MAX_SCORE`), or exceeds the time
-    limit gets 0; it is counted in `stats`, and each reward's first failure is logged with its sample and line.
-    An awaitable is run by the thread that made it, in an event loop of its own, so clients that keep connections must
-    be opened inside the call.
+    limit gets 0; `stats` counts it, and each reward's first failure is logged with its sample and line. An awaitable
+    runs on the thread that made it, in its own event loop, so clients that keep connections must be opened inside the
+    call.
 
-    Python cannot end a thread: a call past its time limit is left behind on its own, and a new thread takes its place;
-    more than `MAX_STUCK` of them at once are an error. A function that holds the interpreter's lock while it hangs (a
-    huge power, a runaway regular expression) or ends the process belongs in a child process.
+    Python cannot end a thread: a call past its time limit is left behind, and a new thread takes its place; more than
+    `MAX_STUCK` at once are an error. A function that holds the interpreter's lock while it hangs (a huge power, a
+    runaway regular expression) or ends the process belongs in a child process.
 
     Args:
-        terms: The rewards, each under its own name. A function object with a method `load()` has it called here,
-            without a time limit.
+        terms: The rewards, each under its own name. A function's method `load()` is called here, without a time limit.
         num_workers: Calls that run at once, plain and async together.
         timeout: Seconds that one call may take, from its own start.
 
@@ -118,7 +117,7 @@ class RewardPool:
             self._changed.notify_all()
 
     def collect(self) -> dict[int, dict[str, float]]:
-        """Wait for everything submitted since the last call; return the unweighted scores by key and reward name.
+        """Wait for all scores since the last call; return them unweighted by key and reward name.
 
         Keys are in ascending order and rewards in the order of `terms`, however long each took.
         """
@@ -138,7 +137,7 @@ class RewardPool:
         return {key: {call.term.name: call.score for call in submitted[key]} for key in sorted(submitted)}
 
     def check(self) -> None:
-        """Raise RuntimeError if a reward has failed on every response to at least two prompts since its last score.
+        """Raise RuntimeError if a reward has failed on two prompts or more since its last score.
 
         One prompt is not enough: its row may be the fault.
         """
@@ -214,7 +213,7 @@ def failure_metric(call: Call) -> str:
 
 
 def describe(call: Call) -> str:
-    """Return the error of a failed call and the line of the reward it comes from, where there is one."""
+    """Return the error of a failed call, and the line of the reward that raised, if any."""
     assert call.error is not None
     text = "".join(traceback.format_exception_only(call.error)).strip()[:500]  # survives an error without a text
     frames = traceback.extract_tb(call.error.__traceback__)
@@ -225,7 +224,7 @@ def describe(call: Call) -> str:
 
 
 def run(call: Call, timeout: float) -> float:
-    """Call the reward function, to the end of its coroutine if it makes one, and return a finite score."""
+    """Call the reward function, to the end of its coroutine if any, and return a finite score."""
     value: Any = call.term.function(call.prompt, call.response, call.row)
     if inspect.isawaitable(value):
         value = asyncio.run(finish(value, timeout))

@@ -11,11 +11,10 @@ LOADING = threading.Lock()
 
 
 class RewardModel:
-    """Score responses by the raw logit of a sequence classifier with one output.
+    """Scores responses by the raw logit of a sequence classifier with one output.
 
-    The first call loads the model; calls from several threads are safe. If the tokenizer has a chat template, prompt
-    and response become a user and an assistant message; otherwise they are concatenated. The prompt must therefore be
-    the plain question, without the policy's chat template.
+    The first call loads the model; calls from several threads are safe. A tokenizer with a chat template makes prompt
+    and response two messages, else they are concatenated: the prompt must be the plain question.
 
     Args:
         model: Folder or hub name of the reward model.
@@ -62,11 +61,7 @@ class RewardModel:
             return model(input_ids=torch.tensor([ids], device=self.device)).logits.float().item()
 
     def load(self) -> tuple[Any, Any]:
-        """Return the tokenizer and the model, loading them once.
-
-        Raises:
-            ValueError: If the model has several outputs, or no trained output layer.
-        """
+        """Return tokenizer and model, loaded once; raise ValueError unless one output is trained."""
         with LOADING:
             if self._loaded is None:
                 self._loaded = load_reward_model(self.model, self.device)
@@ -74,7 +69,7 @@ class RewardModel:
 
 
 def load_reward_model(name: str, device: str) -> tuple[Any, Any]:
-    """Load the tokenizer and the model at path or hub name `name`, refusing what is not a reward model."""
+    """Load tokenizer and model at path or hub name `name`; refuse what is no reward model."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     num_outputs = AutoConfig.from_pretrained(name).num_labels

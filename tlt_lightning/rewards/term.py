@@ -18,7 +18,7 @@ RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
 
 @dataclass(frozen=True, kw_only=True)
 class RewardTerm:
-    """Give a reward function its name and its weight.
+    """Gives a reward function its name and its weight.
 
     Args:
         function: Called as `function(prompt, response, row)`; plain or async. In YAML either a dotted path
@@ -56,7 +56,7 @@ class RewardTerm:
 
 
 def score_like_trl(function: Any, prompt: str, response: str, row: dict[str, Any]) -> Any:
-    """Score one response by a function that takes lists and returns one, where None is no part of the sum.
+    """Score one response by a function of lists; a score of None is no part of the sum.
 
     As in TRL, prompt and completion are messages where the row's `prompt` is a conversation.
     """
@@ -78,12 +78,7 @@ def first(scores: Any) -> Any:
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
-    """Return a list of rewards as terms, plain functions wrapped.
-
-    Raises:
-        TypeError: They are no list.
-        ValueError: There are none.
-    """
+    """Return rewards as terms; raise TypeError unless they are a list, ValueError if empty."""
     if not isinstance(rewards, list | tuple):
         raise TypeError(f"`rewards` must be a list of functions or `RewardTerm`s, got {rewards!r}; put it into a list.")
     if not rewards:
@@ -99,7 +94,7 @@ def default_name(function: RewardFunction) -> str:
 
 
 def takes_lists(function: RewardFunction, name: str) -> bool:
-    """Say whether `function` has TRL's signature; raise TypeError if it has neither that nor ours."""
+    """Return whether `function` has TRL's signature; raise TypeError if neither TRL's nor ours."""
     if inspect.isclass(function):
         raise TypeError(
             f"Reward `{name}` is a class, not a function: pass an instance, in YAML `class_path: {function.__module__}."

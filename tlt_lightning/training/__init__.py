@@ -1,1 +1,1 @@
-"""The parts of RLModule: critic, reference, optimizer, an iteration's end, resuming."""
+"""Holds the parts of RLModule: critic, reference, optimizer, an iteration's end, resuming."""

@@ -1,4 +1,4 @@
-"""The critic of PPO: a value head on the policy's trunk, or a model of its own."""
+"""Train PPO's critic: a value head on the policy's trunk, or a model of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """Settings of the critic: its trunk and its learning rate.
+    """Holds the critic's settings: its trunk and its learning rate.
 
     Args:
         path: Path or hub name of the model whose trunk the critic starts from; None puts the value head on the

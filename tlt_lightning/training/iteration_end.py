@@ -1,4 +1,4 @@
-"""The end of an iteration: its log is closed before any callback looks for its metrics."""
+"""Close an iteration's log before any callback looks for its metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CloseIteration(L.Callback):
 
     @classmethod
     def put_first(cls, trainer: L.Trainer) -> None:
-        """Have it called before a Trainer's other callbacks."""
+        """Put this callback before a Trainer's other ones."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, cls) for callback in callbacks):
             callbacks.insert(0, cls())

@@ -31,8 +31,7 @@ def check_builds(optimizer: object) -> None:
 def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None) -> Any:
     """Return the optimizer and a scheduler that moves once a step, as Lightning wants them.
 
-    Raises:
-        MisconfigurationException: The scheduler follows a metric, and none is named.
+    Raises MisconfigurationException if the scheduler follows a metric and none is named.
     """
     if build is None:
         return optimizer

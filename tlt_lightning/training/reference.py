@@ -1,4 +1,4 @@
-"""The frozen policy that a KL penalty is measured from."""
+"""Freeze the policy that a KL penalty is measured from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_lightning.policy import load_policy, response_logps
 
 
 class Reference:
-    """A frozen model, or the policy with its adapters off; no module, hidden from checkpoints.
+    """Freezes a model, or the policy with adapters off; no module, hidden from checkpoints.
 
     Args:
         path: Path or hub name of the model; None takes the policy without its adapters, at no cost in memory.

@@ -20,7 +20,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 @dataclass
 class UpdateState:
-    """State of an iteration's update beside weights and optimizer.
+    """Holds the state of an iteration's update beside weights and optimizer.
 
     Args:
         first_step: Optimizer steps before the iteration.
@@ -49,9 +49,9 @@ def hand_over(
 def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what `RLModule` has saved, and rewind the Trainer's loops within an iteration.
 
-    They begin again behind the last optimizer step: Lightning would go on behind the last batch, whose gradient is lost
-    if it was not the step's last one. Before the first step the iteration begins anew, as after a checkpoint of the one
-    before. `is_within` says whether there is a part of an update to go on from.
+    They begin behind the last optimizer step: Lightning would go on behind the last batch, whose gradient is lost if it
+    was not the step's last one. Before the first step the iteration begins anew. `is_within` says if an update is
+    partly done.
     """
     saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
@@ -107,7 +107,7 @@ class Requeue(L.Callback):
 
     @classmethod
     def install(cls, trainer: L.Trainer) -> None:
-        """Stand before Lightning's handler of the signal, which the Trainer has not registered yet."""
+        """Install this handler before Lightning's, which the Trainer has not registered yet."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, cls) for callback in callbacks):
             return
