@@ -28,6 +28,7 @@ class Machine:
         self.misses = self.num_steps = self.num_open = 0
         self.dial = CalibrationSelector(lambda: self.misses)
         self.drafted: list[Strategy] = []
+        self.begun: dict[int, Generator[object, None, None]] = {}
 
     def decode(self, size: int) -> Generator[object, None, None]:
         last, steps = None, 0
@@ -46,8 +47,12 @@ class Machine:
         finally:
             self.num_open -= 1
 
+    def begin(self, size: int) -> Generator[object, None, None]:
+        self.begun[size] = self.decode(size)
+        return self.begun[size]
+
     def measure(self, selector: CostModelSelector | FixedSelector, size: int) -> dict[tuple[int, Strategy], float]:
-        self.steps = measure_steps(self.dial, self.decode, selector, size)
+        self.steps = measure_steps(self.dial, self.begin, selector, size)
         assert self.num_open == 0
         return {(step.batch_size, step.strategy): step.seconds for step in self.steps}
 
@@ -63,7 +68,7 @@ def test_every_arm_is_measured_between_two_turns_of_off() -> None:
 
 
 def test_a_machine_that_slows_down_meanwhile_does_not_make_later_arms_look_slower() -> None:
-    machine = Machine(lambda size, arm: (1.0 + (machine.num_steps > 60)) * (1.5 if arm.num_draft_tokens else 1))
+    machine = Machine(lambda size, arm: (1.0 + (machine.num_steps > 30)) * (1.5 if arm.num_draft_tokens else 1))
     measured = machine.measure(CostModelSelector((1, 2, 3, 5, 7)), 1)
     plain = measured[1, OFF]
     factors = sorted(measured[1, Strategy(k)] / plain for k in (1, 2, 3, 5, 7))
@@ -94,7 +99,8 @@ def test_strategies_that_miss_a_graph_are_left_out() -> None:
 def test_batches_that_do_not_fit_into_the_cache_are_skipped() -> None:
     machine = Machine(lambda size, strategy: 1.0, fits=9)
     assert {size for size, _ in machine.measure(FixedSelector(3), 256)} == {1, 4}
-    assert machine.num_steps < 400
+    assert list(machine.begun) == [1, 4, 16]
+    assert machine.num_steps < 70
 
 
 def test_what_never_settles_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +117,8 @@ def test_the_time_is_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) ->
         started = time.perf_counter()
         machine.measure(CostModelSelector(), 256)
         assert time.perf_counter() - started < 1
-        assert machine.num_steps < 60
+        assert list(machine.begun) == [1]
+        assert machine.num_steps < 30
 
 
 def test_batches_grow_up_to_the_largest() -> None:

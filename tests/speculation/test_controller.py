@@ -78,11 +78,11 @@ def test_calls_that_finish_no_step_add_to_the_next() -> None:
 def test_pauses_are_the_steps_own_unless_they_may_have_outlasted_it() -> None:
     selector = ScriptedSelector()
     control = StrategyController(selector, steps_per_choice=1)
-    for seconds, pause in ((0.25, 0.125), (0.125, 0.25)):
+    for seconds, pause in ((0.25, 0.125), (0.125, 0.25), (0.25, 0.125)):
         control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
         control.account(seconds, pause)
-    assert [seconds for *_, seconds in selector.records] == [0.375]
-    assert control.counters.decode_steps == 2
+    assert [seconds for *_, seconds in selector.records] == [0.375] * 2
+    assert control.counters.decode_steps == 3
 
 
 def test_state_is_restored() -> None:
@@ -105,9 +105,16 @@ def test_state_is_restored() -> None:
 
 @pytest.mark.parametrize("kind", [CostModelSelector, BEGMABSelector])
 def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
-    kind: type[CostModelSelector | BEGMABSelector],
+    kind: type[CostModelSelector | BEGMABSelector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selector = kind()
+    chosen: list[Strategy] = []
+
+    def select(state: SelectorState) -> Strategy:
+        chosen.append(kind.select(selector, state))
+        return chosen[-1]
+
+    monkeypatch.setattr(selector, "select", select)
     control = StrategyController(selector, steps_per_choice=1)
 
     def drafts(num_steps: int, emitted: int) -> list[Strategy]:
@@ -121,10 +128,18 @@ def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
         return found
 
     assert not all(arm.is_off for arm in drafts(300, 4))
+    # Until a pull of a head's arm is under way.
+    assert any(
+        not drafts(1, 4)[0].is_off
+        and (isinstance(selector, CostModelSelector) or selector._stepped < selector.pull_size)
+        for _ in range(1000)
+    )
     learned = json.dumps(selector.state_dict())
     control.alarm.is_ringing = True
+    chosen.clear()
     drafts(1, 0)  # what the last step drafted
     assert all(arm.is_off for arm in drafts(500, 0))
+    assert not any(arm.is_learned for arm in chosen)
     if isinstance(selector, CostModelSelector):
         assert selector.step_time.seconds(4, Strategy(3), 100.0) == pytest.approx(0.0075, rel=0.05)
         assert selector.step_time.seconds(4, OFF, 100.0) == pytest.approx(0.005, rel=0.05)

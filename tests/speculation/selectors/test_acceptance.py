@@ -36,6 +36,14 @@ def test_one_update_by_hand():
     assert estimator.probability(2) == pytest.approx((3 * own + 4 * 0.625) / 7)
 
 
+def test_of_two_updates_the_first_counts_less_by_one_part_in_the_window() -> None:
+    estimator = AcceptanceEstimator(1, window=10, prior=0.5, prior_strength=4.0)
+    estimator.update(1, (2, 2, 2, 2))
+    estimator.update(1, (1, 1, 1, 1))
+    first, count = (4 * 0.5 + 4) / 8, 4 * 0.9 + 4
+    assert estimator.probability(1) == pytest.approx(first - 4 * first / (count + 4))
+
+
 def test_positions_never_tried_are_like_the_one_before():
     estimator, generator = AcceptanceEstimator(7), random.Random(0)
     for _ in range(200):
@@ -87,6 +95,15 @@ def test_doubt_widens_the_uncertainty_at_once():
     estimator.doubt()
     assert estimator.probability(1) == mean
     assert estimator.probability(1, 1.0) > hoped + 0.1
+
+
+def test_a_doubted_chance_is_known_as_little_as_the_prior() -> None:
+    estimator = AcceptanceEstimator(1, prior_strength=4.0)
+    for _ in range(100):
+        estimator.update(1, (1, 2))
+    estimator.doubt()
+    mean = estimator.probability(1)
+    assert estimator.probability(1, 1.0) == pytest.approx(mean + ((mean * (1 - mean) + 1 / 4) / 4) ** 0.5)
 
 
 def test_chances_stay_chances():

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.simulation.simulator import RolloutSimulator, StepCosts, Workload, constant
 from tlt_lightning.speculation import OFF, CostModelSelector, MeasuredStep, SelectorState, Strategy
+from tlt_lightning.speculation.strategy import Drafter
 
 COSTS = StepCosts()
 
@@ -82,6 +83,25 @@ def test_a_new_head_is_doubted_alone_and_mixed():
         assert acceptance.expected_emitted(3, 1.0) > known[name]
 
 
+@pytest.mark.parametrize(("drafter", "is_tried"), [("learned", True), ("sibling", False)])
+def test_a_new_head_earns_a_probe_of_itself_and_of_nothing_else(drafter: Drafter, is_tried: bool) -> None:
+    selector = calibrated(drafters=(drafter,), exploration=0.0)
+    assert set(run(selector, 0.02, 400)[-100:]) == {OFF}
+    state = SelectorState(8, 350.0, drafter_version=1)
+    arms = []
+    for _ in range(20):
+        arms.append(selector.select(state))
+        selector.record(state, arms[-1], (1,) * 8, COSTS.step(8, arms[-1], 350.0))
+    assert any(not arm.is_off for arm in arms) == is_tried
+
+
+def test_a_new_head_earns_nothing_before_the_first_step_was_timed() -> None:
+    selector = CostModelSelector(exploration=0.0)
+    for version in (0, 1):
+        selector.select(SelectorState(8, 350.0, drafter_version=version))
+    assert selector.state_dict()["probe"][-1] == 0.0
+
+
 def test_cold_heads_draft_neither_alone_nor_mixed():
     selector = calibrated(drafters=("learned", "mixed", "sibling"))
     rates = selector.expected_rates(SelectorState(8, 350.0, is_silenced=True))
@@ -114,6 +134,13 @@ def test_probe_is_held_for_its_length():
         current = 0 if arm.is_off else current + 1
     assert lengths
     assert set(lengths) <= {8, 16, 24}
+
+
+def test_a_probe_ends_when_its_head_is_silenced() -> None:
+    selector = calibrated(exploration=0.05)
+    run(selector, 0.02, 500)
+    assert any(not run(selector, 0.02, 1)[0].is_off for _ in range(1000))  # until it probes
+    assert selector.select(SelectorState(8, 350.0, is_silenced=True)) == OFF
 
 
 def test_better_drafter_is_found():

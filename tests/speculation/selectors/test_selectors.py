@@ -117,6 +117,11 @@ def test_threshold_hysteresis_keeps_a_hovering_batch_from_thrashing():
     assert chosen == [0, 0, 3, 3, 3, 3, 3, 0, 0, 0, 3]
 
 
+def test_threshold_has_an_arm_up_to_the_end_of_its_band() -> None:
+    selector = ThresholdSelector(3, max_running=1, band=8)
+    assert [selector.arms(size) for size in (1, 9, 10)] == [(OFF, Strategy(3)), (OFF, Strategy(3)), (OFF,)]
+
+
 def test_threshold_without_a_band_is_the_rule_of_the_paper():
     selector = ThresholdSelector(3, max_running=32, band=0)
     chosen = [selector.select(SelectorState(size)).num_draft_tokens for size in (33, 32, 33, 1)]
@@ -128,6 +133,7 @@ def test_threshold_without_a_band_is_the_rule_of_the_paper():
     [
         (lambda: FixedSelector(-1), "`num_draft_tokens` must be at least 0, got -1"),
         (lambda: ThresholdSelector(0), "`num_draft_tokens` must be at least 1, got 0"),
+        (lambda: ThresholdSelector(max_running=0), "`max_running` must be at least 1, got 0"),
         (lambda: ThresholdSelector(band=-1), "`band` must be at least 0"),
         (lambda: BEGMABSelector(groups=((3,),), thresholds=(1, 9)), "`groups` has 1 entries and `thresholds` 2"),
         (lambda: BEGMABSelector(groups=((3,), (1,)), thresholds=(2, 9)), "`thresholds` must ascend and begin with 1"),

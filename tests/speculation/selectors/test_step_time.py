@@ -52,6 +52,15 @@ def test_scale_comes_from_the_first_step():
     assert slow.seconds(64, Strategy(3), 900.0) == pytest.approx(100 * fast.seconds(64, Strategy(3), 900.0))
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 50])
+def test_a_step_costs_the_same_however_the_model_is_asked(num_steps: int) -> None:
+    model = learn(H200.step, num_steps)
+    for batch, context in itertools.product(BATCHES, (0.0, 2000.0)):
+        seconds = [model.seconds(batch, strategy, context) for strategy in STRATEGIES]
+        assert model.seconds_of_each(batch, STRATEGIES, context) == pytest.approx(seconds, rel=1e-12)
+        assert [model.estimate(batch, strategy, context)[0] for strategy in STRATEGIES] == seconds
+
+
 def test_calibration_beats_the_prior_before_the_first_rollout():
     steps = [MeasuredStep(b, s, 350.0, host_cost(b, s, 350.0)) for b in BATCHES for s in STRATEGIES]
     prior, calibrated = StepTimeModel(("learned",)), StepTimeModel(("learned",))
