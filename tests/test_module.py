@@ -754,6 +754,16 @@ def test_a_scheduler_that_follows_a_metric_names_it(policy_path: str, prompts_pa
         fit(policy_path, prompts_path, tmp_path, module=module)
 
 
+def test_held_out_metrics_before_training_and_after_iterations_go_together(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        tmp_path, limit_val_batches=1.0, num_sanity_val_steps=-1, check_val_every_n_epoch=1, max_epochs=2
+    )
+    trainer.fit(make_module(policy_path), make_data(prompts_path))
+    assert {"val/accuracy", "val/reward", "reward/mean"} <= trainer.callback_metrics.keys()
+
+
 def test_filters_of_the_distribution_are_warned_of(
     policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

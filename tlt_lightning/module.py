@@ -308,8 +308,8 @@ class RLModule(L.LightningModule):
         if self._is_fitting:
             self._update.validated = metrics
             log_of_iteration(self, metrics)
-        else:
-            self.log_dict(metrics)
+        else:  # Lightning wants a name logged in one way throughout a fit, its sanity check included
+            self.log_dict(metrics, logger=not self.trainer.sanity_checking)
 
     @override
     def on_test_epoch_end(self) -> None:
