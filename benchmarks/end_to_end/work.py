@@ -131,7 +131,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sleep": True,
     },
 }
-"""What each size changes of `Work`."""
+"""Fields of `Work` that each size changes."""
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:

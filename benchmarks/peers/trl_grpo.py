@@ -26,7 +26,7 @@ from benchmarks.common.results import hardware
 from benchmarks.end_to_end.work import Diary, Work, score
 
 LOGGED = {"reward": "reward/mean", "completions/mean_length": "rollout/length_mean"}
-"""What TRL logs under which of our names."""
+"""Names of TRL's metrics, and ours for the same."""
 
 _BLOCKS = {"sync_weights": "sync", "vLLM.generate": "rollout", "_calculate_rewards": "reward"}
 

@@ -30,7 +30,7 @@ RECORDED = {
     "length_p99": "rollout/length_p99",
     "length_max": "rollout/length_max",
 }
-"""What is kept of each iteration, and the metric it comes from."""
+"""Values kept of each iteration, and the metric that each comes from."""
 
 LABEL_POINTS = 12.0
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import (
     NamedTensors,
@@ -73,8 +74,7 @@ class VLLMEngine(RolloutEngine):
         sleep: bool = True,
         speculation: Speculation | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"`max_num_seqs` must be at least 1, got {max_num_seqs}.")
+        check_at_least("max_num_seqs", max_num_seqs, 1)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
         if kv_cache_gib is not None and kv_cache_gib <= 0:
