@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.training_time_test import attend_in_documents
 from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
@@ -56,8 +57,7 @@ def choose_settings(
     settings do not fit the target or the saved head.
     """
     num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
-    if num_draft_tokens < 1:
-        raise ValueError(f"`num_draft_tokens` must be at least 1, got {num_draft_tokens}.")
+    check_at_least("num_draft_tokens", num_draft_tokens, 1)
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= vocab_size:
         raise ValueError(
             f"`draft_vocab_size` must be between 1 and the target's {vocab_size} tokens, got {draft_vocab_size}."

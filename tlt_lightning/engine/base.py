@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"`sampling.max_tokens` must be at least 1, got {self.max_tokens}.")
+        check_at_least("sampling.max_tokens", self.max_tokens, 1)
         if self.temperature != 0 and not 0.01 <= self.temperature <= 2:  # vLLM raises less to 0.01 and refuses more
             raise ValueError(f"`sampling.temperature` must be 0 (greedy) or in [0.01, 2], got {self.temperature}.")
         if not 0 < self.top_p <= 1:

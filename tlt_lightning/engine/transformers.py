@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests
@@ -30,8 +31,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     def __init__(self, batch_size: int = 64) -> None:
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        check_at_least("batch_size", batch_size, 1)
         self.batch_size = batch_size
         self._model: PreTrainedModel | None = None
         self._policy_version = -1
