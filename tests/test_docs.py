@@ -13,7 +13,7 @@ from tlt_lightning.speculation import SelectorState
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("docs", "callbacks", "recipes", "benchmarks")
+FOLDERS = ("docs", "tlt_lightning", "recipes", "benchmarks")
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 SOURCE = "\n".join(path.read_text() for path in (ROOT / "tlt_lightning").rglob("*.py"))
 

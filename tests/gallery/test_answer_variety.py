@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
-from callbacks.answer_variety import AnswerVariety
+from tlt_lightning.gallery.answer_variety import AnswerVariety
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import Rollout, RolloutCallback
 

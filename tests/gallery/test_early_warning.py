@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks.early_warning import RewardLengthWarning
+from tlt_lightning.gallery.early_warning import RewardLengthWarning
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
 
 HEALTHY = {"rewards": (0.0, 1.0), "length": 100, "cut": False}

@@ -11,12 +11,12 @@ from jsonargparse import ArgumentParser
 
 from tlt_lightning.hooks import RolloutCallback
 
-GALLERY = Path(__file__).parents[2] / "callbacks"
+GALLERY = Path(__file__).parents[2] / "tlt_lightning/gallery"
 NAMES = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "__init__")
 
 
 def callback_class(name: str) -> type[RolloutCallback]:
-    module = importlib.import_module(f"callbacks.{name}")
+    module = importlib.import_module(f"tlt_lightning.gallery.{name}")
     members = [member for _, member in inspect.getmembers(module, inspect.isclass)]
     (found,) = [m for m in members if issubclass(m, RolloutCallback) and m.__module__ == module.__name__]
     return found

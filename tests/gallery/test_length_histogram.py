@@ -4,7 +4,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from callbacks.length_histogram import LengthHistogram, draw
+from tlt_lightning.gallery.length_histogram import LengthHistogram, draw
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
 
 

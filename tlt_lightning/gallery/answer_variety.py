@@ -17,7 +17,7 @@ class AnswerVariety(RolloutCallback):
 
     Example:
         callbacks+:
-          - class_path: callbacks.answer_variety.AnswerVariety
+          - class_path: tlt_lightning.gallery.answer_variety.AnswerVariety
     """
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: Any, rollouts: Sequence[Rollout]) -> None:

@@ -23,7 +23,7 @@ class LengthHistogram(RolloutCallback):
 
     Example:
         callbacks+:
-          - class_path: callbacks.length_histogram.LengthHistogram
+          - class_path: tlt_lightning.gallery.length_histogram.LengthHistogram
             init_args: {dirpath: outputs/lengths, every_n_iterations: 10}
     """
 

@@ -32,7 +32,7 @@ class RewardLengthWarning(RolloutCallback):
 
     Example:
         callbacks+:
-          - class_path: callbacks.early_warning.RewardLengthWarning
+          - class_path: tlt_lightning.gallery.early_warning.RewardLengthWarning
             init_args: {reward_drop: 0.3, length_factor: 2.0, max_truncated: 0.3}
     """
 

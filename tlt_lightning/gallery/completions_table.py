@@ -28,7 +28,7 @@ class CompletionsTable(RolloutCallback):
 
     Example:
         callbacks+:
-          - class_path: callbacks.completions_table.CompletionsTable
+          - class_path: tlt_lightning.gallery.completions_table.CompletionsTable
             init_args: {dirpath: outputs/completions, num_samples: 8, every_n_iterations: 5}
     """
 
