@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
-from tlt_lightning.gallery.answer_variety import AnswerVariety
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import Rollout, RolloutCallback
+from tlt_lightning.gallery.answer_variety import AnswerVariety
 
 
 class SameAnswers(RolloutCallback):

@@ -6,8 +6,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tlt_lightning.gallery.completions_table import CompletionsTable
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
+from tlt_lightning.gallery.completions_table import CompletionsTable
 
 
 def make_rollouts(iteration: int) -> list[Any]:

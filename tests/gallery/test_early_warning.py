@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tlt_lightning.gallery.early_warning import RewardLengthWarning
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
+from tlt_lightning.gallery.early_warning import RewardLengthWarning
 
 HEALTHY = {"rewards": (0.0, 1.0), "length": 100, "cut": False}
 

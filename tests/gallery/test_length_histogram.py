@@ -4,8 +4,8 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from tlt_lightning.gallery.length_histogram import LengthHistogram, draw
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
+from tlt_lightning.gallery.length_histogram import LengthHistogram, draw
 
 
 def make_rollouts(iteration: int) -> list[Any]:
