@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.arguments import check_at_least
-from tlt_lightning.speculation.strategy import OFF, Strategy
+from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 NamedTensors = Iterable[tuple[str, "Tensor"]]
+VerifiedDraft = tuple[int, Drafter, int, int]
+"""Tokens of the response before a draft, its drafter, tokens drafted, and how many of them were kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ class Response:
         logps: Log-probability of each token in the distribution sampled from, after temperature, top-p and top-k.
         finish_reason: "stop" (end-of-sequence or a stop token) or "length".
         policy_versions: Versions of the weights that wrote it, oldest first; one unless weights moved in flight.
+        drafts: The drafts verified for it, in order. After the kept tokens of each comes one of the policy's own; the
+            last draft's may reach past the end. All tokens between drafts were decoded plainly.
     """
 
     request_id: int
@@ -82,6 +86,7 @@ class Response:
     logps: Sequence[float]
     finish_reason: str
     policy_versions: tuple[int, ...]
+    drafts: Sequence[VerifiedDraft] = field(default=(), compare=False)  # the same text may come by other drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Greedy text is the same to the token with every drafter, however the strategy changes from step to step."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,6 +90,36 @@ def test_off_is_plain_decoding(setup: Setup) -> None:
     stats = setup.engine.stats()
     assert (stats["speculation/off_share"], stats["speculation/k_mean"]) == (1, 0)
     assert stats["speculation/acceptance_length"] == 1
+
+
+def test_responses_say_which_of_their_tokens_were_drafted_and_by_whom(setup: Setup) -> None:
+    steps: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []  # tokens before, drafts, tokens emitted
+    runner: Any = setup.engine.inspect().speculative_runner
+    after_step = runner.after_step
+
+    def spy(scheduler: Any, output: Any, result: Any) -> None:
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            tokens = result.sampled_token_ids[result.req_id_to_index[request_id]]
+            steps.append((scheduler.requests[request_id].num_output_tokens, tuple(drafts), tuple(tokens)))
+        after_step(scheduler, output, result)
+
+    setup.selector.at_random(1)
+    runner.after_step = spy
+    try:
+        responses = list(setup.engine.generate(siblings(), GREEDY, seed=0))
+    finally:
+        runner.after_step = after_step
+    told = [draft for response in responses for draft in response.drafts]
+    assert sorted(draft[::2] for draft in told) == sorted((at, len(drafts)) for at, drafts, _ in steps)
+    assert sum(kept for *_, kept in told) == sum(len(tokens) - 1 for *_, tokens in steps)
+    assert {who for _, who, *_ in told} <= {arm.drafter for arm in setup.selector.all_arms} - {"mixed"}
+    texts = {(at, *drafts) for at, drafts, _ in steps}
+    for response in responses:
+        for at, _, drafted, kept in response.drafts:
+            beginning = (at, *response.token_ids[at : at + kept])
+            assert any(len(text) == 1 + drafted and text[: len(beginning)] == beginning for text in texts)
+        for (at, *_, kept), (following, *_) in pairwise(response.drafts):
+            assert at + kept + 1 <= following
 
 
 def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:

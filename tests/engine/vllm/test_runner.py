@@ -16,7 +16,11 @@ from tlt_lightning.speculation.strategy import Strategy
 
 def request(num_tokens: int = 10, stale: int = 0, drops: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        num_tokens=num_tokens, num_stale_output_tokens=stale, drop_stale_output=drops, all_token_ids=[1] * num_tokens
+        num_tokens=num_tokens,
+        num_output_tokens=num_tokens - 6,
+        num_stale_output_tokens=stale,
+        drop_stale_output=drops,
+        all_token_ids=[1] * num_tokens,
     )
 
 
@@ -63,6 +67,8 @@ def step(
         finished_req_ids=set(),
         preempted_req_ids=set(),
     )
+    for name in requests:
+        made.add(f"request {name}", name, requests[name].all_token_ids)
     made.before_schedule(scheduler)
     made.before_schedule(scheduler)  # the second verifies what the first drafted
     made.after_schedule(output)

@@ -326,7 +326,8 @@ class VLLMEngine(RolloutEngine):
                 ended = time.perf_counter()
                 if speculative is not None:
                     speculative.controller.account(ended - started, pause)
-                yield [response_of(output, self._policy_version) for output in outputs if output.finished]
+                drafts = {} if speculative is None else speculative.verified_for
+                yield [response_of(output, self._policy_version, drafts) for output in outputs if output.finished]
         finally:
             if engine.has_unfinished_requests():  # the caller gave up, or an exception passed through
                 engine.abort_request([str(request.id) for request in requests])
@@ -339,7 +340,7 @@ class VLLMEngine(RolloutEngine):
             internal_id = self._live.add_request(str(request.id), prompt, params[request.max_tokens])
             if self._speculative is not None:
                 tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
-                self._speculative.controller.add(internal_id, tokens)
+                self._speculative.add(str(request.id), internal_id, tokens)
 
     def _progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         scheduler = self._scheduler

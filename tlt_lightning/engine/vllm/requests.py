@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tlt_lightning.engine.base import Response, Sampling
+from tlt_lightning.engine.base import Response, Sampling, VerifiedDraft
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -30,8 +30,8 @@ def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: S
     )
 
 
-def response_of(output: RequestOutput, policy_version: int) -> Response:
-    """Return the response in a finished output of vLLM."""
+def response_of(output: RequestOutput, policy_version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
+    """Return the response in a finished output of vLLM; `drafts` are those verified, by request."""
     completion = output.outputs[0]
     assert completion.logprobs is not None
     assert completion.finish_reason is not None
@@ -41,4 +41,5 @@ def response_of(output: RequestOutput, policy_version: int) -> Response:
         logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
         finish_reason=completion.finish_reason,
         policy_versions=(policy_version,),
+        drafts=drafts.get(output.request_id, ()),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from tlt_lightning.engine.base import VerifiedDraft
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
@@ -77,6 +78,8 @@ class SpeculativeRunner(ABC):
         self.has_head = head is not None
         self.catch_up = None if head is None else KVCatchUp(head, reach(runner, "max_num_reqs"))
         self.num_skipped = 0
+        self.verified: dict[str, list[VerifiedDraft]] = {}  # by vLLM's name of a request
+        self.verified_for: dict[str, list[VerifiedDraft]] = {}  # the same lists by the caller's
         self._plan: StepPlan | None = None
         self._lookups: dict[str, LookupDraft] = {}  # verified in the step that is scheduled next
 
@@ -106,9 +109,16 @@ class SpeculativeRunner(ABC):
         if self.graphs is not None:
             self.graphs.hits.clear()
 
+    def add(self, name: str, request_id: str, tokens: Sequence[int]) -> None:
+        """Begin the response to the caller's request `name`; `tokens` grows while it is written."""
+        self.controller.add(request_id, tokens)
+        self.verified[request_id] = self.verified_for[name] = []
+
     def end_rollout(self) -> None:
         """Forget the rollout that is over."""
         self.controller.end_rollout()
+        self.verified.clear()
+        self.verified_for.clear()
         if self.catch_up is not None:
             self.catch_up.clear()
 
@@ -181,7 +191,11 @@ class SpeculativeRunner(ABC):
                 drafted.append(num_drafts)
                 emitted.append(len(tokens))
                 lookup = record.lookups.get(request_id)
-                sources.append(self.source(record.plan.verifies, lookup, request) if num_drafts else None)
+                source = self.source(record.plan.verifies, lookup, request) if num_drafts else None
+                sources.append(source)
+                if source is not None:
+                    draft = (request.num_output_tokens, source[0], num_drafts, len(tokens) - 1)
+                    self.verified[request_id].append(draft)
         self.controller.finished(
             StepResult(
                 plan=record.plan,
