@@ -26,7 +26,7 @@ FLOORS = [
     {"drafter", "callbacks"},
     {"long_tail"},
     {"gallery"},
-    {"cli", "__main__"},
+    {"cli", "starter", "__main__"},
 ]
 # Arrows that run up, by what they point at; docs/architecture.md has a sentence for each.
 UP = {"tlt_lightning.data.batch", "tlt_lightning.data.dynamic_sampling"}

@@ -96,7 +96,8 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     code += "print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"{HELP}False\n"
-    assert all(f"\n  {command} " in HELP for command in ("fit", "validate", "predict", "drafter", "export"))
+    commands = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
+    assert all(f"\n  {command} " in HELP for command in commands)
 
 
 def test_the_script_finds_files_of_the_working_directory(tmp_path: Path) -> None:

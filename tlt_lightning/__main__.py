@@ -1,4 +1,4 @@
-"""Run the command line: `python -m tlt_lightning fit|validate|predict|drafter|export`."""
+"""Run the command line: `python -m tlt_lightning fit|validate|predict|drafter|export|recipes|init`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ commands:
   predict    write responses to the held-out prompts into a file
   drafter    train a draft head: drafter fit -c recipes/drafter_warmup.yaml
   export     write the policy of a checkpoint as a Hugging Face directory
+  recipes    list the recipes that come with the package
+  init       write a folder to start from: init my-run --recipe quickstart
 
 Options of a command: `fit --help`; of a class: `fit --model.objective.help GRPO`.
 """
@@ -34,6 +36,14 @@ def main() -> None:
             from tlt_lightning.export import run_export
 
             run_export(arguments)
+        case ["recipes"]:
+            from tlt_lightning.starter import run_recipes
+
+            run_recipes()
+        case ["init", *arguments]:
+            from tlt_lightning.starter import run_init
+
+            run_init(arguments)
         case ["drafter", *arguments]:
             from tlt_lightning.cli import run_drafter_cli
 

@@ -1,6 +1,6 @@
 """Every recipe parses, instantiates up to the weights, and its data path runs on rows of its format."""
 
-import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,26 +21,12 @@ from tlt_lightning.cli import run_cli
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool
+from tlt_lightning.starter import RECIPES as RECIPE_FILES
+from tlt_lightning.starter import read_recipes, write_start
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-BASE = [RECIPES / "base.yaml"]
-STACKS = {
-    "quickstart": [RECIPES / "quickstart.yaml"],
-    "ppo_quickstart": [RECIPES / "quickstart.yaml", RECIPES / "ppo_quickstart.yaml"],
-    "speculation": [RECIPES / "quickstart.yaml", RECIPES / "speculation.yaml"],
-    "adaptive_drafter": [
-        RECIPES / "quickstart.yaml",
-        RECIPES / "speculation.yaml",
-        RECIPES / "adaptive_drafter.yaml",
-    ],
-    "grpo_qwen2.5-0.5b_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml"],
-    "grpo_qwen2.5-0.5b_lora_1gpu": [
-        RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml",
-        RECIPES / "grpo_qwen2.5-0.5b_lora_1gpu.yaml",
-    ],
-    "grpo_arc_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml", RECIPES / "grpo_arc_1gpu.yaml"],
-    "grpo_humaneval_1gpu": [RECIPES / "grpo_qwen2.5-0.5b_1gpu.yaml", RECIPES / "grpo_humaneval_1gpu.yaml"],
-}
+RECIPES = read_recipes()
+# Those of a policy run alone; a draft head's is tested in tests/drafter/test_data.py.
+POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1]]
 FORMATS = {
     "grpo_qwen2.5-0.5b_1gpu": (GSM8K, GSM8K_GOOD, GSM8K_BAD),
     "grpo_qwen2.5-0.5b_lora_1gpu": (GSM8K, GSM8K_GOOD, GSM8K_BAD),
@@ -51,28 +37,20 @@ CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\
 
 
 def instantiate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str):  # type: ignore[no-untyped-def]
-    """Instantiate recipe `name` with files of its format where it expects them."""
-    if name in FORMATS:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "data").mkdir()
-        task = {"grpo_arc_1gpu": "arc", "grpo_humaneval_1gpu": "humaneval"}.get(name, "gsm8k")
-        for stem in (task, "gsm8k"):  # an overlay is parsed after the recipe below it, whose files must exist too
-            for split in ("train", "test"):
-                rows = FORMATS[name][0] if stem == task else GSM8K
-                (tmp_path / f"data/{stem}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        monkeypatch.chdir(RECIPES.parent)
-    arguments = [argument for path in (*BASE, *STACKS[name]) for argument in ("--config", str(path))]
+    """Instantiate recipe `name` in the folder that `init` writes for it."""
+    (command,) = write_start(tmp_path / "run", RECIPES[name])
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.syspath_prepend(tmp_path / "run")  # for my_reward.py
     overrides = (*overrides, "--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path / "outputs"))
-    return run_cli([*arguments, *overrides], run=False)
+    return run_cli([*shlex.split(command)[4:], *overrides], run=False)
 
 
-def test_every_recipe_is_tested() -> None:
-    elsewhere = {"drafter_warmup"}  # tests/drafter/test_drafter_data.py
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {"base", *STACKS, *elsewhere}
+def test_every_recipe_says_how_it_is_run() -> None:
+    assert {path.stem for path in RECIPE_FILES.glob("*.yaml")} == {"base", *RECIPES}
+    assert [name for name, recipe in RECIPES.items() if f"{name}.yaml" != recipe.files[-1]] == []
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli = instantiate(name, tmp_path, monkeypatch)
     data, trainer = cli.datamodule, cli.trainer
@@ -95,7 +73,9 @@ def test_data_path_of_the_recipe_tells_good_responses_from_bad_ones(
     tokenizer.chat_template = CHAT
     prompts = load_prompts(cli.datamodule.train_source, tokenizer, max_prompt_tokens=cli.datamodule.max_prompt_tokens)
     assert prompts[0].text.endswith("<assistant>")
-    pool = RewardPool(cli.datamodule.rewards, timeout=cli.datamodule.reward_timeout)
+    task, own = cli.datamodule.rewards
+    assert (own.name, own.weight) == ("brevity", 0.1)  # what `init` adds
+    pool = RewardPool([task], timeout=cli.datamodule.reward_timeout)
     for number, (prompt, response) in enumerate(zip(prompts * 2, [*good, *bad], strict=True)):
         pool.submit(number, prompt.question, response, prompt.row)
     scores = [sum(score.values()) for score in pool.collect().values()]

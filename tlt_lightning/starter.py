@@ -1,0 +1,110 @@
+"""List the recipes that a wheel holds, and write a folder to start a run of one's own from."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+RECIPES = Path(__file__).parent / "recipes"
+
+REWARD = '''"""Rewards of your own; `mine.yaml` names them."""
+
+
+def brevity(prompt: str, response: str, row: dict) -> float:
+    """Score short responses higher: 1 for no character, 1/2 for 200. `row` is the prompt's line of the data file."""
+    return 200 / (200 + len(response))
+'''
+MINE = """\
+# Yours. It is read last, so what it says counts; every option: python -m tlt_lightning fit --help
+data:
+{train}  rewards+:                            # added to the recipe's; `rewards:` would replace them
+    - {{function: my_reward.brevity, weight: 0.1}}
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Tells what a recipe is for and how it is run, as the comment says that its file begins with.
+
+    Args:
+        name: Name of the file, without `.yaml`.
+        sentence: First sentence of the comment.
+        commands: The comment's command lines. They name all files of the recipe, as paths below `recipes/`.
+    """
+
+    name: str
+    sentence: str
+    commands: tuple[str, ...]
+
+    @property
+    def files(self) -> list[str]:
+        """List the YAML files of all commands, each once, in their order."""
+        return list(dict.fromkeys(re.findall(r"recipes/(\S+\.yaml)", " ".join(self.commands))))
+
+
+def read_recipes() -> dict[str, Recipe]:
+    """Read all recipes; a file whose comment has no command, as `base.yaml`, is a part of others."""
+    recipes = {}
+    for path in sorted(RECIPES.glob("*.yaml")):
+        comment = re.match(r"(#.*\n)*", path.read_text())[0]  # type: ignore[index]  # matches, if only nothing
+        text = re.sub(r"\\\n# *", "", comment)  # a command may go on in the next line
+        commands = tuple(re.findall(r"(?m)^# +(python -m tlt_lightning .*?)(?:  .*)?$", text))
+        sentence = re.match(r"(.*?\.)(\s|$)", " ".join(line.lstrip("# ") for line in text.splitlines()))
+        if commands and sentence:
+            recipes[path.stem] = Recipe(path.stem, sentence[1], commands)
+    return recipes
+
+
+def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
+    """Write the files of a recipe, what it reads, `mine.yaml` and `my_reward.py`; return the commands that run them.
+
+    Paths in the folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few
+    rows of the right format, to be replaced.
+    """
+    (folder / "recipes").mkdir(parents=True)
+    texts = {name: (RECIPES / name).read_text() for name in recipe.files}
+    train: dict[str, object] = {}
+    for name, text in texts.items():
+        (folder / "recipes" / name).write_text(text)
+        train |= (yaml.safe_load(text).get("data") or {}).get("train") or {}
+    for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):
+        copy = shutil.copytree if (RECIPES / asset).is_dir() else shutil.copy
+        (folder / "recipes" / asset).parent.mkdir(parents=True, exist_ok=True)
+        copy(RECIPES / asset, folder / "recipes" / asset)
+    for file, task in re.findall(r"(data/([a-z0-9]+)_\w+\.jsonl)", "".join(texts.values())):
+        (folder / "data").mkdir(exist_ok=True)
+        shutil.copyfile(RECIPES / "assets/formats" / f"{task}.jsonl", folder / file)
+    line = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n" if "path" in train else ""
+    (folder / "mine.yaml").write_text(MINE.format(train=line))
+    (folder / "my_reward.py").write_text(REWARD)
+    return tuple(command if " drafter " in command else f"{command} -c mine.yaml" for command in recipe.commands)
+
+
+def run_recipes() -> None:
+    """Print the name and the purpose of each recipe."""
+    recipes = read_recipes()
+    width = max(map(len, recipes))
+    for recipe in recipes.values():
+        print(f"{recipe.name:{width}}  {recipe.sentence}")
+    print("\nStart from one: python -m tlt_lightning init my-run --recipe NAME")
+
+
+def run_init(args: list[str]) -> None:
+    """Write a folder as the command line's `args` say, and print the next commands."""
+    parser = argparse.ArgumentParser("python -m tlt_lightning init", description="Write a folder to start a run from.")
+    parser.add_argument("folder", type=Path, help="folder to make; it must not exist")
+    parser.add_argument("--recipe", default="quickstart", help="a name that `recipes` lists; quickstart by default")
+    options = parser.parse_args(args)
+    recipes = read_recipes()
+    if options.recipe not in recipes:
+        parser.error(f"`--recipe` must be one of {', '.join(recipes)}; got {options.recipe!r}.")
+    if options.folder.exists():
+        parser.error(f"`folder` {str(options.folder)!r} exists already; name a new one.")
+    commands = write_start(options.folder, recipes[options.recipe])
+    print(f"{options.folder}/ holds the recipe, the files it reads, and yours: mine.yaml and my_reward.py. Next:\n")
+    print(*(f"    {line}" for line in (f"cd {options.folder}", *commands)), sep="\n")
