@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from math import isfinite
 from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -24,11 +31,7 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 def check_trainer(trainer: L.Trainer) -> None:
     """Raise MisconfigurationException for settings that make a run wrong or resume inexact."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise MisconfigurationException(
-            "`Trainer(fast_dev_run)` would cut an iteration short. For a quick try, run one small iteration instead: "
-            "`trainer.max_epochs` 1, with `data.prompts_per_iteration` and `data.sampling.max_tokens` lowered."
-        )
+    count_in_prompts(trainer)
     if trainer.max_steps != -1:
         raise MisconfigurationException(
             f"`Trainer(max_steps={trainer.max_steps})` counts optimizer steps and cannot resume an iteration exactly; "
@@ -45,7 +48,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             f"`Trainer(strategy=...)` is {type(strategy).__name__}"
             f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
-            "Use `auto` on one device and `ddp` on several."
+            "Use `auto` on one device, also in a notebook, and `ddp` in a script on several."
         )
     device = strategy.root_device
     if device.type == "cuda" and device.index != trainer.local_rank:
@@ -54,11 +57,11 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"`Trainer(devices=...)` puts local rank {trainer.local_rank} on {device}; engines need rank and device to "
             "agree. Choose GPUs with the environment variable CUDA_VISIBLE_DEVICES, and give their number as `devices`."
         )
-    all_batches = isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1.0
-    if not all_batches or trainer.overfit_batches:  # type: ignore[attr-defined]  # an int of 1 is one batch, a float all of them
+    limit = trainer.limit_train_batches
+    if not (isinstance(limit, float) and limit == 1.0):  # an int of 1 is one batch, a float all of them
         raise MisconfigurationException(
-            "`Trainer(limit_train_batches, overfit_batches)` would drop part of every iteration's rollouts; lower "
-            "`data.prompts_per_iteration` instead."
+            f"`Trainer(limit_train_batches={limit})` would drop part of every iteration's rollouts; lower "
+            "`data.prompts_per_iteration` instead, or give `fast_dev_run` for one small iteration."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
@@ -66,6 +69,14 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
         )
+
+
+def count_in_prompts(trainer: L.Trainer) -> None:
+    """Take back what `fast_dev_run` and `overfit_batches` cut off an iteration: they choose its prompts."""
+    if trainer.fast_dev_run or trainer.overfit_batches:  # type: ignore[attr-defined]
+        trainer.limit_train_batches = 1.0
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        trainer.fit_loop.epoch_loop.max_steps = -1
 
 
 def check_has_data(trainer: L.Trainer) -> None:
@@ -83,7 +94,19 @@ def _check_callback(callback: L.Callback) -> None:
             "`StochasticWeightAveraging` copies the module before the policy is loaded and would average nothing; use "
             "`EMAWeightAveraging`, which averages the policy's weights."
         )
+    if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+        raise MisconfigurationException(
+            f"`Tuner` and `{type(callback).__name__}` try settings on fixed batches, and here the policy writes each "
+            "batch: compare short runs (`max_epochs`) with other values of `optimizer` and `data` instead."
+        )
     if isinstance(callback, ModelCheckpoint):
+        metric = re.search(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
+        if metric and callback.auto_insert_metric_name:
+            raise MisconfigurationException(
+                f"`ModelCheckpoint(filename={callback.filename!r})` would make a folder of the slash in `{metric[1]}`; "
+                f"write the name out, as in `{metric[1].replace('/', '_')}={{{metric[1]}:.2f}}`, and set "
+                "`auto_insert_metric_name=False`."
+            )
         intervals = {
             "every_n_train_steps": callback._every_n_train_steps or None,
             "train_time_interval": callback._train_time_interval,

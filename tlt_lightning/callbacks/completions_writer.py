@@ -34,6 +34,7 @@ class CompletionsWriter(BasePredictionWriter):
         self.dirpath.mkdir(parents=True, exist_ok=True)
         self.path = self.dirpath / name
         self.path.write_text("")
+        self.count = 0
 
     @override
     def write_on_batch_end(
@@ -48,4 +49,8 @@ class CompletionsWriter(BasePredictionWriter):
     ) -> None:
         with self.path.open("a") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in prediction)
-        log.info("Wrote %d completions to %s", len(prediction), self.path)
+        self.count += len(prediction)
+
+    @override
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        log.info("Wrote %d completions to %s", self.count, self.path)

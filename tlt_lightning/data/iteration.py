@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -38,6 +39,13 @@ class IterationSettings:
     inner_epochs: int
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
+
+    def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
+        """Return those of `fast_dev_run`, as many prompts a rank; the Trainer then takes one step of all."""
+        num_prompts = int(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        micro_batch_size = gcd(self.micro_batch_size, num_prompts * self.group_size)
+        trainer.accumulate_grad_batches = num_prompts * self.group_size // micro_batch_size
+        return replace(self, prompts_per_iteration=num_prompts * trainer.world_size, micro_batch_size=micro_batch_size)
 
     def check(self, objective: PolicyObjective, *, accumulate_grad_batches: int, num_ranks: int) -> None:
         """Raise MisconfigurationException unless an iteration splits evenly."""

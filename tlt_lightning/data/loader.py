@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+import lightning as L
+
 Item = TypeVar("Item")
 
 
@@ -28,3 +30,14 @@ class RolloutLoader(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         yield from self._iterate()
+
+
+def num_held_out_batches(trainer: L.Trainer) -> int:
+    """Return the batches that the Trainer takes of the held-out loader, which it is iterating."""
+    if trainer.sanity_checking:
+        batches = trainer.num_sanity_val_batches
+    elif trainer.testing:
+        batches = trainer.num_test_batches
+    else:
+        batches = trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches
+    return int(batches[0])

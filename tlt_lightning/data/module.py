@@ -17,12 +17,12 @@ from tlt_lightning.arguments import check_at_least, check_type
 from tlt_lightning.checks import accumulations, check_context, check_trainer, warn_of_filters
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
-from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
-from tlt_lightning.data.loader import RolloutLoader
+from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 class RolloutDataModule(L.LightningDataModule):
     """Rolls out the policy on prompts, scores the responses, yields an iteration's minibatches.
+
+    A batch of validation is one held-out prompt with its responses: `Trainer(limit_val_batches)` counts prompts on each
+    rank. So do `overfit_batches`, which takes every iteration's from the first ones, and `fast_dev_run`, which makes
+    one iteration of so many.
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
@@ -111,7 +115,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward_timeout = reward_timeout
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
-        self._settings = IterationSettings(
+        self._given_settings = IterationSettings(
             group_size=group_size,
             prompts_per_iteration=prompts_per_iteration,
             micro_batch_size=micro_batch_size,
@@ -119,6 +123,7 @@ class RolloutDataModule(L.LightningDataModule):
             dynamic_sampling=dynamic_sampling,
             sampling=sampling,
         )
+        self._settings = self._given_settings
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
 
@@ -128,6 +133,9 @@ class RolloutDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         check_trainer(self._trainer)
+        self._settings = self._given_settings
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._settings = self._settings.of_dev_run(self._trainer)
         if stage == "fit":
             for steps in accumulations(self._trainer):
                 self._settings.check(
@@ -163,13 +171,25 @@ class RolloutDataModule(L.LightningDataModule):
             raise MisconfigurationException(
                 f"`data.val` has {len(prompts)} prompts, fewer than {self._trainer.world_size} ranks; give each one."
             )
-        if name == "train" and needed and len(prompts) < self.prompts_per_iteration:
+        if name == "train":
+            prompts = self._overfitted(prompts)
+        if name == "train" and needed and len(prompts) < self._settings.prompts_per_iteration:
             log.warning(
                 "`data.prompts_per_iteration` is %d, but `data.train` has %d prompts: an iteration answers some "
                 "more than once, in groups of their own.",
-                *(self.prompts_per_iteration, len(prompts)),
+                *(self._settings.prompts_per_iteration, len(prompts)),
             )
         return prompts
+
+    def _overfitted(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Return the first prompts, `Trainer(overfit_batches)` being a share or a number of them."""
+        kept = self._trainer.overfit_batches  # type: ignore[attr-defined]
+        if not kept:
+            return prompts
+        number = int(kept * len(prompts)) if isinstance(kept, float) else kept
+        if not number:
+            raise MisconfigurationException(f"`Trainer(overfit_batches={kept})` leaves none of {len(prompts)} prompts.")
+        return prompts[:number]
 
     @override
     def teardown(self, stage: str) -> None:
@@ -242,18 +262,15 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> RolloutLoader[RolloutBatch]:
-        num_sequences = self.prompts_per_iteration // self._trainer.world_size * self.group_size
-        return RolloutLoader(num_sequences // self.micro_batch_size * self.inner_epochs, self._train_batches)
+        num_sequences = self._settings.prompts_per_iteration // self._trainer.world_size * self.group_size
+        return RolloutLoader(num_sequences // self._settings.micro_batch_size * self.inner_epochs, self._train_batches)
 
     @override
     def val_dataloader(self) -> RolloutLoader[list[Rollout]] | list[Any]:
-        return RolloutLoader(1, self._val_rollouts) if self.val_prompts else []
+        """Yield a batch a held-out prompt of this rank, so that `limit_val_batches` counts prompts."""
+        return RolloutLoader(len(self._own_val_prompts), self._val_rollouts) if self.val_prompts else []
 
-    test_dataloader = val_dataloader
-
-    @override
-    def predict_dataloader(self) -> RolloutLoader[list[Rollout]]:
-        return RolloutLoader(1, self._val_rollouts)
+    test_dataloader = predict_dataloader = val_dataloader
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -272,17 +289,20 @@ class RolloutDataModule(L.LightningDataModule):
         self._saved_iteration = None
         yield from self._iteration.minibatches(self.train_prompts)
 
+    @property
+    def _own_val_prompts(self) -> list[Prompt]:
+        return self.val_prompts[self._trainer.global_rank :: self._trainer.world_size]
+
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
-        rank, world_size = self._trainer.global_rank, self._trainer.world_size
         collector = self._collector(IterationLog())  # the iteration's own books all of this as validation
         rollouts = collector.collect(
-            self.val_prompts[rank::world_size],
+            self._own_val_prompts[: num_held_out_batches(self._trainer)],
             self.val_sampling,
             group_size=self.val_group_size,
-            seed=seed_of(run_seed(), "val", 0, rank),  # the same noise in every validation
+            seed=seed_of(run_seed(), "val", 0, self._trainer.global_rank),  # the same noise in every validation
         )
         call_rollout_hook(self._trainer, "on_rollout_end", rollouts)
-        yield rollouts
+        yield from split_groups(rollouts)
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))

@@ -1,0 +1,157 @@
+"""What a user of Lightning tries first works as in Lightning, or is refused before anything loads."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
+from tlt_lightning import TransformersEngine
+from tlt_lightning.checks import check_trainer
+
+Paths = tuple[str, str, Path]
+
+
+@pytest.fixture
+def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
+    L.seed_everything(11)
+    return policy_path, prompts_path, tmp_path
+
+
+class NeverLoaded(TransformersEngine):
+    """Fails when it is loaded."""
+
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        raise AssertionError("the engine was loaded")
+
+
+# What works
+
+
+def prompts_of(rollouts: list[Any]) -> list[int]:
+    """Prompts of the groups of four that a rollout wrote, in order."""
+    return [rollout.prompt.index for rollout in rollouts[::4]]
+
+
+@pytest.mark.parametrize(("given", "steps"), [(True, 1), (3, 2)])
+def test_a_dev_run_is_one_small_iteration_through_everything(given: Any, steps: int, paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    recorder, checkpoints = Recorder(), ModelCheckpoint(root)
+    trainer = make_trainer(
+        root,
+        *(recorder, checkpoints),
+        fast_dev_run=given,
+        enable_checkpointing=True,
+        max_epochs=7,
+        accumulate_grad_batches=8,
+    )
+    data = make_data(prompts_path, inner_epochs=steps, micro_batch_size=8)
+    trainer.fit(make_module(policy_path), data)
+    train, held_out = recorder.rollouts
+    assert (len(train), len(held_out)) == (4 * given, given)
+    assert (trainer.current_epoch, trainer.global_step) == (1, steps)
+    assert trainer.callback_metrics.keys() >= {"reward/mean", "val/reward"}
+    assert not list(root.glob("**/*.ckpt"))
+    make_trainer(root, recorder, max_epochs=1, accumulate_grad_batches=1).fit(make_module(policy_path), data)
+    assert len(recorder.rollouts[-1]) == 16  # the same data module, in earnest
+
+
+@pytest.mark.parametrize(("given", "kept"), [(2, {0, 1}), (0.5, {0, 1, 2, 3})])
+def test_overfitting_takes_the_same_prompts_every_iteration(given: float, kept: set[int], paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    recorder = Recorder()
+    data = make_data(prompts_path, val=None)
+    make_trainer(root, recorder, overfit_batches=given).fit(make_module(policy_path), data)
+    first, second = recorder.rollouts
+    assert set(prompts_of(first)) == set(prompts_of(second)) == kept
+
+
+def test_limits_of_held_out_batches_count_prompts(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    recorder, module, data = Recorder(), make_module(policy_path), make_data(prompts_path, val_group_size=4)
+    limits = {"limit_val_batches": 0.5, "limit_test_batches": 3, "limit_predict_batches": 1, "num_sanity_val_steps": 2}
+    trainer = make_trainer(root, recorder, max_epochs=1, **limits)
+    trainer.fit(module, data)
+    assert [len(rollouts) for rollouts in recorder.rollouts] == [2 * 4, 4 * 4, 4 * 4]  # before, training, after
+    (tested,) = trainer.test(module, data, verbose=False)
+    (rows,) = trainer.predict(module, data)
+    assert [prompts_of(rollouts) for rollouts in recorder.rollouts[3:]] == [[0, 1, 2], [0]]
+    assert len(rows) == 4
+    assert tested.keys() == {"test/accuracy", "test/pass@2", "test/pass@4", "test/reward", "test/length"}
+
+
+def test_the_test_loop_is_the_validation_under_another_name(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module, data = make_module(policy_path), make_data(prompts_path, val_group_size=2)
+    trainer = make_trainer(root, limit_val_batches=1.0)
+    (held_out,) = trainer.validate(module, data, verbose=False)
+    (tested,) = trainer.test(module, data, verbose=False)
+    assert tested == {name.replace("val/", "test/"): value for name, value in held_out.items()}
+    assert set(tested) == {"test/accuracy", "test/pass@2", "test/reward", "test/length"}
+    assert 0 < tested["test/reward"] < 1  # a mean of eighths, not a share of correct ones
+    assert 1 <= tested["test/length"] <= 8
+
+
+def test_checkpoints_are_named_by_metrics_of_the_iteration(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    name = "{epoch}-reward={reward/mean:.4f}"
+    checkpoints = ModelCheckpoint(root, name, "reward/mean", mode="max", auto_insert_metric_name=False)
+    stopping = EarlyStopping("reward/mean", mode="max", stopping_threshold=-1.0, check_on_train_epoch_end=True)
+    trainer = make_trainer(root, checkpoints, stopping, enable_checkpointing=True)
+    trainer.fit(make_module(policy_path), make_data(prompts_path))
+    reward = float(trainer.callback_metrics["reward/mean"])
+    assert reward > 0
+    assert [path.name for path in root.glob("**/*.ckpt")] == [f"0-reward={reward:.4f}.ckpt"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"max_steps": 5, "max_epochs": None}, r"`Trainer\(max_steps=5\)` .* `max_epochs`"),
+        ({"precision": "bf16-true"}, "precision='bf16-true'.*bf16-mixed"),
+        ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
+        ({"strategy": "fsdp", "accelerator": "cpu"}, "strategy|FSDP"),
+        ({"limit_train_batches": 1}, r"limit_train_batches=1\).*`data.prompts_per_iteration`.*`fast_dev_run`"),
+        ({"limit_train_batches": 0.5}, r"limit_train_batches=0.5\)"),
+        ({"overfit_batches": 0.01}, r"overfit_batches=0.01\)` leaves none of 9 prompts"),
+        ({"accumulate_grad_batches": 3}, "not divisible by 12 per optimizer step"),
+        ({"callback": StochasticWeightAveraging(1e-3)}, "use `EMAWeightAveraging`"),
+        ({"callback": ModelCheckpoint(every_n_train_steps=2)}, r"every_n_train_steps=2.*`every_n_epochs`"),
+        ({"callback": ModelCheckpoint(train_time_interval=timedelta(1))}, r"train_time_interval.*`every_n_epochs`"),
+        (
+            {"callback": ModelCheckpoint(filename="{epoch}-{reward/mean:.2f}")},
+            r"the slash in `reward/mean`.*`reward_mean=\{reward/mean:.2f\}`.*`auto_insert_metric_name=False`",
+        ),
+    ],
+)
+def test_unsupported_trainer_settings_are_refused_before_anything_loads(
+    trainer: dict[str, Any], message: str, paths: Paths
+) -> None:
+    policy_path, prompts_path, root = paths
+    callbacks = [trainer.pop("callback")] if "callback" in trainer else []
+    trainer = {"enable_checkpointing": True, **trainer}
+    with pytest.raises((MisconfigurationException, ValueError), match=message):
+        make_trainer(root, *callbacks, **trainer).fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
+
+
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_the_tuner_is_refused_before_anything_loads(search: str, paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    tuner = Tuner(make_trainer(root))
+    with pytest.raises(MisconfigurationException, match=r"`Tuner` and `\w+Finder` .* compare short runs"):
+        getattr(tuner, search)(make_module(policy_path), datamodule=make_data(prompts_path, NeverLoaded()))
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+def test_spawned_processes_are_refused(strategy: str) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False)
+    with pytest.raises(MisconfigurationException, match=r"spawned or forked.*also in a notebook.*`ddp` in a script"):
+        check_trainer(trainer)
