@@ -1,18 +1,24 @@
 """What a user of Lightning tries first works as in Lightning, or is refused before anything loads."""
 
+import json
+from argparse import ArgumentError
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
+import yaml
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
-from tlt_lightning import TransformersEngine
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tlt_lightning import LoRA, RLModule, TransformersEngine
 from tlt_lightning.checks import check_trainer
+from tlt_lightning.objectives import GRPO, DrGRPO, SequenceMeanTokenSumNorm
 
 Paths = tuple[str, str, Path]
 
@@ -155,3 +161,53 @@ def test_spawned_processes_are_refused(strategy: str) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False)
     with pytest.raises(MisconfigurationException, match=r"spawned or forked.*also in a notebook.*`ddp` in a script"):
         check_trainer(trainer)
+
+
+# Configuration
+
+
+def test_a_run_from_python_saves_its_configuration_as_a_recipe_would_write_it(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()]
+    module, data = make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path, train=rows)
+    make_trainer(root, max_epochs=1, logger=CSVLogger(root)).fit(module, data)
+    saved = yaml.safe_load(next(root.glob("**/hparams.yaml")).read_text())
+    assert saved["policy"] == policy_path
+    assert saved["objective"]["init_args"]["surrogate"]["init_args"]["clip_high"] == 0.28
+    assert saved["optimizer"]["class_path"] == "torch.optim.adamw.AdamW"
+    assert saved["optimizer"]["init_args"]["lr"] == 3e-3  # of a lambda
+    assert saved["lora"]["rank"] == 4
+    assert saved["engine"] == {
+        "class_path": "tlt_lightning.engine.transformers.TransformersEngine",
+        "init_args": {"batch_size": 64},
+    }
+    assert saved["train"]["rows"] == "list of 9"
+    assert saved["val"]["path"] == prompts_path
+    assert saved["rewards"][0]["function"] == "tests.support.rl_runs.evenness"
+    assert saved["sampling"]["max_tokens"] == 8
+
+
+def test_a_module_is_loaded_from_its_checkpoint_alone(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module = make_module(
+        policy_path, objective=DrGRPO(aggregation=SequenceMeanTokenSumNorm(max_tokens=8)), lora=LoRA(rank=4)
+    )
+    checkpoints = ModelCheckpoint(root, "end")
+    make_trainer(root, checkpoints, max_epochs=1, enable_checkpointing=True).fit(module, make_data(prompts_path))
+    loaded = RLModule.load_from_checkpoint(root / "end.ckpt")
+    assert (loaded.objective, loaded.lora) == (module.objective, module.lora)
+    assert loaded.optimizer([torch.zeros(1, requires_grad=True)]).param_groups[0]["lr"] == 3e-3
+    trained = weights(module)
+    for name, tensor in weights(loaded).items():
+        torch.testing.assert_close(tensor, trained[name], rtol=0, atol=0)
+    assert RLModule.load_from_checkpoint(root / "end.ckpt", objective=GRPO()).objective == GRPO()
+
+
+def test_a_schedule_that_cannot_be_described_is_asked_for(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    constant = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # noqa: E731
+    module, checkpoints = make_module(policy_path, lr_scheduler=constant), ModelCheckpoint(root, "end")
+    make_trainer(root, checkpoints, max_epochs=1, enable_checkpointing=True).fit(module, make_data(prompts_path))
+    with pytest.raises(ArgumentError, match=r"lr_scheduler[^`]*Given value: .*<lambda>"):
+        RLModule.load_from_checkpoint(root / "end.ckpt")
+    assert RLModule.load_from_checkpoint(root / "end.ckpt", lr_scheduler=constant).lr_scheduler is constant

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_type
@@ -26,6 +27,7 @@ from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
 from tlt_lightning.training.critic import Critic, CriticConfig
+from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.optimization import apply_changed, check_builds, clip_apart, settings_of, with_schedule
 from tlt_lightning.training.reference import Reference
@@ -67,6 +69,7 @@ class RLModule(L.LightningModule):
         attn_implementation: str = "sdpa",
     ) -> None:
         super().__init__()
+        keep_arguments(self, locals())
         check_type("policy", policy, str, "Save a model with `save_pretrained` and give its folder.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         check_builds(optimizer)
@@ -138,14 +141,12 @@ class RLModule(L.LightningModule):
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = self.optimizer(groups)
         self._optimizer_settings = settings_of(optimizer)
+        self.save_hyperparameters({"optimizer": made_of(optimizer, optimizer.defaults)})
         return with_schedule(optimizer, self.lr_scheduler)
 
     @override
     def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         if gradient_clip_val:
             clip_apart(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -234,7 +235,7 @@ class RLModule(L.LightningModule):
             self._update.is_stopped = True
 
     @override
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         assert self.policy is not None
         metrics = end_step(self._micro_batches)
         self.iteration_log.update(metrics)
@@ -326,6 +327,7 @@ class RLModule(L.LightningModule):
         checkpoint["iteration"] = hand_over(self.trainer, self._update, self.iteration_log, self._optimizer_settings)
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}
         if self.lora is not None:
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: state[name] for name in state if name in self._trained_names}

@@ -32,6 +32,7 @@ from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.resume import check_update, warn_of_changes
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class RolloutDataModule(L.LightningDataModule):
         reward_timeout: float = 10.0,
     ) -> None:
         super().__init__()
+        arguments = dict(locals())
         for name, size in (
             ("group_size", group_size),
             ("prompts_per_iteration", prompts_per_iteration),
@@ -113,6 +115,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.val_group_size = val_group_size
         self.max_prompt_tokens = max_prompt_tokens
         self.reward_timeout = reward_timeout
+        sources = {"train": self.train_source, "val": self.val_source}
+        keep_arguments(self, {**arguments, **sources, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self._given_settings = IterationSettings(

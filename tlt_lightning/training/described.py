@@ -1,0 +1,75 @@
+"""Describe arguments by primitives, as a recipe would write them, for loggers and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+"""Names the function by which `load_from_checkpoint` makes objects of their descriptions again."""
+
+ENDINGS = ("", "_enabled", "_path", "_config")
+"""What an attribute may add to the name of the argument that it keeps."""
+
+
+def keep_arguments(module: L.LightningModule | L.LightningDataModule, arguments: Mapping[str, Any]) -> None:
+    """Save a constructor's arguments, its `locals()`, as hyper-parameters of primitives."""
+    module.save_hyperparameters(
+        {name: describe(value) for name, value in arguments.items() if name not in ("self", "__class__")}
+    )
+
+
+def describe(value: Any) -> Any:
+    """Return `value` as primitives.
+
+    Functions and classes become dotted paths, objects `class_path` and `init_args`, dataclasses without a parent their
+    fields. A field that is left out of `repr`, and what cannot be written, become a few words.
+
+    Example:
+        >>> from tlt_lightning.policy import LoRA
+        >>> describe([LoRA(rank=4), functools.partial(LoRA, rank=8)])[1]
+        {'class_path': 'tlt_lightning.policy.LoRA', 'init_args': {'rank': 8}}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    if isinstance(value, functools.partial):
+        *_, made = (part for part in (value.func, *value.args) if callable(part))
+        return (
+            {"class_path": describe(made), "init_args": describe(value.keywords)} if value.keywords else describe(made)
+        )
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value) and type(value).__bases__ == (object,):
+        return {item.name: _of_field(item.repr, getattr(value, item.name)) for item in fields(value)}
+    return str(value) if isinstance(value, Path | nn.Module) else made_of(value, _arguments(value))
+
+
+def made_of(made: object, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class of an object and those of its settings that its constructor takes."""
+    kind = type(made)
+    names = inspect.signature(kind).parameters
+    return {
+        "class_path": f"{kind.__module__}.{kind.__qualname__}",
+        "init_args": {name: describe(settings[name]) for name in names if name in settings},
+    }
+
+
+def _arguments(value: object) -> dict[str, Any]:
+    kept, names = vars(value), inspect.signature(type(value)).parameters
+    found = {name: [kept[name + end] for end in ENDINGS if name + end in kept] for name in names}
+    return {name: values[0] for name, values in found.items() if values}
+
+
+def _of_field(is_shown: bool, value: Any) -> Any:
+    return describe(value) if is_shown or value is None else f"{type(value).__name__} of {len(value)}"
