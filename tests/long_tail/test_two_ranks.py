@@ -10,6 +10,7 @@ import torch
 
 from tests.support.rank_processes import Ended, run_ranks
 from tests.support.speculation_engines import save_endless_policy
+from tests.support.two_ranks_drafter import NUM_STEPS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -31,43 +32,36 @@ def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return run("tests.support.two_ranks_drafter", prompts_path, tmp_path_factory.mktemp("ranks"), "run")
 
 
-def test_the_early_rank_trains_and_both_serve_the_same_drafter(ranks: list[dict[str, Any]]) -> None:
+def test_the_early_rank_trains_while_the_late_one_writes(ranks: list[dict[str, Any]]) -> None:
+    """Neither waits for the other: rank 0's last step of a window ends after the window."""
     early, late = ranks
-    assert early["weights"] == late["weights"]
-    versions = [own["version"] for own in early["own"]]
-    assert versions == [own["version"] for own in late["own"]]
-    assert versions[:3] == [-1, -1, 1]  # trained in iteration 2 on the states of iteration 1, served in iteration 3
-    assert early["own"][0]["steps"] == 0
-    assert min(own["steps"] for own in early["own"][1:4]) > 3
+    assert [own["steps"] for own in early["own"]] == [0, NUM_STEPS, NUM_STEPS, NUM_STEPS]
     assert not any(own["steps"] for own in late["own"])  # nobody waits for the last one
-    assert early["rows"] == late["rows"]  # means over both
     for row, own in zip(early["rows"], early["own"], strict=True):
         assert row["drafter/micro_steps"] == own["steps"]
         assert row["drafter/idle_seconds_used"] <= row["drafter/idle_seconds_available"]
         assert row["drafter/idle_seconds_available"] == pytest.approx(2 * row["time/idle"])
-    for row in early["rows"][1:4]:
-        assert row["drafter/idle_seconds_used"] > 0.8 * row["drafter/idle_seconds_available"]
-        assert 0 < row["drafter/preemption_ms"] < 1000
-    assert early["rows"][2]["drafter/policy_lag"] == 2  # policies are an optimizer step apart
+    assert "drafter/preemption_ms" not in early["rows"][0]
+    for row in early["rows"][1:]:
+        assert row["drafter/idle_seconds_used"] > 0
+        assert row["drafter/preemption_ms"] > 0
 
 
-def test_the_late_rank_is_not_slowed(ranks: list[dict[str, Any]]) -> None:
-    """Of the last iterations every second one trains, with the same drafter throughout."""
+def test_both_ranks_serve_the_drafter_that_one_of_them_has_trained(ranks: list[dict[str, Any]]) -> None:
     early, late = ranks
-    first = 4
-    assert [own["steps"] > 0 for own in early["own"][first:]] == [False, True] * 4
-    assert len({own["version"] for own in early["own"][first + 1 :]}) == 1
-    # The best of each, by processor time: others may want the cores, too.
-    paces = late["paces"]["cpu"]
-    assert max(paces[first + 1 :: 2]) > 0.7 * max(paces[first::2]), late["paces"]
+    assert early["weights"] == late["weights"]
+    assert early["rows"] == late["rows"]  # means over both
+    for own in (early["own"], late["own"]):
+        # Trained in iteration 2 on the states of iteration 1, served in iteration 3, not improved since.
+        assert [iteration["version"] for iteration in own] == [-1, -1, 1, 1]
+    assert [row["drafter/policy_lag"] for row in early["rows"][2:]] == [2, 3]  # policies are an optimizer step apart
 
 
-def test_the_death_of_the_training_rank_ends_the_run_at_once(prompts_path: str, tmp_path: Path) -> None:
+def test_the_death_of_the_training_rank_ends_the_run_within_the_rollout(prompts_path: str, tmp_path: Path) -> None:
     done = launch("tests.support.two_ranks_drafter", prompts_path, tmp_path, "die")
     assert done.statuses == [-signal.SIGKILL, 1]
     assert "rank 0 has died: its process ended" in done.stderr
-    died, noticed = (float((tmp_path / f"ended{rank}").read_text()) for rank in (0, 1))
-    assert noticed - died < 10  # of a rollout that would have gone on for 20
+    assert [path.name for path in sorted(tmp_path.glob("wrote*"))] == ["wrote0_0", "wrote1_0"]
 
 
 def test_each_rank_resumes_from_what_it_held(prompts_path: str, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Run by test_long_tail_two_ranks.py, once per rank: rank 0 writes short answers and trains the drafter meanwhile.
+"""Run by long_tail/test_two_ranks.py, once per rank: rank 0 writes short answers and trains the drafter meanwhile.
 
-Modes: `run`, which from iteration `NUM_LEARNING` on trains in every second iteration and changes nothing thereby; and
-`die`, in which rank 0 is killed while it trains.
+Nothing depends on the clock. Rank 1 goes on writing once rank 0 is in the last of `NUM_STEPS` micro-steps, which ends
+when rank 1 has written all: were either to wait for more of the other, the run would not end. Modes: `run`; and `die`,
+in which rank 0 is killed while it trains.
 """
 
 import json
@@ -22,14 +23,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from tests.support.drafter_runs import fixed
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.engine import Request, Response, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.long_tail import trainer as trainer_of_drafters
+from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.objectives import GRPO
 
-SHORT, LONG = 24, 200
-NUM_LEARNING, NUM_ITERATIONS = 4, 12
+SHORT, LONG = 16, 48
+NUM_STEPS, NUM_ITERATIONS = 4, 4
 
 
 def evenness(prompt: str, response: str, row: dict) -> float:
@@ -44,32 +46,63 @@ class UnevenEngine(VLLMEngine):
         return super().generate([replace(request, max_tokens=limit) for request in requests], sampling, **rest)
 
 
+class StagedDrafter(DrafterModule):
+    """Holds its window open until the `NUM_STEPS`-th micro-step; drafts a token once it was trained, and never two."""
+
+    marker: Path
+    untrained: float
+    window: IdleWindow | None = None
+    num_steps = 0
+
+    def loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.num_steps += 1
+        if self.window is not None and self.num_steps >= NUM_STEPS:
+            self.marker.touch()
+            while self.window.is_open():
+                time.sleep(0.005)
+        return super().loss(batch)
+
+    def measure(self, batch: PackedBatch) -> torch.Tensor:
+        sums = super().measure(batch)
+        sums[:, 0] = 0.0
+        if self.is_trained():
+            sums[:, 0, 0] = sums[:, 1, 0]
+        return sums
+
+    def checksum(self) -> float:
+        return sum(tensor.double().sum().item() for _, tensor in self.trainable_tensors())
+
+    def is_trained(self) -> bool:
+        return self.checksum() != self.untrained
+
+
 class Observer(RolloutCallback):
+    """Stages the windows, and notes what there was; stands before the drafter's callback."""
+
     def __init__(self, out: Path, drafting: LongTailIdleCallback, mode: str) -> None:
         self.out, self.drafting, self.mode = out, drafting, mode
         self.own: list[dict[str, float]] = []
         self.rows: list[dict[str, float]] = []
-        self.paces: dict[str, list[float]] = {"wall": [], "cpu": []}  # engine steps per second
-        self.steps: list[tuple[float, float]] = []
 
-    def on_rollout_start(self, trainer, pl_module):
-        self.steps = []
-        if trainer.current_epoch >= NUM_LEARNING:
-            self.drafting.every_n_iterations = 2
-            self.drafting.training._warmup.base_lrs = [0.0]
-            self.drafting.training.optimizer.param_groups[0]["lr"] = 0.0
+    def on_train_start(self, trainer, pl_module):
+        self.drafting.drafter.untrained = self.drafting.drafter.checksum()
+
+    def on_rollout_idle(self, trainer, pl_module, window):
+        drafter = self.drafting.drafter
+        drafter.num_steps, drafter.window = 0, window
+        drafter.marker = self.out / f"last_step{trainer.current_epoch}"
 
     def on_rollout_progress(self, trainer, pl_module, progress):
-        self.steps.append((time.perf_counter(), time.process_time()))
-        if self.mode == "die" and trainer.global_rank == 1 and trainer.current_epoch:
-            time.sleep(0.1)
-
-    def on_exception(self, trainer, pl_module, exception):
-        (self.out / f"ended{trainer.global_rank}").write_text(str(time.time()))
+        if trainer.global_rank == 0 or not trainer.current_epoch:  # the first iteration has nothing to learn from
+            return
+        event = self.out / ("killed" if self.mode == "die" else f"last_step{trainer.current_epoch}")
+        while not event.exists():
+            time.sleep(0.005)
+        if self.mode == "die":
+            time.sleep(1)  # of each engine step: the death is noticed long before the rollout ends
 
     def on_rollout_end(self, trainer, pl_module, rollouts):
-        for pace, first, last in zip(self.paces.values(), self.steps[0], self.steps[-1], strict=True):
-            pace.append((len(self.steps) - 1) / (last - first))
+        (self.out / f"wrote{trainer.global_rank}_{trainer.current_epoch}").touch()
         stats = trainer.datamodule.engine.stats()
         self.own.append({"version": stats["speculation/drafter_version"], "steps": self.drafting.num_steps})
 
@@ -79,13 +112,12 @@ class Observer(RolloutCallback):
 
     def on_train_end(self, trainer, pl_module):
         self.on_train_epoch_start(trainer, pl_module)
-        weights = [tensor.double().sum().item() for _, tensor in self.drafting.drafter.trainable_tensors()]
-        state = {"own": self.own, "rows": self.rows, "paces": self.paces, "weights": weights}
+        state = {"own": self.own, "rows": self.rows, "weights": self.drafting.drafter.checksum()}
         (self.out / f"rank{trainer.global_rank}.json").write_text(json.dumps(state))
 
 
 def die(out: Path) -> None:
-    (out / "ended0").write_text(str(time.time()))
+    (out / "killed").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -128,11 +160,10 @@ def make_module(policy: str) -> RLModule:
 
 def main(policy: str, prompts: str, out: str, mode: str) -> None:
     L.seed_everything(3)
-    trainer_of_drafters.WARMUP_STEPS = 1  # on a busy machine a window holds few steps; the first must teach already
-    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    drafter = StagedDrafter(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     drafting = LongTailIdleCallback(drafter, pack_tokens=128, max_passes=1000)
-    if mode == "die" and os.environ.get("LOCAL_RANK", "0") == "0":
+    if mode == "die" and os.environ["LOCAL_RANK"] == "0":
         loss, calls = drafter.loss, iter([False])  # the first call is the step that is tried before the run
         drafter.loss = lambda batch: die(Path(out)) if next(calls, True) else loss(batch)
-    trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, Observer(Path(out), drafting, mode))
+    trainer = make_trainer(Path(out), NUM_ITERATIONS, Observer(Path(out), drafting, mode), drafting)
     trainer.fit(make_module(policy), make_data(prompts))
