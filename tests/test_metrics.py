@@ -1,4 +1,3 @@
-import time
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tlt_lightning import metrics as metrics_module
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine import Response
 from tlt_lightning.metrics import IterationLog, PassAtK, combine, end_step, log_rollouts, pass_at_k, tail_share
@@ -89,32 +89,37 @@ def test_a_number_is_reduced_in_one_way_only() -> None:
         log.sum("mine", 1.0)
 
 
-def test_a_closed_log_takes_no_number_until_the_next_iteration_and_all_of_its_time() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time of logs, for the test to set."""
+    now = [100.0]
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def test_a_closed_log_takes_no_number_until_the_next_iteration_and_all_of_its_time(clock: list[float]) -> None:
     trainer: Any = SimpleNamespace(world_size=1)
-    started, log = time.perf_counter(), IterationLog()
+    log = IterationLog()
     log.mean("mine", 1.0)
+    clock[0] += 1.0
     log.lap("update")
     first = log.close(trainer)
     with pytest.raises(RuntimeError, match="`mine` comes after the iteration's log was closed"):
         log.mean("mine", 1.0)
-    time.sleep(0.01)
+    clock[0] += 2.0
     log.open()
     log.lap("other")
     second = log.close(trainer)
     assert first["mine"] == 1.0
     assert "mine" not in second
-    assert second["time/other"] > 0.01
-    total = time.perf_counter() - started
-    assert first["time/iteration"] + second["time/iteration"] == pytest.approx(total, abs=0.005)
+    assert second["time/other"] == second["time/iteration"] == 2.0
+    assert first["time/iteration"] == 1.0
 
 
-def test_stages_add_up_to_the_iteration() -> None:
-    started, log = time.perf_counter(), IterationLog()
-    for stage, seconds in (("a", 0.02), ("b", 0.01), ("a", 0.01)):
-        time.sleep(seconds)
+def test_stages_add_up_to_the_iteration(clock: list[float]) -> None:
+    log = IterationLog()
+    for stage, seconds in (("a", 2.0), ("b", 1.0), ("a", 1.0)):
+        clock[0] += seconds
         log.lap(stage)
-    total = time.perf_counter() - started
-    metrics = combine([log.read()])
-    assert metrics["time/a"] == log.seconds("a") > metrics["time/b"]
-    assert metrics["time/a"] + metrics["time/b"] == pytest.approx(metrics["time/iteration"])
-    assert metrics["time/iteration"] == pytest.approx(total, abs=0.005)
+    assert combine([log.read()]) == {"time/iteration": 4.0, "time/a": 3.0, "time/b": 1.0}
+    assert log.seconds("a") == 3.0

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     assert first["metrics"] == second["metrics"]
     # Rank 0 is done early, waits for one worker, and its window closes when rank 1 has finished its slow steps.
     assert [window["waiting_for"] for window in first["windows"]] == [1, 1]
-    assert sum(window["seconds"] for window in first["windows"]) > 0.2
+    assert all(window["seconds"] > 0.2 for window in first["windows"])
     assert second["windows"] == []  # nobody waits for the last one
     assert first["sums"] == second["sums"] == [[2, 1]] * 2  # what a rank hands in stays its own
     assert first["metrics"]["time/idle"] > 0.05
@@ -67,10 +66,8 @@ def test_a_rank_that_has_its_groups_waits_while_the_other_replaces_its_own(
 
 
 def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    started = time.perf_counter()
     ended = launch(policy_path, prompts_path, tmp_path, "transformers", "die")
-    assert ended.statuses != [0]
-    assert time.perf_counter() - started < 90
+    assert ended.statuses not in ([0], [None])
 
 
 def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

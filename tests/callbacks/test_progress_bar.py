@@ -114,16 +114,13 @@ def test_prediction_and_validation_rollouts_are_labelled(tmp_path: Path, capsys:
     assert titles == ["completions, validation", "completions, prediction"]
 
 
-def test_throttled_progress_call_is_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_throttled_progress_call_reads_the_clock_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
-    bar, module, state = RolloutProgressBar(refresh_seconds=1000.0), LoggingModule(), progress()
+    bar, module = RolloutProgressBar(refresh_seconds=1000.0), LoggingModule()
     trainer = make_trainer(tmp_path, [bar])
     bar.on_rollout_start(trainer, module)
-    bar.on_rollout_progress(trainer, module, state)
-    start = time.perf_counter()
-    for _ in range(10_000):
-        bar.on_rollout_progress(trainer, module, state)
-    assert (time.perf_counter() - start) / 10_000 < 20e-6
+    bar.on_rollout_progress(trainer, module, progress())
+    bar.on_rollout_progress(trainer, module, None)  # type: ignore[arg-type]
     bar.teardown(trainer, module, "fit")
 
 

@@ -1,7 +1,6 @@
 import csv
 import multiprocessing
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,8 @@ def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(
 ) -> None:
     arguments = (policy_path, prompts_path, str(tmp_path), signal_name, ranks, place)
     ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments)
-    seconds = time.time() - float((tmp_path / "signalled").read_text())
     assert ended.statuses == statuses, ended.stderr[-3000:]
     assert sentence is None or sentence in ended.stderr
-    assert seconds < 60
 
 
 def fit(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, ckpt_path: Path | None = None) -> None:

@@ -82,9 +82,9 @@ def test_format_default_wants_one_thought_and_one_answer() -> None:
 
 
 def test_format_default_takes_linear_time() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # of the processor: others may want it, too
     assert Format()("", "<think>" + "<a" * 200_000, {}) == 0.0
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 10  # where the square of the length would take hours
 
 
 def test_every_reward_for_answers_reads_the_default_format() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ def fenced(code: str) -> str:
     return f"Let me think.\n```python\n{code}\n```\nDone."
 
 
-def score(code: str, row: dict[str, Any] = ASSERTS, time_limit: float = 5.0, **settings: Any) -> float:
+def score(code: str, row: dict[str, Any] = ASSERTS, time_limit: float = 60.0, **settings: Any) -> float:
     reward = PythonTests(time_limit=time_limit, memory_mb=settings.pop("memory_mb", 1024))
     reward.use_namespaces = settings.pop("use_namespaces", True)
     return reward("", fenced(code), row)
@@ -89,20 +90,20 @@ def test_an_annotation_without_its_import_fails_as_in_python() -> None:
 
 def test_the_start_of_the_interpreter_does_not_count(monkeypatch, tmp_path: Path) -> None:
     slow = tmp_path / "python"
-    slow.write_text(f'#!/bin/sh\nsleep 1.2\nexec {sys.executable} "$@"\n')
+    slow.write_text(f'#!/bin/sh\nsleep 2.2\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    assert score(DOUBLE, time_limit=1.0) == 1.0
+    assert score(DOUBLE, time_limit=2.0) == 1.0
 
 
 @pytest.mark.parametrize("use_namespaces", [True, False])
 def test_a_program_that_leaves_its_group_does_not_survive(tmp_path: Path, use_namespaces: bool) -> None:
     alive = tmp_path / "alive"
     code = (
-        f"import os, time\ntry: os.setsid()\nexcept OSError: pass\ntime.sleep(1.5)\nopen({str(alive)!r}, 'w').close()\n"
+        f"import os, time\ntry: os.setsid()\nexcept OSError: pass\ntime.sleep(1)\nopen({str(alive)!r}, 'w').close()\n"
     )
     assert score(code + DOUBLE, time_limit=0.5, use_namespaces=use_namespaces) == 0.0
-    time.sleep(2)
+    time.sleep(1)
     assert not alive.exists()
 
 
@@ -125,9 +126,7 @@ def test_ending_before_the_tests_does_not_pass(code: str) -> None:
 
 
 def test_an_infinite_loop_ends_at_the_time_limit() -> None:
-    start = time.perf_counter()
     assert score(DOUBLE + "while True: pass", time_limit=0.7) == 0.0
-    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("use_namespaces", [True, False])
@@ -145,27 +144,34 @@ def test_an_endless_file_meets_a_limit() -> None:
 
 
 def fork_and_survive(marker: Path, leave_group: bool) -> str:
-    """A program whose forked child waits until the tests are long over, then leaves a file."""
+    """A program whose forked child waits until the tests are long over, then writes to a file that it has locked."""
     return f"""
-import os, time
+import fcntl, os, time
+ready, wake = os.pipe()
 if os.fork() == 0:
     {"os.setsid()" if leave_group else "pass"}
-    time.sleep(1.5)
-    open({str(marker)!r}, "w").close()
+    file = open({str(marker)!r}, "w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(wake, b".")
+    time.sleep(20)
+    file.write("alive")
+    file.flush()
     os._exit(0)
+os.read(ready, 1)
 {DOUBLE}"""
 
 
 @pytest.mark.parametrize("leave_group", [False, True])
 @pytest.mark.parametrize("use_namespaces", [True, False])
 def test_a_forked_child_neither_delays_nor_survives(tmp_path: Path, leave_group: bool, use_namespaces: bool) -> None:
-    start = time.perf_counter()
-    assert score(fork_and_survive(tmp_path / "alive", leave_group), use_namespaces=use_namespaces) == 1.0
-    assert time.perf_counter() - start < 1.5
+    marker = tmp_path / "alive"
+    assert score(fork_and_survive(marker, leave_group), use_namespaces=use_namespaces) == 1.0
+    assert marker.read_text() == ""  # the child was not waited for
     if leave_group and not (use_namespaces and has_namespaces()):
         return  # only a process namespace ends a child that leaves its process group
-    time.sleep(2)
-    assert not (tmp_path / "alive").exists()
+    with marker.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the child's end gives it back
+    assert marker.read_text() == ""
 
 
 @pytest.mark.parametrize("use_namespaces", [True, False])

@@ -16,8 +16,8 @@ import pytest
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import MAX_STUCK
 
-TIMEOUT = 0.3
-"""Long enough for a loaded machine to start a call that does nothing, short enough to wait for."""
+TIMEOUT = 0.5
+"""Long enough for a loaded machine to end a call that does nothing, short enough to wait for."""
 
 
 @pytest.fixture
@@ -94,14 +94,12 @@ def test_submit_returns_at_once_and_calls_run_in_parallel(make_pool) -> None:
     together = threading.Barrier(3)
 
     def meet(prompt: str, response: str, row: dict) -> float:
-        together.wait(5)
+        together.wait(100)
         return 1
 
-    pool = make_pool(meet, num_workers=3)
-    start = time.perf_counter()
+    pool = make_pool(meet, num_workers=3, timeout=200)
     for key in range(3):
-        pool.submit(key, "", "", {})
-    assert time.perf_counter() - start < 0.2
+        pool.submit(key, "", "", {})  # had it to wait for the call, the other two would not come
     assert pool.collect() == {key: {"meet": 1.0} for key in range(3)}
 
 
@@ -109,11 +107,11 @@ def test_calls_run_before_collect(make_pool) -> None:
     ran = threading.Event()
     pool = make_pool(RewardTerm(function=lambda p, r, row: ran.set() or 1.0, name="early"))
     pool.submit(0, "", "", {})
-    assert ran.wait(5)
+    assert ran.wait(100)
 
 
 def test_no_more_calls_at_once_than_workers(make_pool) -> None:
-    lock = threading.Lock()
+    lock, pairs = threading.Lock(), threading.Barrier(2)
     running, most = 0, 0
 
     def count(prompt: str, response: str, row: dict) -> float:
@@ -121,12 +119,12 @@ def test_no_more_calls_at_once_than_workers(make_pool) -> None:
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.01)
+        pairs.wait(100)
         with lock:
             running -= 1
         return 0
 
-    pool = make_pool(count, num_workers=2)
+    pool = make_pool(count, num_workers=2, timeout=200)
     for key in range(10):
         pool.submit(key, "", "", {})
     pool.collect()
@@ -289,7 +287,7 @@ def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, 
     assert pool.collect() == {key: {function.__name__: 0.0, "length": 3.0} for key in range(3)}
     assert pool.stats[f"reward/{function.__name__}_timeouts"] == 3
     assert pool.stats["reward/length_timeouts"] == 0
-    assert "no score within 0.3 s" in caplog.text
+    assert f"no score within {TIMEOUT} s" in caplog.text
     assert f"reward/{function.__name__}_timeouts" in caplog.text
 
 
@@ -309,10 +307,10 @@ def test_a_coroutine_that_blocks_its_thread_holds_up_no_other(make_pool) -> None
 
 def test_the_time_limit_counts_from_the_start_of_a_call(make_pool) -> None:
     def pause(prompt: str, response: str, row: dict) -> float:
-        time.sleep(0.1)
+        time.sleep(0.3)
         return 1.0
 
-    pool = make_pool(pause, num_workers=1, timeout=0.5)
+    pool = make_pool(pause, num_workers=1, timeout=2)
     for key in range(8):
         pool.submit(key, "", "", {})
     assert pool.collect() == {key: {"pause": 1.0} for key in range(8)}
@@ -331,7 +329,7 @@ def test_a_cancelled_coroutine_can_clean_up(make_pool) -> None:
     pool = make_pool(tidy, timeout=TIMEOUT)
     pool.submit(0, "", "", {})
     pool.collect()
-    assert cleaned.wait(5)
+    assert cleaned.wait(100)
 
 
 def test_a_timeout_error_counts_as_a_timeout_without_costing_a_thread(make_pool) -> None:
@@ -348,17 +346,24 @@ def test_a_timeout_error_counts_as_a_timeout_without_costing_a_thread(make_pool)
 
 
 def test_a_thread_that_was_given_up_ends_with_its_call(make_pool) -> None:
+    released = threading.Event()
+
     def late(prompt: str, response: str, row: dict) -> float:
-        time.sleep(0.4)
+        released.wait(100)
         return 1.0
+
+    def workers() -> list[threading.Thread]:
+        return [thread for thread in set(threading.enumerate()) - threads if thread.name == "reward-worker"]
 
     threads = set(threading.enumerate())
     pool = make_pool(late, num_workers=2, timeout=0.1)
     for key in range(8):
         pool.submit(key, "", "", {})
     assert {score["late"] for score in pool.collect().values()} == {0.0}
-    time.sleep(0.8)
-    assert len([t for t in set(threading.enumerate()) - threads if t.name == "reward-worker"]) == 2
+    assert len(workers()) == 10
+    released.set()
+    while len(workers()) > 2:
+        time.sleep(0.01)
 
 
 def test_functions_that_load_do_so_before_the_first_call(make_pool) -> None:
@@ -386,20 +391,22 @@ def test_close_is_idempotent_final_and_ends_all_threads() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(1, "", "", {})
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 100
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
 
 
 def test_what_close_gives_up_on_is_no_failure(caplog) -> None:
-    for _ in range(50):
-        pool = RewardPool([RewardTerm(function=hang_async)], timeout=0.05)
+    threads = set(threading.enumerate())
+    for _ in range(20):
+        pool = RewardPool([RewardTerm(function=hang_async)], timeout=2)
         for key in range(4):
             pool.submit(key, "", "", {})
         time.sleep(0.005)
         pool.close()
-    time.sleep(0.2)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(100)
     assert not caplog.records
 
 
@@ -443,8 +450,6 @@ if {collect}:
     pool.collect()
 print("end")
 """
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "Traceback" not in done.stderr
-    assert time.perf_counter() - start < 10

@@ -52,15 +52,17 @@ class Observer(RolloutCallback):
         self.sums.append((float(sum_over_ranks(trainer, own)), float(own)))
 
     def on_rollout_progress(self, trainer, pl_module, progress):
-        if trainer.global_rank == 1 and trainer.training:
-            time.sleep(0.3)  # the straggler
+        if trainer.global_rank == 1 and trainer.training and not progress.running:  # the straggler
+            while not (self.out / f"idle{trainer.current_epoch}").exists():
+                time.sleep(0.005)
+            time.sleep(0.3)
             if self.die and trainer.current_epoch == 1:
                 os._exit(3)
 
     def on_rollout_idle(self, trainer, pl_module, window):
-        started, polls = time.perf_counter(), 0
+        started = time.perf_counter()
+        (self.out / f"idle{trainer.current_epoch}").touch()
         while window.is_open():
-            polls += 1
             time.sleep(0.001)
         self.windows.append({"seconds": time.perf_counter() - started, "waiting_for": window.num_waiting_for})
 

@@ -25,7 +25,7 @@ def length(prompt: str, response: str, row: dict) -> float:
 
 
 class Fault(RolloutCallback):
-    """Sends `signal_name` to each of `ranks` at `place`, then notes when.
+    """Sends `signal_name` to each of `ranks` at `place`.
 
     The place is `start` (while the engine is loaded), `rollout`, `update`, `checkpoint` or `stuck`: in the update,
     while rank 0 sits in what it does not come out of by itself.
@@ -38,7 +38,6 @@ class Fault(RolloutCallback):
     def _at(self, place: str, trainer: L.Trainer) -> None:
         in_second = trainer.current_epoch == 1 or place == "start"
         if place == self.place and in_second and trainer.global_rank in self.ranks:
-            (self.out / "signalled").write_text(str(time.time()))
             os.kill(os.getpid(), self.signal)
 
     def on_engine_setup(self, trainer, pl_module, engine):

@@ -27,7 +27,7 @@ def make_trainers(patience: float = 60.0) -> list[Any]:
             global_rank=rank,
             is_global_zero=rank == 0,
             strategy=SimpleNamespace(
-                broadcast=broadcast_from_zero if rank == 0 else lambda _: ports.get(timeout=10),
+                broadcast=broadcast_from_zero if rank == 0 else lambda _: ports.get(timeout=100),
                 _timeout=timedelta(seconds=patience),
             ),
         )
@@ -49,7 +49,7 @@ def idle_windows(workers: list[Liveness]) -> list[IdleWindows]:
         return list(pool.map(IdleWindows, make_trainers(), workers))
 
 
-def failure(worker: Liveness, seconds: float = 5.0) -> str:
+def failure(worker: Liveness, seconds: float = 100.0) -> str:
     """Return what `check` raises, once it does."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -40,6 +40,7 @@ class Setup(NamedTuple):
     policy: str
     trace: Path
     log: str
+    num_passes: int  # of the head over what is written, during calibration
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,23 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     handler = Lines()
     calibration.log.addHandler(handler)
     calibration.log.setLevel(logging.INFO)
-    with engine_of(policy, speculation) as engine:
-        engine.warm_up()
+    with engine_of(policy, speculation) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "MAX_SECONDS", 1000.0)  # on a busy machine, too
+        num_passes = 0
+        runner: Any = engine.inspect().speculative_runner
+        propose = runner._propose
+
+        def count(*args: Any, **inputs: Any) -> torch.Tensor:
+            nonlocal num_passes
+            reads_prompts = args[0].has_prefill if args else inputs["common_attn_metadata"].max_query_len > 8
+            num_passes += not reads_prompts
+            return propose(*args, **inputs)
+
+        with pytest.MonkeyPatch.context() as counted:
+            counted.setattr(runner, "_propose", count)
+            engine.warm_up()
         calibration.log.removeHandler(handler)
-        yield Setup(engine, selector, policy, path / "steps.jsonl", "\n".join(handler.lines))
+        yield Setup(engine, selector, policy, path / "steps.jsonl", "\n".join(handler.lines), num_passes)
 
 
 class Lines(logging.Handler):
@@ -77,9 +91,8 @@ class Lines(logging.Handler):
 def test_every_arm_was_measured_at_every_batch_size_and_said_so(setup: Setup) -> None:
     measured = {(step.batch_size, step.strategy): step for step in setup.selector.measured}
     assert set(measured) == {(size, arm) for size in (1, 4, 8) for arm in setup.selector.all_arms}
-    assert all(0 < step.seconds < 1 and step.mean_context > 8 for step in measured.values())
-    totals = [sum(measured[size, arm].seconds for size in (1, 4, 8)) for arm in (Strategy(2), OFF)]
-    assert totals[0] > totals[1]  # the head's passes
+    assert all(step.seconds > 0 and step.mean_context > 8 for step in measured.values())
+    assert setup.num_passes > 20  # of the head, for it alone is dear
     assert setup.log.count("\n") == 0
     assert "batch 8, ms: off " in setup.log
     assert "sibling_4 " in setup.log
@@ -118,6 +131,7 @@ def test_only_who_knows_nothing_is_told(setup: Setup) -> None:
     controller = setup.engine.inspect().controller
     assert controller is not None
     new, resumed = (CostModelSelector(num_draft_tokens=(2,), drafters=("sibling",)) for _ in range(2))
+    untold = new.step_time.seconds(1, OFF, 20.0)
     resumed.calibrate([MeasuredStep(1, OFF, 20.0, 0.125)])
     resumed.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
     original, was_measured = controller.selector, {}
@@ -130,5 +144,5 @@ def test_only_who_knows_nothing_is_told(setup: Setup) -> None:
         controller.selector = original
     assert was_measured == {"fixed": False, "resumed": False, "new": True}
     assert resumed.step_time.seconds(1, OFF, 20.0) == pytest.approx(0.125, rel=0.01)
-    assert new.step_time.seconds(1, OFF, 20.0) < 0.1
+    assert new.step_time.seconds(1, OFF, 20.0) != untold
     assert not new.wants_calibration

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -157,12 +158,14 @@ def test_progress_and_metrics(setup: Setup) -> None:
 def test_the_selector_hears_of_settled_steps(setup: Setup) -> None:
     setup.selector.script = lambda state: Strategy(3) if state.batch_size <= 6 else OFF
     setup.selector.records.clear()
+    started = time.perf_counter()
     write(setup.engine, siblings())
+    assert sum(record[-1] for record in setup.selector.records) < time.perf_counter() - started
     for state, strategy, num_emitted, seconds in setup.selector.records:
         assert 0 < len(num_emitted) <= 8
         assert strategy == OFF or max(num_emitted) <= 4
         assert strategy != OFF or set(num_emitted) == {1}
-        assert 0 < seconds < 5
+        assert seconds > 0
         assert state.drafter_version == 0
         assert 0 < state.mean_context < 128
     assert {strategy for _, strategy, _, _ in setup.selector.records} == {OFF, Strategy(3)}
