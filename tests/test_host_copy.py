@@ -23,6 +23,36 @@ def test_another_shape_or_type_gets_memory_of_its_own(tensor: torch.Tensor) -> N
     torch.testing.assert_close(copy.tensors["weight"], tensor, rtol=0, atol=0)
 
 
+def test_a_copy_of_nested_state_keeps_what_was_there_and_tied_weights_tied() -> None:
+    weight, history = torch.ones(3), {1: [0.5]}
+    state = {"model": {"embed": weight, "head": weight, "part": weight[1:]}, "history": history, "empty": []}
+    host = HostCopy()
+    copy = host.fill_state(state)
+    weight.zero_()
+    history[1].append(0.6)
+    assert copy["history"] == {1: [0.5]}
+    assert copy["empty"] == []
+    assert {name: tensor.tolist() for name, tensor in copy["model"].items()} == {
+        "embed": [1, 1, 1],
+        "head": [1, 1, 1],
+        "part": [1, 1],
+    }
+    assert copy["model"]["embed"] is copy["model"]["head"]
+    assert host.fill_state(state)["model"]["embed"].data_ptr() == copy["model"]["embed"].data_ptr()
+
+
+def test_a_tensor_of_a_class_of_its_own_is_copied_as_such() -> None:
+    class Quantised(torch.Tensor):
+        """A tensor with a class of its own."""
+
+    tensor = torch.ones(2).as_subclass(Quantised)
+    copy = HostCopy().fill_state([tensor, torch.eye(2).to_sparse()])
+    tensor.zero_()
+    assert isinstance(copy[0], Quantised)
+    assert copy[0].tolist() == [1, 1]
+    assert copy[1].to_dense().tolist() == [[1, 0], [0, 1]]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_of_a_gpu_are_complete_when_read_and_page_locked() -> None:

@@ -123,3 +123,13 @@ def test_stages_add_up_to_the_iteration(clock: list[float]) -> None:
         log.lap(stage)
     assert combine([log.read()]) == {"time/iteration": 4.0, "time/a": 3.0, "time/b": 1.0}
     assert log.seconds("a") == 3.0
+
+
+def test_what_is_done_apart_is_taken_from_the_stage_around_it(clock: list[float]) -> None:
+    log = IterationLog()
+    clock[0] += 2.0
+    with log.apart("checkpoint"):
+        clock[0] += 3.0
+    clock[0] += 1.0
+    log.lap("update")
+    assert combine([log.read()]) == {"time/iteration": 6.0, "time/checkpoint": 3.0, "time/update": 3.0}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class HostCopy:
@@ -45,3 +48,27 @@ class HostCopy:
             device = tensor.device if tensor.is_cuda else device
         if device is not None:
             self._copied = torch.cuda.current_stream(device).record_event()
+
+    def fill_state(self, state: Any) -> Any:
+        """Return a copy of nested containers whose tensors lie in this memory, complete.
+
+        Tensors of the same memory share their copy, as tied weights must in a file. Tensors of a class of their own
+        (quantised optimizer states) get memory of their own.
+        """
+        leaves, structure = tree_flatten(state)
+        names: list[str | None] = [None] * len(leaves)
+        known: dict[Any, str] = {}
+        for number, leaf in enumerate(leaves):
+            if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided:
+                place = (leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
+                names[number] = known.setdefault(place, str(number))
+        self.fill(
+            (name, leaf) for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)) if name == str(number)
+        )
+        tensors = self.tensors
+        copies = [_copy(leaf) if name is None else tensors[name] for name, leaf in zip(names, leaves, strict=True)]
+        return tree_unflatten(copies, structure)
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else deepcopy(leaf)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import comb
 from typing import Any
 
@@ -184,6 +185,17 @@ class IterationLog:
         now = time.perf_counter()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+    @contextmanager
+    def apart(self, stage: str) -> Iterator[None]:
+        """Charge what is done meanwhile to `stage`; the stage around it goes on without that time."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+            self._last += seconds
 
     def seconds(self, stage: str) -> float:
         """Return the seconds charged to `stage` in this iteration."""

@@ -1,6 +1,7 @@
 import csv
 import multiprocessing
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout,
 from tlt_lightning.guard.callback import RunGuard
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
 from tlt_lightning.guard.folder_lock import FolderLock
+from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.metrics import IterationLog
 
 DIED = "The run cannot go on: rank 1 has died: its process ended without a word."
 STOPPED = "The run cannot go on: rank 1 ended with SIGTERM."
@@ -81,6 +84,48 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) ->
     fit(tmp_path / "sgd")
     with pytest.raises(ValueError, match=r"checkpoint's optimizer is no Adam: it has .*momentum.* and no .*betas"):
         fit(tmp_path / "adam", torch.optim.Adam, tmp_path / "sgd" / "checkpoints" / "epoch=2.ckpt")
+
+
+class Ending(RolloutCallback):
+    """Ends the run by an error while the first checkpoint is being written."""
+
+    def __init__(self, write: threading.Event) -> None:
+        self.write = write
+
+    def on_train_epoch_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+        if trainer.current_epoch == 1:
+            raise KeyError("a fault of the user's")
+
+    def on_exception(self, trainer, pl_module, exception):  # type: ignore[no-untyped-def]
+        self.write.set()
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, save = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *arguments: write.wait(60) and save(*arguments))
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_last="link", save_on_train_epoch_end=True)
+    callbacks = [Ending(write), RunGuard(), checkpoints]
+    trainer = make_trainer(tmp_path, callbacks, enable_checkpointing=True, limit_val_batches=0)
+    module = LoggingModule()
+    module.iteration_log = IterationLog()  # type: ignore[assignment]
+    with pytest.raises(KeyError, match="a fault of the user's"):
+        trainer.fit(module, RolloutLoop(lambda _: [make_rollout(1.0)]))
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 0
+    assert module.iteration_log.seconds("checkpoint") > 0
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_last="link", save_on_train_epoch_end=True)
+    checkpoints.file_exists = lambda *_: False  # type: ignore[method-assign]
+    (tmp_path / "epoch=1.ckpt").mkdir()
+    callbacks = [RunGuard(), checkpoints]
+    trainer = make_trainer(tmp_path, callbacks, enable_checkpointing=True, limit_val_batches=0, max_epochs=9)
+    with pytest.raises(RuntimeError, match=r"epoch=1.ckpt' could not be written"):
+        trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]))
+    assert trainer.current_epoch <= 2  # at the next save if not before
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 0
 
 
 def test_a_trainer_with_a_checkpoint_plugin_keeps_it(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 import multiprocessing
 import resource
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +97,74 @@ def test_only_what_was_left_half_written_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "notes"}
+
+
+@pytest.fixture
+def write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written before it is set."""
+    may_write, save = threading.Event(), torch.save
+
+    def later(*arguments: Any) -> None:
+        assert may_write.wait(60)
+        save(*arguments)
+
+    monkeypatch.setattr(torch, "save", later)
+    return may_write
+
+
+def save_behind(io: WholeCheckpointIO, folder: Path, epoch: int, state: Any) -> None:
+    """What ModelCheckpoint has done after an iteration."""
+    with io.behind():
+        io.save_checkpoint({"state": state}, folder / f"epoch={epoch}.ckpt")
+    io.link(str(folder / f"epoch={epoch}.ckpt"), str(folder / "last.ckpt"))
+    if epoch:
+        io.remove_checkpoint(folder / f"epoch={epoch - 1}.ckpt")
+
+
+def test_a_checkpoint_written_beside_the_run_is_of_the_moment_it_was_saved(
+    tmp_path: Path, write: threading.Event
+) -> None:
+    io, weight = WholeCheckpointIO(), torch.zeros(3)
+    save_behind(io, tmp_path, 0, {"weight": weight, "tied": weight})
+    weight += 1
+    assert not list(tmp_path.glob("*.ckpt"))  # no link to what is not there
+    write.set()
+    save_behind(
+        io, tmp_path, 1, {"weight": weight, "tied": weight}
+    )  # waits for the one before: its memory is used again
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state"]["weight"].tolist() in ([0] * 3, [1] * 3)
+    io.wait()
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state"]
+    assert saved["weight"].tolist() == [1, 1, 1]
+    assert saved["weight"].data_ptr() == saved["tied"].data_ptr()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=1.ckpt", "last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "hear", [WholeCheckpointIO.wait, WholeCheckpointIO.teardown, lambda io: check_until_it_is_heard(io)]
+)
+def test_one_that_could_not_be_written_leaves_the_one_before_and_its_link(
+    hear: Callable[[WholeCheckpointIO], None], tmp_path: Path
+) -> None:
+    io = WholeCheckpointIO()
+    save_behind(io, tmp_path, 0, torch.zeros(3))
+    io.wait()
+    (tmp_path / "epoch=1.ckpt").mkdir()
+    save_behind(io, tmp_path, 1, torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"epoch=1.ckpt' could not be written: .*s a directory"):
+        hear(io)
+    io.check()  # it was heard of
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state"].tolist() == [0, 0, 0]
+
+
+def check_until_it_is_heard(io: WholeCheckpointIO) -> None:
+    while True:
+        io.check()
+
+
+def test_the_next_save_hears_of_the_failure_of_the_one_before(tmp_path: Path) -> None:
+    io = WholeCheckpointIO()
+    (tmp_path / "epoch=0.ckpt").mkdir()
+    save_behind(io, tmp_path, 0, torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"epoch=0.ckpt' could not be written"):
+        save_behind(io, tmp_path, 1, torch.ones(3))

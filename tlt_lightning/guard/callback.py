@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,10 +17,12 @@ from typing_extensions import override
 
 from tlt_lightning.data.liveness import SIGTERM_STATUS, Liveness
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
-from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers, save_behind
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.metrics_file import protect_rows
 from tlt_lightning.hooks import RolloutCallback
+
+log = logging.getLogger(__name__)
 
 
 def guards(trainer: L.Trainer) -> list[L.Callback]:
@@ -29,8 +33,9 @@ def guards(trainer: L.Trainer) -> list[L.Callback]:
 class RunGuard(RolloutCallback):
     """Guards a run against kills, signals and a second run; modules of this package bring it.
 
-    - Checkpoints are written by `WholeCheckpointIO`, unless the Trainer was given a `CheckpointIO` plugin, and
-      `ModelCheckpoint(save_last="link")` replaces its link in one go.
+    - Checkpoints are written by `WholeCheckpointIO`, unless the Trainer was given a `CheckpointIO` plugin: those of a
+      `ModelCheckpoint` while training goes on, which takes host memory of the size of one. One that cannot be written
+      ends the run. `ModelCheckpoint(save_last="link")` replaces its link in one go.
     - A CSVLogger adds a column without losing rows to a kill.
     - A folder of checkpoints belongs to one run at a time; what a killed one left there half written is removed.
     - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does the end of another worker,
@@ -63,6 +68,7 @@ class RunGuard(RolloutCallback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+                callback._save_checkpoint = partial(save_behind, callback)  # type: ignore[method-assign]
         for logger in trainer.loggers:
             if trainer.is_global_zero and isinstance(logger, CSVLogger):
                 protect_rows(logger)
@@ -100,24 +106,36 @@ class RunGuard(RolloutCallback):
 
     @override
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
-        self._check()
+        self._check(trainer)
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._check()
+        self._check(trainer)
 
-    def _check(self) -> None:
+    def _check(self, trainer: L.Trainer) -> None:
         if self._liveness is not None:
             self._liveness.check()
+        if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
+            trainer.strategy.checkpoint_io.check()
 
     # At its end
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
+            trainer.strategy.checkpoint_io.wait()  # a report at the end names what is there
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
             exception.code = SIGTERM_STATUS  # Lightning's own has none, which is success
+        if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
+            try:
+                trainer.strategy.checkpoint_io.wait()
+            except RuntimeError as error:  # raising here would hide what ended the run
+                log.error("%s", error)
         self._release()
 
     @override

@@ -1,4 +1,4 @@
-"""Write a checkpoint completely or not at all, and explain one that cannot be read."""
+"""Write a checkpoint completely or not at all, beside the run; explain one that cannot be read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import logging
 import os
 import pickle
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
+
+from tlt_lightning.guard.background import Background
+from tlt_lightning.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +33,50 @@ class WholeCheckpointIO(TorchCheckpointIO):
     file behind when killed; and ignores a missing permission. This one writes next to the target, has the disk take it,
     and renames. A link to a removed checkpoint points to the latest one before. Paths that are not local are
     Lightning's.
+
+    Within `behind` the run waits for a copy on the host alone, and a thread writes. One checkpoint is under way at a
+    time, in memory that is kept for the next; links and removals wait their turn behind it. The error of a write comes
+    with the next `check`, save or `wait`. Lightning's `AsyncCheckpointIO` copies on the device, bounds no memory, and
+    links and removes before the file is there.
     """
 
     def __init__(self) -> None:
         self._latest: str | None = None
+        self._background, self._host = Background(), HostCopy()
+        self._is_behind = False
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Let a thread write what is saved meanwhile."""
+        self._is_behind = True
+        try:
+            yield
+        finally:
+            self._is_behind = False
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, without waiting for one under way."""
+        self._background.check()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint under way, or raise the error that it could not be written."""
+        self._background.wait()
+
+    @override
+    def teardown(self) -> None:
+        self.wait()
+        self._host = HostCopy()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.wait()
+        if self._is_behind:
+            copy = self._host.fill_state(checkpoint)
+            self._background.submit(lambda: self._write(copy, path, storage_options))
+        else:
+            self._write(checkpoint, path, storage_options)
+
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -59,6 +102,19 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
+        self._in_turn(partial(self._remove, path))
+
+    def link(self, filepath: str, linkpath: str) -> None:
+        """Let the link name `filepath` as soon as that is written."""
+        self._in_turn(partial(replace_link, filepath, linkpath))
+
+    def _in_turn(self, job: Callable[[], object]) -> None:
+        if self._background.is_idle:
+            job()
+        else:
+            self._background.submit(job)
+
+    def _remove(self, path: Any) -> None:
         if "://" not in str(path) and self._latest is not None:
             for link in Path(path).parent.glob("*.ckpt"):
                 if link.is_symlink() and link != Path(path) and link.resolve() == Path(path).resolve():
@@ -67,6 +123,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        self.wait()
         check_readable(path)
         try:
             return super().load_checkpoint(path, *args, **options)
@@ -110,8 +167,19 @@ def replace_link(filepath: str, linkpath: str) -> None:
 def link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
     """Replace `ModelCheckpoint._link_checkpoint`, which removes the old link first."""
     if trainer.is_global_zero:
-        replace_link(filepath, linkpath)
+        io = trainer.strategy.checkpoint_io
+        (io.link if isinstance(io, WholeCheckpointIO) else replace_link)(filepath, linkpath)
     trainer.strategy.barrier()
+
+
+def save_behind(callback: ModelCheckpoint, trainer: L.Trainer, filepath: str) -> None:
+    """Replace `ModelCheckpoint._save_checkpoint`, for which the run waits; book what is left as `checkpoint`."""
+    io, books = trainer.strategy.checkpoint_io, getattr(trainer.lightning_module, "iteration_log", None)
+    with (
+        nullcontext() if books is None else books.apart("checkpoint"),
+        io.behind() if isinstance(io, WholeCheckpointIO) else nullcontext(),
+    ):
+        type(callback)._save_checkpoint(callback, trainer, filepath)
 
 
 def remove_leftovers(folder: Path) -> None:

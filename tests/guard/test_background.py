@@ -1,0 +1,37 @@
+import threading
+
+import pytest
+
+from tlt_lightning.guard.background import Background
+
+
+def test_jobs_run_in_their_order_beside_the_main_thread() -> None:
+    background, done, may_go_on = Background(), [], threading.Event()
+    background.submit(lambda: done.append(may_go_on.wait(60)))
+    background.submit(lambda: done.append(threading.current_thread() is threading.main_thread()))
+    assert done == []
+    assert not background.is_idle
+    may_go_on.set()
+    background.wait()
+    assert done == [True, False]
+    assert background.is_idle
+
+
+def test_nothing_runs_after_a_failure_until_it_was_heard_of() -> None:
+    background, done, may_fail = Background(), [], threading.Event()
+
+    def fail() -> None:
+        may_fail.wait(60)
+        raise OSError("no room")
+
+    background.submit(fail)
+    background.submit(lambda: done.append("old one removed"))
+    background.check()  # it has not failed yet
+    may_fail.set()
+    with pytest.raises(OSError, match="no room"):
+        background.wait()
+    background.check()
+    assert done == []
+    background.submit(lambda: done.append("next"))
+    background.wait()
+    assert done == ["next"]
