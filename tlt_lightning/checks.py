@@ -115,7 +115,7 @@ def _check_callback(callback: L.Callback) -> None:
             if value is not None:
                 raise MisconfigurationException(
                     f"`ModelCheckpoint({name}={value})` saves within iterations, before their metrics are known; give "
-                    "`every_n_epochs` instead: one epoch is one policy iteration."
+                    "`every_n_epochs` instead, one epoch is one policy iteration, or use `IterationCheckpoint`."
                 )
 
 

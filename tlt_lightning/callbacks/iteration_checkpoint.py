@@ -1,0 +1,50 @@
+"""Save a checkpoint every few minutes, where an iteration ends."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from tlt_lightning.arguments import check_at_least
+
+
+class IterationCheckpoint(ModelCheckpoint):
+    """Saves after an iteration once `every_minutes` have passed, after the first, and after the last.
+
+    A kill loses at most these minutes and an iteration. Files are named by the iteration, counted from 0, and
+    `last.ckpt` is a link to the latest. Unlike `ModelCheckpoint(train_time_interval)` it never saves within an update.
+
+    Args:
+        dirpath: Folder of the checkpoints.
+        every_minutes: Least time from a save to the next; 0 saves after each iteration.
+        keep: Latest checkpoints that are kept; two, should the last update prove a bad one.
+    """
+
+    def __init__(self, dirpath: str, every_minutes: float = 10.0, keep: int = 2) -> None:
+        check_at_least("every_minutes", every_minutes, 0)
+        check_at_least("keep", keep, 1)
+        super().__init__(
+            dirpath,
+            "{epoch}",
+            monitor="step",
+            mode="max",
+            save_top_k=keep,
+            save_last="link",
+            every_n_epochs=1,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        self.every_minutes = every_minutes
+        self._saved_at = -math.inf
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        is_due = time.monotonic() - self._saved_at >= 60 * self.every_minutes
+        if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
+            super().on_train_epoch_end(trainer, pl_module)
+            self._saved_at = time.monotonic()
