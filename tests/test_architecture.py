@@ -16,9 +16,9 @@ MODULES = {
 }
 # From the ground up; a room is a folder or a file of the package's root. Arrows go down or stay on their floor.
 FLOORS = [
-    {"arguments", "seeds", "host_copy"},
+    {"arguments", "seeds"},
     {"speculation"},
-    {"policy", "hidden_states", "objectives", "rewards"},
+    {"policy", "packed_pass", "hidden_states", "objectives", "rewards"},
     {"engine"},
     {"hooks", "metrics", "checks", "training"},
     {"data", "guard"},

@@ -26,7 +26,6 @@ def options(policy: str, prompts: str, root: Path) -> list[str]:
         "data.rewards": '[{"function": "tlt_lightning.rewards.exact_match"}]',
         "data.group_size": 2,
         "data.prompts_per_iteration": 2,
-        "data.micro_batch_size": 4,
         "data.max_prompt_tokens": 16,
         "data.sampling.max_tokens": 8,
     }

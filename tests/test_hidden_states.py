@@ -36,7 +36,7 @@ def make_module(path: str, precision: str = "32-true", **arguments: Any) -> RLMo
 
 
 def score(module: RLModule, batch: RolloutBatch, **arguments: Any) -> RolloutBatch:
-    return module.score(batch, micro_batch_size=2, **arguments)
+    return module.score(batch, 16, **arguments)
 
 
 def states_of(module: RLModule, batch: RolloutBatch, row: int) -> tuple[torch.Tensor, ...]:
@@ -96,10 +96,10 @@ def test_nothing_is_hooked_unless_somebody_asks_and_nothing_stays(
         return register(self, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "register_forward_pre_hook", spy)
-    module.score(batch, micro_batch_size=1)
+    module.score(batch, 10)
     assert not registered
     module.hidden_state_request = HiddenStateRequest((0, 1, 2), max_tokens=9)
-    module.score(batch, micro_batch_size=1)
+    module.score(batch, 10)
     assert len(registered) == 3  # around the micro-batch of the row that fits; the last layer's output has one hook
     with pytest.raises(RuntimeError, match="broken"), HiddenStateTap(module.policy, (1,), [0]):
         raise RuntimeError("broken")
@@ -141,27 +141,27 @@ class Asker(RolloutCallback):
                 torch.testing.assert_close(part, hidden[0].float(), atol=2e-2, rtol=2e-2)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
-        self.calls.append("pass")
+        self.calls.append("step")
 
     def on_train_epoch_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
         self.calls.append("end")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_callback_gets_the_states_of_the_policy_before_the_update_once_and_after_it(
-    accumulate: int, checkpointing: bool, policy_path: str, prompts_path: str, tmp_path: Path
+    minibatches: int, checkpointing: bool, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     asker = Asker()
     optimizer = lambda p: torch.optim.AdamW(p, lr=1e-1)  # noqa: E731
     module = RLModule(policy_path, GRPO(), optimizer=optimizer, gradient_checkpointing=checkpointing)
-    trainer = make_trainer(tmp_path, asker, accumulate_grad_batches=accumulate)
+    trainer = make_trainer(tmp_path, asker)
     sizes: list[int] = []
     score_logps = module.score
     module.score = lambda *a, **k: (sizes.append(k["single_update"]), score_logps(*a, **k))[1]  # type: ignore[method-assign,assignment]
-    trainer.fit(module, make_data(prompts_path))
-    assert sizes == [accumulate == 4] * 2  # a single optimizer step, whose own passes give the states
-    assert asker.calls == ["scored", *["pass"] * 4, "states", "end"] * 2
+    trainer.fit(module, make_data(prompts_path, num_minibatches=minibatches))
+    assert sizes == [minibatches == 1] * 2  # a single optimizer step, whose own passes give the states
+    assert asker.calls == ["scored", *["step"] * minibatches, "states", "end"] * 2
 
 
 def keep(share: float, max_tokens: int = 100_000) -> list[int]:

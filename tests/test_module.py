@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from tlt_lightning import (
     TransformersEngine,
 )
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.data.collate import plan_minibatches
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.objectives import GRPO, K3, PPO, DrGRPO, KLPenalty, ObjectiveOutput, group_statistics
 from tlt_lightning.policy import causal_lm
@@ -109,8 +109,8 @@ def test_a_plain_callback_with_a_hook_works(policy_path: str, prompts_path: str,
 
 def test_reward_goes_up(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     recorder = Recorder()
-    trainer = make_trainer(tmp_path, recorder, max_epochs=12, accumulate_grad_batches=8)
-    data = make_data(prompts_path, prompts_per_iteration=8, group_size=8, micro_batch_size=8)
+    trainer = make_trainer(tmp_path, recorder, max_epochs=12)
+    data = make_data(prompts_path, prompts_per_iteration=8, group_size=8, num_minibatches=1)
     trainer.fit(make_module(policy_path, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)), data)
     means = [sum(r.reward for r in rollouts) / len(rollouts) for rollouts in recorder.rollouts]
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
@@ -228,47 +228,51 @@ def test_updates_stop_once_the_policy_has_moved_by_target_kl(
     assert 0 < moved[1] < 0.5 * moved[0]
 
 
-def test_how_a_batch_is_split_does_not_change_the_update(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    results = []
-    for micro_batch_size, accumulate in ((16, 1), (4, 4), (1, 16)):
-        L.seed_everything(11)
-        module = make_module(policy_path, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-        trainer = make_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
-        trainer.fit(module, make_data(prompts_path, micro_batch_size=micro_batch_size))
-        results.append(weights(module))
-    for name, tensor in results[0].items():
-        for other in results[1:]:
-            torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-5)
-
-
-def test_how_a_step_is_cut_changes_neither_the_update_nor_its_metrics(
+def test_how_a_step_is_cut_and_packed_changes_neither_the_update_nor_its_metrics(
     policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_equal_counts(lengths: torch.Tensor, **_: Any) -> list[list[list[int]]]:
-        return [lengths.argsort().view(4, 4).tolist()]
-
-    class Sizes(L.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
-            sizes.append(len(batch))
-
-    sizes: list[int] = []
-    results = []
+    results, passes = [], []
     ragged = Sampling(max_tokens=32, stop_token_ids=(4, 5, 6, 7, 8))
-    for plan in (plan_minibatches, in_equal_counts):
-        monkeypatch.setattr("tlt_lightning.data.iteration.plan_minibatches", plan)
+    for is_padded, tokens in ((False, 1000), (False, 64), (True, 64), (False, 48)):
+        if is_padded:
+            monkeypatch.setattr("tlt_lightning.policy.note_if_packable", lambda trunk: False)
+        else:
+            monkeypatch.undo()
         L.seed_everything(11)
         objective = PPO(loss_kl=KLPenalty(coef=0.1, estimator=K3()), entropy_coef=0.01)
         critic, optimizer = CriticConfig(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)
         module = make_module(policy_path, objective=objective, critic=critic, optimizer=optimizer)
-        trainer = make_trainer(tmp_path, Sizes(), max_epochs=1, accumulate_grad_batches=4)
-        trainer.fit(module, make_data(prompts_path, sampling=ragged))
+        trainer = make_trainer(tmp_path, max_epochs=1)
+        trainer.fit(module, make_data(prompts_path, sampling=ragged, micro_batch_tokens=tokens))
+        assert module.networks.is_padded == is_padded
         metrics = {n: v for n, v in trainer.callback_metrics.items() if n.startswith(("train/", "mismatch/"))}
+        passes.append(metrics.pop("train/passes"))
         results.append({**metrics, **weights(module), "critic": module.critic.head.weight.detach()})
-    assert len(set(sizes[:4])) > 1
-    assert sizes[4:] == [4, 4, 4, 4]
+    assert 1 == passes[0] < passes[1] < passes[2]
+    assert passes[1] < passes[3]
     assert {"train/loss", "train/value_loss", "train/kl", "train/grad_norm", "mismatch/kl"} <= results[0].keys()
     assert results[0]["critic"].any()
-    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, atol=1e-6, rtol=1e-5)
+
+
+def test_all_passes_of_a_step_have_the_precision_of_the_last(policy_path: str, prompts_path: str) -> None:
+    """The Trainer leaves autocast before the last one's backward pass; the critic's head has a float32 one."""
+    module = make_module(policy_path, objective=PPO(), critic=CriticConfig(lr=0.1))
+    module.trainer = make_trainer(Path(), precision="bf16-mixed")
+    module.trainer.strategy._lightning_module = module
+    module.configure_model()
+    torch.nn.init.normal_(module.critic.head.weight)
+    batch = replace(make_batch([2, 3, 2, 3], [3, 9, 6, 5]), num_loss_tokens=23, num_loss_sequences=4)
+    for name in ("old_logps", "values", "advantages", "returns"):
+        setattr(batch, name, torch.randn_like(batch.rollout_logps))
+    gradients = []
+    for step in ([[0, 1], [2, 3]], [[2, 3], [0, 1]]):
+        with module.trainer.precision_plugin.train_step_context():
+            loss = module.training_step([batch.select(rows) for rows in step], 0)
+        loss.backward()
+        gradients.append(module.critic.head.weight.grad.clone())
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
 
 
 def test_scoring_cuts_by_tokens_and_gives_the_scores_of_each_sequence_alone(policy_path: str) -> None:
@@ -276,14 +280,16 @@ def test_scoring_cuts_by_tokens_and_gives_the_scores_of_each_sequence_alone(poli
     module.trainer = make_trainer(Path())
     module.configure_model()
     batch = make_batch([2, 3, 2, 3, 2, 2, 2], [3, 40, 6, 5, 1, 20, 2])
-    alone = module.score(batch, 1)
+    alone = [module.score(batch.select([row]), 43) for row in range(7)]
     shapes: list[tuple[int, ...]] = []
     trunk: Any = causal_lm(module.policy).base_model
     trunk.register_forward_pre_hook(lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
-    together = module.score(batch, 3)
-    assert shapes == [(1, 43), (5, 8), (1, 22)]  # the largest first
-    for name in ("old_logps", "ref_logps"):
-        torch.testing.assert_close(getattr(together, name), getattr(alone, name), atol=1e-5, rtol=1e-5)
+    together = module.score(batch, 50)
+    assert shapes == [(1, 47), (1, 46)]  # the largest first, the reference's passes beside them; no padding
+    for row, one in enumerate(alone):
+        for name in ("old_logps", "ref_logps"):
+            expected = getattr(one, name)[0]
+            torch.testing.assert_close(getattr(together, name)[row, : len(expected)], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +345,9 @@ def test_weights_of_the_engine_follow_validation_and_prediction(
         ({"group_size": 1}, "group_size"),
         ({"train": None}, r"data\.train"),
         ({"max_prompt_tokens": 2}, "No prompt"),
-        ({"max_prompt_tokens": 250}, "context of 256"),
-        ({"micro_batch_size": 3}, "not divisible"),
+        ({"max_prompt_tokens": 250, "micro_batch_tokens": 300}, "context of 256"),
+        ({"num_minibatches": 3}, "16 responses .* not divisible by `data.num_minibatches` 3"),
+        ({"micro_batch_tokens": 23}, "`data.micro_batch_tokens` 23 is less .* set it to at least 24"),
     ],
 )
 def test_unfit_data_settings_are_refused(
@@ -414,7 +421,7 @@ def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) 
         make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])
 
 
-def test_metrics_of_the_loss_are_means_over_an_iterations_micro_batches(
+def test_metrics_of_the_loss_are_sums_over_a_steps_micro_batches_and_means_over_steps(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     losses: list[float] = []
@@ -426,8 +433,8 @@ def test_metrics_of_the_loss_are_means_over_an_iterations_micro_batches(
             return ObjectiveOutput(output.loss, {"train/number": torch.tensor(float(len(losses)))})
 
     class Interrupt(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            raise ZeroDivisionError("after the first micro-batch of a step of two")
+        def on_before_zero_grad(self, *_: Any) -> None:
+            raise ZeroDivisionError("when the metrics of a step are there, and before they are logged")
 
     module = make_module(policy_path, objective=Counted())
     with pytest.raises(ZeroDivisionError):
@@ -436,10 +443,11 @@ def test_metrics_of_the_loss_are_means_over_an_iterations_micro_batches(
         losses.clear()
         trainer = make_trainer(tmp_path, max_epochs=num_iterations)
         trainer.fit(module, make_data(prompts_path))
+        assert trainer.callback_metrics["train/passes"] == 2
         last = range(4 * num_iterations - 3, 4 * num_iterations + 1)
         assert len(losses) == last[-1]
-        assert trainer.callback_metrics["train/number"] == sum(last) / 4
-        assert trainer.callback_metrics["train/loss"].item() == pytest.approx(sum(losses[-4:]) / 4, abs=1e-6)
+        assert trainer.callback_metrics["train/number"] == sum(last) / 2
+        assert trainer.callback_metrics["train/loss"].item() == pytest.approx(sum(losses[-4:]) / 2, abs=1e-6)
 
 
 def test_dynamic_sampling_replaces_groups_without_a_signal(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
@@ -522,9 +530,10 @@ def test_one_update_needs_no_pass_before_it(policy_path: str, prompts_path: str,
     recorders, results = [Recorder(), Recorder()], []
     for recorder, objective in zip(recorders, (GRPO(), ScoredGRPO()), strict=True):
         L.seed_everything(11)
-        module = make_module(policy_path, objective=objective)
-        trainer = make_trainer(tmp_path, recorder, accumulate_grad_batches=4)
-        trainer.fit(module, make_data(prompts_path))
+        # Not Adam, which makes a step of its learning rate's size out of the rounding of a gradient near zero.
+        module = make_module(policy_path, objective=objective, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        trainer = make_trainer(tmp_path, recorder)
+        trainer.fit(module, make_data(prompts_path, num_minibatches=1))
         results.append((weights(module), trainer.callback_metrics["mismatch/kl"].item()))
     assert all(batch.old_logps is None for batch in recorders[0].batches)
     assert all(batch.old_logps is not None for batch in recorders[1].batches)
@@ -661,12 +670,10 @@ def test_a_masked_span_shortens_nothing(policy_path: str, prompts_path: str, tmp
             self.left = batch.response_mask.sum()
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # type: ignore[no-untyped-def]
-            seen.append((float(batch.response_mask.sum()), batch.num_loss_tokens))
+            seen.extend((float(part.response_mask.sum()), part.num_loss_tokens) for part in batch)
 
     mask = Mask()
-    make_trainer(tmp_path, mask, max_epochs=1, accumulate_grad_batches=4).fit(
-        make_module(policy_path), make_data(prompts_path)
-    )
+    make_trainer(tmp_path, mask, max_epochs=1).fit(make_module(policy_path), make_data(prompts_path, num_minibatches=1))
     assert sum(tokens for tokens, _ in seen) == mask.left == seen[0][1]
 
 
@@ -675,22 +682,16 @@ def test_a_critic_with_tied_embeddings_keeps_learning_them(policy_path: str) -> 
     assert causal_lm(critic.trunk).get_input_embeddings().weight.requires_grad
 
 
-def test_accumulation_that_does_not_divide_is_refused_whenever_it_changes(
+def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    def fit_with(callback: L.Callback) -> None:
-        trainer = make_trainer(tmp_path, callback, accumulate_grad_batches=1)
-        trainer.fit(make_module(policy_path), make_data(prompts_path))
-
     class Change(L.Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
 
-    fit_with(GradientAccumulationScheduler({0: 1, 1: 4}))
-    with pytest.raises(MisconfigurationException, match="not divisible by 12 per optimizer step"):
-        fit_with(GradientAccumulationScheduler({0: 1, 7: 3}))
-    with pytest.raises(MisconfigurationException, match="not divisible by 12 per optimizer step"):
-        fit_with(Change())
+    for callback in (GradientAccumulationScheduler({0: 1, 7: 3}), Change()):
+        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` has to be 1"):
+            make_trainer(tmp_path, callback).fit(make_module(policy_path), make_data(prompts_path))
 
 
 def test_a_scheduler_that_follows_a_metric_names_it(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

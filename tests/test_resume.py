@@ -18,7 +18,7 @@ from tlt_lightning import CriticConfig, RolloutCallback
 from tlt_lightning.objectives import GRPO, PPO
 
 Paths = tuple[str, str, Path]
-STEPS = 4  # optimizer steps an iteration: two passes over two steps of two micro-batches
+STEPS = 4  # optimizer steps an iteration: two passes over two steps
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def run(
 
 @pytest.mark.parametrize(
     ("hook", "number"),
-    [("progress", 1), ("scored", 1), *(("batch", n) for n in range(1, 9)), ("validation", 1), ("validated", 1)],
+    [("progress", 1), ("scored", 1), *(("batch", n) for n in range(1, 5)), ("validation", 1), ("validated", 1)],
 )
 def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(hook: str, number: int, paths: Paths) -> None:
     path = paths[2] / "within.ckpt"
@@ -96,7 +96,7 @@ def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(hook: str, number
 def test_an_update_that_had_stopped_at_its_kl_stays_stopped(paths: Paths) -> None:
     path = paths[2] / "within.ckpt"
     module = {"objective": PPO(target_kl=1e-6), "critic": CriticConfig(lr=1e-3)}
-    whole, _, _ = run(paths, SaveAt(path, "batch", 6), module=module)
+    whole, _, _ = run(paths, SaveAt(path, "batch", 3), module=module)
     resumed, _, _ = run(paths, module=module, ckpt=path)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
@@ -198,9 +198,9 @@ def test_other_prompts_are_named_on_resume(paths: Paths, caplog: pytest.LogCaptu
 
 def test_an_update_that_is_split_otherwise_is_not_gone_on_with(paths: Paths) -> None:
     path = paths[2] / "within.ckpt"
-    run(paths, SaveAt(path, "batch", 4))
-    with pytest.raises(ValueError, match=r"within an iteration's update.*data\.micro_batch_size was 4 and is 2"):
-        run(paths, ckpt=path, data={"micro_batch_size": 2})
+    run(paths, SaveAt(path, "batch", 2))
+    with pytest.raises(ValueError, match=r"within an iteration's update.*data\.num_minibatches was 2 and is 4"):
+        run(paths, ckpt=path, data={"num_minibatches": 4})
 
 
 def test_a_checkpoint_can_be_validated_by_a_run_of_another_size(paths: Paths) -> None:

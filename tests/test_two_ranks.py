@@ -5,11 +5,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.rank_processes import Ended, run_ranks
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.objectives import ReinforcePlusPlus
+from tlt_lightning.policy import load_policy, response_logps
 
 SCRIPT = Path(__file__).parent / "support" / "two_ranks.py"
 
@@ -27,6 +32,24 @@ def fork(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> End
     return run_ranks("tests.support.two_ranks", out, policy_path, prompts_path, str(out), *arguments)
 
 
+def check_gradients(policy_path: str, out: Path, *passes: list[int]) -> None:
+    """The first step's gradients are those of both ranks' sequences in one process, in one pass each."""
+    assert max(max(each) for each in passes) > 1
+    assert passes[0] != passes[1]  # ranks need not agree on the number of their passes
+    saved = [torch.load(out / f"update{rank}.pt", weights_only=True) for rank in (0, 1)]
+    batches = [RolloutBatch(**fields) for fields, _ in saved]
+    counts = torch.tensor([batch.count_loss(range(len(batch))) for batch in batches]).sum(0).tolist()
+    model, objective = load_policy(policy_path), ReinforcePlusPlus()
+    for batch in batches:
+        whole = replace(batch, num_loss_tokens=counts[0], num_loss_sequences=counts[1], num_shares=1)
+        logps, entropy, _, _ = response_logps(model, whole)
+        old_logps = logps.detach() if whole.old_logps is None else whole.old_logps
+        objective.loss(replace(whole, old_logps=old_logps), logps, entropy, None).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(saved[0][1][name], parameter.grad, atol=1e-6, rtol=1e-4)
+        assert torch.equal(saved[0][1][name], saved[1][1][name])
+
+
 @pytest.mark.parametrize(
     ("start", "engine", "mode"),
     [(launch, "transformers", "whitened"), pytest.param(fork, "vllm", "plain", marks=pytest.mark.vllm)],
@@ -38,7 +61,9 @@ def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     assert set(ended.statuses) == {0}, ended.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["weights"] == second["weights"]
-    assert first["batches"] == second["batches"] == 4
+    assert [len(first["batches"]), len(second["batches"])] == [2, 2]
+    if mode == "whitened":
+        check_gradients(policy_path, tmp_path, first["batches"], second["batches"])
     assert set(first["versions"]) == set(second["versions"]) == {0, 1}
     assert not set(first["prompts"][-4:]) & set(second["prompts"][-4:])
     assert first["metrics"] == second["metrics"]

@@ -51,10 +51,8 @@ def test_a_folder_made_by_init_trains_where_nothing_else_is(environment: Path, t
     tiny = {
         "trainer.max_epochs": 1,
         "trainer.num_sanity_val_steps": 0,
-        "trainer.accumulate_grad_batches": 1,
         "data.prompts_per_iteration": 2,
         "data.group_size": 2,
-        "data.micro_batch_size": 4,
         "data.sampling.max_tokens": 8,
         "data.engine.init_args.kv_cache_gib": 0.1,
         "trainer.callbacks+": '{"class_path": "tlt_lightning.gallery.answer_variety.AnswerVariety"}',

@@ -63,6 +63,7 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"`Trainer(limit_train_batches={limit})` would drop part of every iteration's rollouts; lower "
             "`data.prompts_per_iteration` instead, or give `fast_dev_run` for one small iteration."
         )
+    check_accumulation(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
@@ -119,11 +120,16 @@ def _check_callback(callback: L.Callback) -> None:
                 )
 
 
-def accumulations(trainer: L.Trainer) -> list[int]:
-    """Return every value that `accumulate_grad_batches` is planned to have."""
+def check_accumulation(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException if the Trainer is to accumulate, which `RLModule` does by itself."""
     schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     planned = [steps for each in schedulers for steps in each.scheduling.values()]
-    return planned or [trainer.accumulate_grad_batches]
+    if wrong := [steps for steps in (trainer.accumulate_grad_batches, *planned) if steps != 1]:
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={wrong[0]})` has to be 1: an optimizer step takes as many passes as it "
+            "needs by itself. Set the tokens of a pass with `data.micro_batch_tokens`, and the optimizer steps of an "
+            "iteration with `data.num_minibatches`."
+        )
 
 
 def warn_of_filters(sampling: Sampling) -> None:
@@ -141,31 +147,30 @@ def check_sizes(
     *,
     prompts_per_iteration: int,
     group_size: int,
-    micro_batch_size: int,
-    accumulate_grad_batches: int,
+    micro_batch_tokens: int,
+    num_minibatches: int,
     num_ranks: int,
+    max_prompt_tokens: int,
     max_tokens: int,
     objective: PolicyObjective,
 ) -> None:
-    """Raise MisconfigurationException unless ranks, steps and micro-batches divide an iteration."""
+    """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence."""
     if prompts_per_iteration % num_ranks:
         raise MisconfigurationException(
             f"`data.prompts_per_iteration` {prompts_per_iteration} is not divisible by {num_ranks} ranks."
         )
     num_sequences = prompts_per_iteration // num_ranks * group_size
-    per_step = micro_batch_size * accumulate_grad_batches
-    if num_sequences % per_step:
-        steps, rest = divmod(num_sequences, micro_batch_size)
+    if num_sequences % num_minibatches:
         raise MisconfigurationException(
             f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {prompts_per_iteration} / "
-            f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by {per_step} per optimizer step "
-            f"(`data.micro_batch_size` {micro_batch_size} * `trainer.accumulate_grad_batches` "
-            f"{accumulate_grad_batches}). "
-            + (
-                "Choose a `data.micro_batch_size` that divides the responses."
-                if rest
-                else f"`trainer.accumulate_grad_batches` {steps} makes one optimizer step of all."
-            )
+            f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
+            f"{num_minibatches}, the optimizer steps that share them; choose one that divides them."
+        )
+    if max_prompt_tokens + max_tokens > micro_batch_tokens:
+        raise MisconfigurationException(
+            f"`data.micro_batch_tokens` {micro_batch_tokens} is less than the longest sequence, "
+            f"`data.max_prompt_tokens` {max_prompt_tokens} plus `data.sampling.max_tokens` {max_tokens}; set it to at "
+            f"least {max_prompt_tokens + max_tokens}."
         )
     for name, limit in objective.length_limits.items():
         if limit != max_tokens:

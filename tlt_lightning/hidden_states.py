@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.packed_pass import can_pack
 from tlt_lightning.policy import causal_lm
 
 _NUM_STRATA = 4  # classes of length that `choose_rows` serves alike; each holds as many tokens as any other
@@ -89,6 +91,7 @@ class HiddenStateTap:
         model: The policy; PEFT's wrapper may be around it.
         layer_ids: As in `HiddenStateRequest`.
         rows: Rows of the micro-batch to keep.
+        starts: First place of each row in a packed pass, and the number of all places; None for a padded pass.
 
     Raises:
         ValueError: A layer is not one of the policy's.
@@ -99,16 +102,19 @@ class HiddenStateTap:
         >>> tap.read([input_ids[0]], [prompt_length])[0].states.shape  # doctest: +SKIP
     """
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int], rows: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, layer_ids: Sequence[int], rows: Sequence[int], starts: Sequence[int] | None = None
+    ) -> None:
         trunk: Any = causal_lm(model).base_model
         num_layers = len(trunk.layers)
         if wrong := [layer for layer in layer_ids if not 0 <= layer <= num_layers]:
             raise ValueError(f"`layer_ids` names {wrong}, but the policy's layers are 0 to {num_layers}.")
         self.layer_ids = tuple(layer_ids)
         self.rows = list(rows)
+        self.starts = starts
         self._sources: dict[int, nn.Module] = {layer: _source(trunk, layer) for layer in (*layer_ids, num_layers)}
         self._last = num_layers
-        self._states: dict[int, Tensor] = {}
+        self._states: dict[int, Sequence[Tensor]] = {}  # of each row
         self._handles: list[Any] = []
 
     def __enter__(self) -> HiddenStateTap:
@@ -124,9 +130,13 @@ class HiddenStateTap:
 
     def _keeper(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = args[0] if args else kwargs["hidden_states"]  # (B, S, H)
+            states = (args[0] if args else kwargs["hidden_states"]).detach()  # (B, S, H), packed (1, N, H)
             # Not `states[self.rows]`: the list would have to reach the device, for which the host waits.
-            self._states[layer] = torch.stack([states.detach()[row] for row in self.rows]).bfloat16()
+            if (starts := self.starts) is None:
+                parts = [states[row] for row in self.rows]
+            else:
+                parts = [states[0, starts[row] : starts[row + 1]] for row in self.rows]
+            self._states[layer] = torch.cat(parts).bfloat16().split([len(part) for part in parts])
 
         return keep
 
@@ -142,8 +152,8 @@ class HiddenStateTap:
             raise RuntimeError("The tap saw no forward pass of the policy's trunk.")
         results = []
         for number, (ids, prompt_length) in enumerate(zip(texts, prompt_lengths, strict=True)):
-            states = torch.cat([self._states[layer][number, : len(ids)] for layer in self.layer_ids], -1)
-            last = self._states[self._last][number, : len(ids)].to("cpu", copy=True)  # no view of all rows' states
+            states = torch.cat([self._states[layer][number][: len(ids)] for layer in self.layer_ids], -1)
+            last = self._states[self._last][number][: len(ids)].to("cpu", copy=True)  # no view of all rows' states
             results.append(PolicyText(ids.clone(), states.cpu(), last, prompt_length, policy_version))
         self._states.clear()
         return results
@@ -188,7 +198,9 @@ class BatchTap:
         if not kept:
             yield
             return
-        with HiddenStateTap(self.model, self.layer_ids, list(kept.values())) as tap:
+        is_packed = can_pack(causal_lm(self.model).base_model)
+        starts = [0, *accumulate(self._lengths[row] for row in rows)] if is_packed else None
+        with HiddenStateTap(self.model, self.layer_ids, list(kept.values()), starts) as tap:
             yield
         texts = [self.batch.input_ids[row, : self._lengths[row]] for row in kept]
         prompt_lengths = [int(self.batch.prompt_lengths[row]) for row in kept]

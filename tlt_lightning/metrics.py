@@ -254,9 +254,9 @@ def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
     return {name: REDUCTIONS[kinds[name]](parts[name]) for name in sorted(parts)}
 
 
-def end_step(micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a step's metrics, 0 where a micro-batch lacks one; empty the micro-batches' list."""
-    names, zero = set().union(*micro_batches), torch.zeros(())
-    metrics = {name: sum((part.get(name, zero) for part in micro_batches), zero) / len(micro_batches) for name in names}
-    micro_batches.clear()
+def end_step(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the sums of the metrics of a step's micro-batches; empty their list."""
+    names, zero = set().union(*parts), torch.zeros(())
+    metrics = {name: sum((part.get(name, zero) for part in parts), zero) for name in names}
+    parts.clear()
     return metrics

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,18 +16,25 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_type
 from tlt_lightning.checks import check_has_data, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
-from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps, stream_weights
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, stream_weights
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
-from tlt_lightning.training.optimization import apply_changed, check_builds, clip_apart, settings_of, with_schedule
+from tlt_lightning.training.networks import Networks
+from tlt_lightning.training.optimization import (
+    apply_changed,
+    backward_alone,
+    check_builds,
+    clip_apart,
+    settings_of,
+    with_schedule,
+)
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_up
 
@@ -37,7 +42,8 @@ from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_
 class RLModule(L.LightningModule):
     """Trains a policy by reinforcement on the rollouts that a `RolloutDataModule` yields.
 
-    Automatic optimization: gradient clipping, accumulation, precision and schedulers are the Trainer's.
+    Automatic optimization: gradient clipping, precision and schedulers are the Trainer's. One of its
+    batches is an optimizer step, whose micro-batches the module runs by itself.
 
     Args:
         policy: Path or hub name of a Hugging Face causal language model.
@@ -93,7 +99,7 @@ class RLModule(L.LightningModule):
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: Reference | None = None
         self._update = UpdateState()
-        self._micro_batches: list[dict[str, Tensor]] = []  # metrics since the last optimizer step
+        self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
         """Takes what anybody, a callback above all, wants logged of the iteration."""
@@ -156,70 +162,63 @@ class RLModule(L.LightningModule):
         assert self.policy is not None, "`policy_weights` before `configure_model`"
         return stream_weights(self.policy)
 
+    @property
+    def networks(self) -> Networks:
+        """What reads the batches."""
+        assert self.policy is not None, "`networks` before `configure_model`"
+        return Networks(self.policy, self.critic, self._reference, self._tap)
+
     # Scoring: what must be known before the first update of an iteration
 
     @torch.no_grad()
-    def score(self, batch: RolloutBatch, micro_batch_size: int, *, single_update: bool = False) -> RolloutBatch:
+    def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool = False) -> RolloutBatch:
         """Fill in log-probs, reference log-probs and values of a rank's batch, largest pass first.
 
         Args:
             batch: On the CPU; the result stays there.
-            micro_batch_size: Sequences per forward pass, on average; cut as the update's are.
+            micro_batch_tokens: Most tokens of a forward pass; cut as the update's are.
             single_update: The iteration takes one optimizer step, whose own log-probs are the old ones: `old_logps`
                 stays None and the policy's pass is left out, unless a critic or the advantages need it.
         """
-        scores_policy = not single_update or self.critic is not None or self.objective.needs_old_logps
-        names = ["old_logps"] if scores_policy else []
-        names += ["ref_logps"] if self.objective.needs_reference else []
-        names += ["values"] if self.critic is not None else []
-        scores = {name: torch.zeros_like(batch.rollout_logps) for name in names}
-        assert self.policy is not None
         request = self.hidden_state_request
-        self._tap = None if request is None else BatchTap(self.policy, request, batch, self.trainer.global_step)
-        for rows in cut_micro_batches(torch.arange(len(batch) if names else 0), batch.lengths, micro_batch_size):
-            part = move_data_to_device(batch.select(rows), self.device)
-            with self.trainer.precision_plugin.forward_context():
-                results = self._score_micro_batch(part, scores_policy=scores_policy)
-            for name, result in results.items():
-                scores[name][rows, : result.shape[1]] = result.float().cpu()
-        return replace(batch, **scores)  # type: ignore[arg-type]
-
-    def _score_micro_batch(self, part: RolloutBatch, *, scores_policy: bool) -> dict[str, Tensor]:
-        results = {}
-        if scores_policy:
-            results["old_logps"], _, values = self._forward(part)
-            if values is not None:
-                results["values"] = values
-        if self.objective.needs_reference:
-            assert self.policy is not None
-            assert self._reference is not None
-            results["ref_logps"] = self._reference.logps(self.policy, part)
-        return results
-
-    def _forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute log-probs, entropies and values of the response tokens, (B, T) each."""
-        assert self.policy is not None
-        # Not around the reference's pass, which may be one of the same network.
-        with nullcontext() if self._tap is None else self._tap.over(batch.rows):
-            logps, entropy, states, index = response_logps(self.policy, batch)
-        if not self.objective.needs_entropy_grad:
-            entropy = entropy.detach()
-        values = None if self.critic is None else self.critic(batch, states, index)
-        return logps, entropy, values
+        policy, step = self.networks.policy, self.trainer.global_step
+        self._tap = None if request is None else BatchTap(policy, request, batch, step)
+        return self.networks.score(
+            batch,
+            micro_batch_tokens,
+            device=self.device,
+            context=self.trainer.precision_plugin.forward_context,
+            scores_policy=not single_update or self.critic is not None or self.objective.needs_old_logps,
+        )
 
     # Training
 
     @override
-    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        logps, entropy, values = self._forward(batch)
+    def training_step(self, batch: list[RolloutBatch], batch_idx: int) -> Tensor:
+        """Run an optimizer step's micro-batches; the Trainer runs the last one's backward pass."""
+        self.zero_grad()
+        *others, last = batch
+        for part in others:
+            backward_alone(self.trainer, self._loss(part))
+        self.iteration_log.mean("train/passes", len(batch))
+        return self._loss(last)
+
+    @override
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Keep the gradients of a step's first micro-batches: the Trainer would clear them after `training_step`."""
+
+    def _loss(self, batch: RolloutBatch) -> Tensor:
+        logps, entropy, values = self.networks.forward(batch)
+        if not self.objective.needs_entropy_grad:
+            entropy = entropy.detach()
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
-        self._micro_batches.append({"train/loss": output.loss.detach(), **output.metrics})
+        self._parts.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 
     @override
-    def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: list[RolloutBatch], batch_idx: int) -> None:
         if self._tap is None or not self.trainer.is_last_batch:
             return
         texts, self._tap = self._tap.texts, None
@@ -237,7 +236,7 @@ class RLModule(L.LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         assert self.policy is not None
-        metrics = end_step(self._micro_batches)
+        metrics = end_step(self._parts)
         self.iteration_log.update(metrics)
         self._check_kl(metrics)
         if self._update.is_stopped:
@@ -265,7 +264,7 @@ class RLModule(L.LightningModule):
     @override
     def on_train_epoch_start(self) -> None:
         self._update = UpdateState(first_step=self.trainer.global_step)
-        self._micro_batches.clear()
+        self._parts.clear()
         self._finish_iteration()
 
     def _finish_iteration(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,14 +84,22 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
     """Load the causal LM at `path` for training: float32, dropout off, train mode.
 
     With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Raises ValueError if its weights
-    hold NaN, or if its logits are more than the output of a linear layer.
+    hold NaN, or if its logits are more than the output of a linear layer. Warns if its passes cannot be packed.
     """
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
     _switch_dropout_off(model)
+    model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
     _check_head(model, path)
+    if not note_if_packable(model.base_model):
+        log.warning(
+            "`policy` %r is a %s, whose layers would mix sequences laid end to end: passes over it are padded instead, "
+            "to the same result.",
+            *(path, type(model).__name__),
+        )
+    model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -124,12 +133,9 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, path: str) -> None:
     """Raise ValueError unless the logits are the head's output alone, as chunks take them to be."""
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if "flash" in attention else attention)  # which needs no GPU
     ids = torch.arange(1, 5)[None] % model.config.get_text_config().vocab_size
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model(input_ids=ids, use_cache=False).logits.float()
-    model.set_attn_implementation(attention)
     if not torch.isfinite(logits).all():
         raise ValueError(
             f"`policy` {path!r} computes logits that are no numbers: its files hold NaN or infinite weights."
@@ -152,12 +158,17 @@ def response_states(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tens
     """Run the trunk and pick the hidden states that predict response tokens.
 
     Returns the states (N, H), the tokens they predict (N,), and the (sequence, token) index of each in (B, T).
-    Padding is on the right, so a causal model needs no mask and attention takes its fastest path.
+    The sequences run as one pack; where the trunk cannot, padded on the right, so that it needs no mask.
     """
-    hidden = causal_lm(model).base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (B, S, H)
+    trunk: Any = causal_lm(model).base_model
     rows, columns = batch.response_mask.nonzero(as_tuple=True)
     positions = batch.prompt_lengths[rows] + columns
-    return hidden[rows, positions - 1], batch.input_ids[rows, positions], (rows, columns)
+    if can_pack(trunk):
+        pack = Pack.of(batch.input_ids, batch.lengths)
+        states = packed_states(trunk, pack)[pack.starts[rows] + positions - 1]
+    else:
+        states = trunk(input_ids=batch.input_ids, use_cache=False).last_hidden_state[rows, positions - 1]
+    return states, batch.input_ids[rows, positions], (rows, columns)
 
 
 def token_logps(

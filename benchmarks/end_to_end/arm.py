@@ -136,7 +136,7 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
         train=PromptSource(path=work.train),
         group_size=work.group_size,
         prompts_per_iteration=work.prompts,
-        micro_batch_size=work.micro_batch_size,
+        micro_batch_tokens=work.micro_batch_tokens,
         sampling=Sampling(max_tokens=work.max_tokens),
         max_prompt_tokens=work.max_prompt_tokens,
     )
@@ -159,7 +159,6 @@ def trainer_of(
         strategy="ddp" if work.devices > 1 else "auto",
         precision=work.precision,  # type: ignore[arg-type]
         max_epochs=work.iterations,
-        accumulate_grad_batches=work.accumulate,
         gradient_clip_val=1.0,
         num_sanity_val_steps=0,
         log_every_n_steps=1,

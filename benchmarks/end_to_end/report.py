@@ -182,10 +182,12 @@ def render(results: dict[str, Any]) -> list[str]:
     for command in results["earlier"]:
         lines += [f"Goes on from `{command}`.", ""]
     trained = f"LoRA of rank {work['lora_rank']}" if work["lora_rank"] else "all weights trained"
+    tokens = work.get("micro_batch_tokens")  # which earlier results lack
+    passes = f"at most {tokens:,} tokens" if tokens else f"{work['micro_batch_size']} sequences on average"
     drafts = "; heads sample their drafts" if work["draft_sampling"] == "probabilistic" else ""
     lines += [
         f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "
-        f"optimizer step of micro-batches of {work['micro_batch_size']} on average, {trained}{drafts}. Medians and "
+        f"optimizer step, passes of {passes}, {trained}{drafts}. Medians and "
         f"quartiles over iterations after the first {warmup}. Overhead is sync (with the engine's sleep and wake), "
         "reward and other.",
         "",

@@ -35,7 +35,7 @@ from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "paired", "random", "trl")
 WITH_HEAD = ("frozen", "adaptive", "paired")
-GIVEN = ("group_size", "micro_batch_size", "max_tokens", "lr", "draft_sampling")
+GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling")
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 
@@ -189,7 +189,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="first iterations of a run that no number counts")
     parser.add_argument("--prompts-per-iteration", dest="num_prompts", type=int, help="prompts of an iteration")
     parser.add_argument("--group-size", type=int, help="responses to each prompt")
-    parser.add_argument("--micro-batch-size", type=int, help="sequences in a forward and backward pass")
+    parser.add_argument("--micro-batch-tokens", type=int, help="most tokens in a forward and backward pass")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences in one of TRL's")
     parser.add_argument("--max-tokens", type=int, help="longest response")
     parser.add_argument("--lr", type=float, help="learning rate")
     parser.add_argument("--lengths", type=Path, help="results of another size whose recorded lengths are replayed")

@@ -26,7 +26,8 @@ class Work:
         iterations: Policy iterations, warm-up included.
         prompts: Prompts of an iteration.
         group_size: Responses to each.
-        micro_batch_size: Sequences in one forward and backward pass, on average; an iteration is one optimizer step.
+        micro_batch_tokens: Most tokens in one forward and backward pass; an iteration is one optimizer step.
+        micro_batch_size: Sequences in one of TRL's, which has no other unit.
         max_prompt_tokens: Longest prompt.
         max_tokens: Longest response; 0 takes what the policy's context leaves, at most 4,096.
         lr: Learning rate, constant.
@@ -48,6 +49,7 @@ class Work:
     iterations: int = 12
     prompts: int = 32
     group_size: int = 8
+    micro_batch_tokens: int = 8192
     micro_batch_size: int = 16
     max_prompt_tokens: int = 64
     max_tokens: int = 0
@@ -66,7 +68,7 @@ class Work:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a device in the iteration's optimizer step."""
+        """Micro-batches of a device in TRL's optimizer step."""
         return self.prompts * self.group_size // self.devices // self.micro_batch_size
 
     @property
@@ -119,8 +121,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # One device holds policy, adapters and engine in turn. Learning rates do not carry over from a small policy to a
     # padded one: a step of Adam moves the zero output projections of all padding layers at once, whose other weights
     # are random. At a rate of 1e-6 the first step ended the policy (entropy 0.3 to 5); at these the weights hardly
-    # move. So this size measures what things cost, not what is learned. The largest micro-batch has some 5k tokens of
-    # 6 MB of activations each, which fit beside the weights while the engine sleeps: nothing is recomputed.
+    # move. So this size measures what things cost, not what is learned. A pass has 8k tokens of 6 MB of activations
+    # each, which fit beside the weights while the engine sleeps: nothing is recomputed.
     "7b": {
         "prompts": 16,
         "lr": 1e-9,

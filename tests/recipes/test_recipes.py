@@ -56,7 +56,8 @@ def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monk
     data, trainer = cli.datamodule, cli.trainer
     check_trainer(trainer)
     num_sequences = data.prompts_per_iteration * data.group_size
-    assert num_sequences % (data.micro_batch_size * trainer.accumulate_grad_batches) == 0
+    assert num_sequences % data.num_minibatches == 0
+    assert data.max_prompt_tokens + data.sampling.max_tokens <= data.micro_batch_tokens
     assert data.group_size >= cli.model.objective.min_group_size
     assert trainer.default_root_dir == str(tmp_path / "outputs")
     folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]

@@ -41,7 +41,7 @@ def make_data(engine: VLLMEngine, **overrides: Any) -> RolloutDataModule:
         "train": PromptSource(path=str(ASSETS / "train.jsonl")),
         "group_size": 4,
         "prompts_per_iteration": 8,
-        "micro_batch_size": 8,
+        "micro_batch_tokens": 512,
         "max_prompt_tokens": 32,
         "sampling": Sampling(max_tokens=96),
     }
@@ -61,7 +61,6 @@ def make_trainer(root: Path, *callbacks: L.Callback, **overrides: Any) -> L.Trai
     arguments: dict[str, Any] = {
         "max_epochs": 3,
         "accelerator": "cpu",
-        "accumulate_grad_batches": 4,
         "logger": False,
         "enable_checkpointing": any(isinstance(callback, L.pytorch.callbacks.Checkpoint) for callback in callbacks),
         "enable_progress_bar": False,

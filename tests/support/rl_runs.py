@@ -73,7 +73,8 @@ def make_data(prompts_path: str, engine: RolloutEngine | None = None, **override
         "rewards": [RewardTerm(function=evenness)],
         "group_size": 4,
         "prompts_per_iteration": 4,
-        "micro_batch_size": 4,
+        "micro_batch_tokens": 64,
+        "num_minibatches": 2,
         "max_prompt_tokens": 16,
         "sampling": Sampling(max_tokens=8),
     }
@@ -89,7 +90,6 @@ def make_trainer(root: Path, *callbacks: L.Callback, **overrides: Any) -> L.Trai
     arguments: dict[str, Any] = {
         "max_epochs": 2,
         "accelerator": "cpu",
-        "accumulate_grad_batches": 2,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

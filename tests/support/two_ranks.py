@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,7 +40,7 @@ class Observer(RolloutCallback):
         self.windows: list[dict] = []
         self.prompts: list[int] = []
         self.versions: list[int] = []
-        self.batches = 0
+        self.batches: list[int] = []  # micro-batches of each optimizer step
         self.starts = 0
         self.ends: list[int] = []
         self.sums: list[tuple[float, float]] = []
@@ -47,7 +48,13 @@ class Observer(RolloutCallback):
     def on_rollout_start(self, trainer, pl_module):
         self.starts += 1
 
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.current_epoch == 0:
+            gradients = {name: parameter.grad for name, parameter in pl_module.policy.named_parameters()}
+            torch.save((self.scored, gradients), self.out / f"update{trainer.global_rank}.pt")
+
     def on_rollout_scored(self, trainer, pl_module, batch):
+        self.scored = {item.name: getattr(batch, item.name) for item in fields(batch)}
         own = torch.ones(())
         self.sums.append((float(sum_over_ranks(trainer, own)), float(own)))
 
@@ -71,8 +78,8 @@ class Observer(RolloutCallback):
         self.prompts += [rollout.prompt.index for rollout in rollouts[::4]]
         self.versions += [version for rollout in rollouts for version in rollout.response.policy_versions]
 
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.batches += 1
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append(len(batch))
         pl_module.log("rank", float(trainer.global_rank), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer, pl_module):
@@ -95,7 +102,7 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         dynamic_sampling=DynamicSampling() if mode == "dynamic" else None,
         group_size=4,
         prompts_per_iteration=4,
-        micro_batch_size=4,
+        micro_batch_tokens=64 if os.environ.get("LOCAL_RANK", "0") == "0" else 32,  # more passes on rank 1
         max_prompt_tokens=16,
         sampling=Sampling(max_tokens=8),
     )
@@ -106,7 +113,6 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=1 if mode == "dynamic" else 2,
-        accumulate_grad_batches=2,
         callbacks=[Observer(Path(out), die=mode == "die")],
         logger=False,
         limit_val_batches=0,

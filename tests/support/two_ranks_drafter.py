@@ -131,7 +131,7 @@ def make_data(prompts: str) -> RolloutDataModule:
         rewards=[RewardTerm(function=evenness)],
         group_size=4,
         prompts_per_iteration=4,
-        micro_batch_size=4,
+        micro_batch_tokens=256,
         max_prompt_tokens=16,
         sampling=Sampling(max_tokens=LONG),
     )
@@ -143,7 +143,6 @@ def make_trainer(out: Path, max_epochs: int, *callbacks: L.Callback) -> L.Traine
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=max_epochs,
-        accumulate_grad_batches=2,
         callbacks=list(callbacks),
         logger=False,
         limit_val_batches=0,

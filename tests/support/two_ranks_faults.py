@@ -72,7 +72,8 @@ def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, plac
         rewards=[RewardTerm(function=length)],
         group_size=4,
         prompts_per_iteration=4,
-        micro_batch_size=4,
+        micro_batch_tokens=64,
+        num_minibatches=2,
         max_prompt_tokens=16,
         sampling=Sampling(max_tokens=8),
     )

@@ -108,7 +108,7 @@ class RolloutBatch:
         returns: Targets of the critic, likewise. (B, T), float32
         num_loss_tokens: Response tokens of the whole optimizer step, over all its micro-batches and all ranks.
         num_loss_sequences: Sequences of the whole optimizer step, likewise.
-        num_shares: Micro-batch losses that the optimizer step averages: accumulation times ranks. A sum over a
+        num_shares: Ranks, over which the optimizer step averages what it adds up over micro-batches. A sum over a
             micro-batch, times `num_shares`, over a `num_loss_*` count does not depend on how the step was split.
         rows: Numbers of these sequences in the batch that `select` took them from; empty if they are all there is.
     """

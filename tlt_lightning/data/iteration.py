@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from tlt_lightning.checks import check_sizes
+from tlt_lightning.checks import check_accumulation, check_sizes
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
-from tlt_lightning.data.collate import collate, plan_minibatches
+from tlt_lightning.data.collate import collate
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
 from tlt_lightning.engine.base import Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.training.micro_batches import plan_minibatches
 
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
@@ -35,29 +35,35 @@ class IterationSettings:
 
     group_size: int
     prompts_per_iteration: int
-    micro_batch_size: int
+    micro_batch_tokens: int
+    num_minibatches: int
     inner_epochs: int
+    max_prompt_tokens: int
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
 
     def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
-        """Return those of `fast_dev_run`, as many prompts a rank; the Trainer then takes one step of all."""
-        num_prompts = int(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        micro_batch_size = gcd(self.micro_batch_size, num_prompts * self.group_size)
-        trainer.accumulate_grad_batches = num_prompts * self.group_size // micro_batch_size
-        return replace(self, prompts_per_iteration=num_prompts * trainer.world_size, micro_batch_size=micro_batch_size)
+        """Return those of `fast_dev_run`: as many prompts a rank, and one optimizer step of all."""
+        num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
+        return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
 
-    def check(self, objective: PolicyObjective, *, accumulate_grad_batches: int, num_ranks: int) -> None:
-        """Raise MisconfigurationException unless an iteration splits evenly."""
+    def check(self, objective: PolicyObjective, *, num_ranks: int) -> None:
+        """Raise MisconfigurationException unless an iteration splits evenly and its longest sequence fits."""
         check_sizes(
             prompts_per_iteration=self.prompts_per_iteration,
             group_size=self.group_size,
-            micro_batch_size=self.micro_batch_size,
-            accumulate_grad_batches=accumulate_grad_batches,
+            micro_batch_tokens=self.micro_batch_tokens,
+            num_minibatches=self.num_minibatches,
             num_ranks=num_ranks,
+            max_prompt_tokens=self.max_prompt_tokens,
             max_tokens=self.sampling.max_tokens,
             objective=objective,
         )
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an iteration."""
+        return self.num_minibatches * self.inner_epochs
 
 
 class PolicyIteration:
@@ -101,24 +107,18 @@ class PolicyIteration:
 
     def state(self) -> dict[str, Any] | None:
         """Return what the rest of the update needs, as primitives; None before and after it."""
-        if (
-            self._batch is None
-            or not 0 < self.num_steps < self._steps_per_pass(self._batch) * self.settings.inner_epochs
-        ):
+        if self._batch is None or not 0 < self.num_steps < self.settings.num_steps:
             return None
         batch = {item.name: getattr(self._batch, item.name) for item in fields(self._batch)}
         return {"first_step": self.first_step, "batch": batch}
 
-    def minibatches(self, prompts: Sequence[Prompt]) -> Iterator[RolloutBatch]:
-        """Roll out, score, and yield the micro-batches of `inner_epochs` passes over all responses."""
-        accumulate = self.trainer.accumulate_grad_batches  # a callback may have changed it
-        self.settings.check(
-            self.module.objective, accumulate_grad_batches=accumulate, num_ranks=self.trainer.world_size
-        )
+    def minibatches(self, prompts: Sequence[Prompt]) -> Iterator[list[RolloutBatch]]:
+        """Roll out, score, and yield the micro-batches of each step of `inner_epochs` passes over all responses."""
+        check_accumulation(self.trainer)  # a callback may have changed it
         self.log.lap("other")
         if self._batch is None:
             self._batch = self._roll_out(prompts)
-        yield from islice(self._cut(self._batch), self.num_steps * accumulate, None)
+        yield from islice(self._cut(self._batch), self.num_steps, None)
 
     def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
         tokenizer = self.collector.tokenizer
@@ -164,35 +164,36 @@ class PolicyIteration:
 
     def _score(self, batch: RolloutBatch) -> RolloutBatch:
         """Fill in log-probs and values from before the update, advantages and returns."""
-        single_update = self.settings.inner_epochs * self._steps_per_pass(batch) == 1
-        batch = self.module.score(batch, self.settings.micro_batch_size, single_update=single_update)
+        single_update = self.settings.num_steps == 1
+        batch = self.module.score(batch, self.settings.micro_batch_tokens, single_update=single_update)
         batch.advantages, batch.returns = self.module.objective.advantages(batch, self._sum)
         if batch.values is not None and batch.returns is not None:
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
             self.log.mean("train/explained_variance", explained)
         return batch
 
-    def _cut(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
+    def _cut(self, batch: RolloutBatch) -> Iterator[list[RolloutBatch]]:
         generator = torch.Generator().manual_seed(self._seed("shuffle"))
-        lengths, num_steps = batch.lengths, self._steps_per_pass(batch)
         for _ in range(self.settings.inner_epochs):
             plan = plan_minibatches(
-                lengths, micro_batch_size=self.settings.micro_batch_size, num_steps=num_steps, generator=generator
+                batch.lengths,
+                micro_batch_tokens=self.settings.micro_batch_tokens,
+                num_minibatches=self.settings.num_minibatches,
+                generator=generator,
+                is_padded=self.module.networks.is_padded,
             )
             own = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
             counts = self._sum(torch.tensor(own))
             for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
-                for rows in step:
-                    yield replace(
+                yield [
+                    replace(
                         batch.select(rows),
                         num_loss_tokens=num_tokens,
                         num_loss_sequences=num_sequences,
-                        num_shares=self.trainer.accumulate_grad_batches * self.trainer.world_size,
+                        num_shares=self.trainer.world_size,
                     )
-
-    def _steps_per_pass(self, batch: RolloutBatch) -> int:
-        """Return the optimizer steps of one pass over the batch."""
-        return len(batch) // (self.settings.micro_batch_size * self.trainer.accumulate_grad_batches)
+                    for rows in step
+                ]
 
     def _seed(self, use: str) -> int:
         """Return a seed that a resumed run finds again."""

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_type
-from tlt_lightning.checks import accumulations, check_context, check_trainer, warn_of_filters
+from tlt_lightning.checks import check_context, check_trainer, warn_of_filters
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
@@ -58,8 +58,10 @@ class RolloutDataModule(L.LightningDataModule):
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
-        micro_batch_size: Sequences in one forward and backward pass on one rank, on average: long ones share a pass
-            with few others, to keep the largest small. A step takes `Trainer(accumulate_grad_batches)` passes.
+        micro_batch_tokens: Most tokens, of prompts and responses, in one forward and backward pass on one rank. It
+            decides memory and speed, not what is learned: a step takes as many passes as it needs. The longest prompt
+            and response together have to fit.
+        num_minibatches: Optimizer steps of one pass over an iteration's rollouts, each with an equal share of them.
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO): they teach nothing; None is off.
         sampling: How responses are sampled in training.
@@ -77,7 +79,8 @@ class RolloutDataModule(L.LightningDataModule):
         val: PromptSource | None = None,
         group_size: int = 8,
         prompts_per_iteration: int = 32,
-        micro_batch_size: int = 8,
+        micro_batch_tokens: int = 8192,
+        num_minibatches: int = 1,
         inner_epochs: int = 1,
         dynamic_sampling: DynamicSampling | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
@@ -91,7 +94,8 @@ class RolloutDataModule(L.LightningDataModule):
         for name, size in (
             ("group_size", group_size),
             ("prompts_per_iteration", prompts_per_iteration),
-            ("micro_batch_size", micro_batch_size),
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("num_minibatches", num_minibatches),
             ("inner_epochs", inner_epochs),
             ("val_group_size", val_group_size),
             ("max_prompt_tokens", max_prompt_tokens),
@@ -107,7 +111,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.val_source = None if val is None else PromptSource.of(val)
         self.group_size = group_size
         self.prompts_per_iteration = prompts_per_iteration
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
+        self.num_minibatches = num_minibatches
         self.inner_epochs = inner_epochs
         self.dynamic_sampling = dynamic_sampling
         self.sampling = sampling
@@ -122,8 +127,10 @@ class RolloutDataModule(L.LightningDataModule):
         self._given_settings = IterationSettings(
             group_size=group_size,
             prompts_per_iteration=prompts_per_iteration,
-            micro_batch_size=micro_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            num_minibatches=num_minibatches,
             inner_epochs=inner_epochs,
+            max_prompt_tokens=max_prompt_tokens,
             dynamic_sampling=dynamic_sampling,
             sampling=sampling,
         )
@@ -141,10 +148,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
         if stage == "fit":
-            for steps in accumulations(self._trainer):
-                self._settings.check(
-                    self._module.objective, accumulate_grad_batches=steps, num_ranks=self._trainer.world_size
-                )
+            self._settings.check(self._module.objective, num_ranks=self._trainer.world_size)
             warn_of_filters(self.sampling)
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
@@ -241,9 +245,8 @@ class RolloutDataModule(L.LightningDataModule):
             "number of workers": self._trainer.world_size,
             "data.group_size": self.group_size,
             "data.prompts_per_iteration": self.prompts_per_iteration,
-            "data.micro_batch_size": self.micro_batch_size,
+            "data.num_minibatches": self.num_minibatches,
             "data.inner_epochs": self.inner_epochs,
-            "trainer.accumulate_grad_batches": self._trainer.accumulate_grad_batches,
             "number of training prompts": len(self.train_prompts),
             "checksum of the training prompts": zlib.crc32(prompts),
         }
@@ -265,9 +268,8 @@ class RolloutDataModule(L.LightningDataModule):
     # Loaders
 
     @override
-    def train_dataloader(self) -> RolloutLoader[RolloutBatch]:
-        num_sequences = self._settings.prompts_per_iteration // self._trainer.world_size * self.group_size
-        return RolloutLoader(num_sequences // self._settings.micro_batch_size * self.inner_epochs, self._train_batches)
+    def train_dataloader(self) -> RolloutLoader[list[RolloutBatch]]:
+        return RolloutLoader(self._settings.num_steps, self._train_batches)
 
     @override
     def val_dataloader(self) -> RolloutLoader[list[Rollout]] | list[Any]:
@@ -278,13 +280,13 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        if isinstance(batch, RolloutBatch):
+        if isinstance(batch[0], RolloutBatch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch  # held-out rollouts are text and stay where they are
 
     # Rolling out
 
-    def _train_batches(self) -> Iterator[RolloutBatch]:
+    def _train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
         collector = self._collector(self._module.iteration_log)
         self._iteration = PolicyIteration(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from math import ceil
 from typing import Any
 
 import lightning as L
@@ -13,13 +12,12 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.data.collate import cut_micro_batches
 from tlt_lightning.hidden_states import choose_rows
 from tlt_lightning.objectives.kl import k3
 from tlt_lightning.policy import response_logps
+from tlt_lightning.training.micro_batches import cut_micro_batches
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
-_NUM_PASSES = 4  # that they are scored in: so few tokens cost nothing, but each pass its launches
 
 
 def policy_logps(trainer: L.Trainer, module: Any, batch: RolloutBatch) -> Tensor:
@@ -49,7 +47,8 @@ class PolicyDrift:
         if not self._answers:
             rows = choose_rows(batch.lengths.tolist(), _MAX_TOKENS, torch.Generator().manual_seed(0))
             rows = rows or [int(batch.lengths.argmin())]
-            parts = cut_micro_batches(torch.tensor(rows), batch.lengths, ceil(len(rows) / _NUM_PASSES))
+            limit = max(_MAX_TOKENS, int(batch.lengths[rows].max()))
+            parts = cut_micro_batches(torch.tensor(rows), batch.lengths, limit, is_padded=True)
             self._answers = [batch.select(part) for part in parts]
             self._logps = [score(answer).float().cpu() for answer in self._answers]
             return 0.0

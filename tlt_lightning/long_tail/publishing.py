@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
-from tlt_lightning.host_copy import HostCopy
+from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.long_tail.buffer import keys_of
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 

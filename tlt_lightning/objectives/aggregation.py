@@ -1,7 +1,7 @@
 """Make one loss per optimizer step from one loss per token, however the step is split.
 
-Each mode sums over its micro-batch, divides by a count of the whole step and multiplies by the number of micro-batch
-losses that the step averages, so that accumulation and data parallelism change nothing. A batch without counts
+Each mode sums over its micro-batch, divides by a count of the whole step and multiplies by the number of ranks, over
+which the step averages, so that micro-batches and data parallelism change nothing. A batch without counts
 (`num_loss_tokens` or `num_loss_sequences` is 0) is a whole step by itself, with its own counts.
 
 Difference from TRL: a sequence whose tokens are all masked is not counted (verl agrees), so padding a rank with empty

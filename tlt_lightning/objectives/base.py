@@ -26,7 +26,7 @@ class ObjectiveOutput:
     Args:
         loss: Scalar to call `backward` on.
         metrics: Detached scalars under their full names (`train/kl`, `mismatch/...`). Each is already normalised like
-            the loss, so that the plain mean over an optimizer step's micro-batches and ranks is its value; a
+            the loss, so that the sum over an optimizer step's micro-batches, averaged over ranks, is its value; a
             micro-batch that leaves one out contributes 0 to it.
     """
 

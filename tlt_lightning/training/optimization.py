@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -51,6 +54,14 @@ def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> Non
     clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_
     for group in optimizer.param_groups:
         clip(group["params"], value)
+
+
+def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
+    """Add a loss's gradient on this rank to those there are: the step's last one goes to the other ranks with them."""
+    strategy = trainer.strategy
+    alone = strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+    with alone, torch.autocast(loss.device.type, enabled=False):  # which is around forward passes alone
+        strategy.backward(loss, None)
 
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:

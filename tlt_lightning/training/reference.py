@@ -17,13 +17,13 @@ class Reference:
     """
 
     def __init__(self, path: str | None, attn_implementation: str) -> None:
-        self._model = None
+        self.model = None
         if path is not None:
-            self._model = load_policy(path, attn_implementation=attn_implementation).eval().requires_grad_(False)
+            self.model = load_policy(path, attn_implementation=attn_implementation).eval().requires_grad_(False)
 
     def logps(self, policy: nn.Module, batch: RolloutBatch) -> Tensor:
         """Return the log-probs of the response tokens, (B, T), on the batch's device."""
-        if self._model is not None:
-            return response_logps(self._model.to(batch.input_ids.device), batch)[0]
+        if self.model is not None:
+            return response_logps(self.model.to(batch.input_ids.device), batch)[0]
         with policy.disable_adapter():  # type: ignore[operator]
             return response_logps(policy, batch)[0]

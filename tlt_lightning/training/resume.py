@@ -42,25 +42,22 @@ def hand_over(
         "log": log.state_dict(),
         "optimizer": optimizer,
         "num_batches": trainer.num_training_batches,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
 
 
 def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what `RLModule` has saved, and rewind the Trainer's loops within an iteration.
 
-    They begin behind the last optimizer step: Lightning would go on behind the last batch, whose gradient is lost if it
-    was not the step's last one. Before the first step the iteration begins anew. `is_within` says if an update is
-    partly done.
+    They begin behind the last optimizer step: saved amid one, Lightning counts its batch otherwise. Before the first
+    step the iteration begins anew. `is_within` says if an update is partly done.
     """
     saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     if epochs["ready"] != epochs["processed"]:
-        num_steps = checkpoint["global_step"] - saved["update"]["first_step"]
-        num_batches = num_steps * saved["accumulate_grad_batches"]
-        _rewind(checkpoint["loops"]["fit_loop"], num_batches, is_last=num_batches == saved["num_batches"])
-        saved["is_within"] = num_batches > 0
-        if num_batches == saved["num_batches"] and not saved["update"]["validated"]:
+        num_steps = checkpoint["global_step"] - saved["update"]["first_step"]  # each of one batch
+        _rewind(checkpoint["loops"]["fit_loop"], num_steps, is_last=num_steps == saved["num_batches"])
+        saved["is_within"] = num_steps > 0
+        if num_steps == saved["num_batches"] and not saved["update"]["validated"]:
             # A validation that was due is run anew; Lightning takes it for done unless it had begun.
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["current"].update(dict.fromkeys(_COUNTS, 0))
@@ -99,7 +96,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 class Requeue(L.Callback):
-    """Holds SLURM's requeue back until a micro-batch ends: amid a step nothing is whole."""
+    """Holds SLURM's requeue back until an optimizer step ends: amid a step nothing is whole."""
 
     def __init__(self) -> None:
         self._is_busy = False

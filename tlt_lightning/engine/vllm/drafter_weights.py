@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.engine.vllm import internals
-from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.speculation.eagle3_files import canonical_name
 
 if TYPE_CHECKING:

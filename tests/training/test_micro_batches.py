@@ -1,0 +1,73 @@
+from itertools import product
+
+import pytest
+import torch
+
+from tlt_lightning.training.micro_batches import balance, cut_micro_batches, fill, plan_minibatches
+
+
+def random_lengths(seed: int, num_rows: int) -> list[int]:
+    """Long-tailed, longest first, with ties."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, generator=generator).exp() * 10 + 1).long().sort(descending=True).values.tolist()
+
+
+def sizes(lengths: list[int], parts: list[list[int]]) -> list[int]:
+    return [sum(lengths[place] for place in part) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_largest_part_is_close_to_the_smallest_possible(seed: int) -> None:
+    lengths = random_lengths(seed, 5)
+    for max_tokens in (max(lengths), max(lengths[0], sum(lengths) // 2 + 1), sum(lengths)):
+        parts = balance(lengths, max_tokens)
+        assert sorted(place for part in parts for place in part) == list(range(5))
+        assert all(parts)
+        assert sizes(lengths, parts) == sorted(sizes(lengths, parts), reverse=True)
+        assert sizes(lengths, parts)[0] <= max_tokens
+        best = min(
+            max(sum(length for length, own in zip(lengths, owners, strict=True) if own == part) for part in owners)
+            for owners in product(range(len(parts)), repeat=5)
+        )
+        assert sizes(lengths, parts)[0] <= 4 / 3 * best
+
+
+def test_parts_are_as_few_as_tokens_allow_where_sequences_are_short() -> None:
+    lengths = random_lengths(0, 500)
+    for max_tokens in (1000, 3000):
+        parts = balance(lengths, max_tokens)
+        assert len(parts) == -(-sum(lengths) // max_tokens)
+        assert max(sizes(lengths, parts)) - min(sizes(lengths, parts)) <= lengths[-1] + 1
+
+
+@pytest.mark.parametrize("max_tokens", [100, 150, 1000])
+def test_padding_counts_where_a_pass_has_it(max_tokens: int) -> None:
+    lengths = [min(length, 100) for length in random_lengths(3, 64)]
+    parts = fill(lengths, max_tokens)
+    padded = [len(part) * max(lengths[place] for place in part) for part in parts]
+    assert max(padded) <= max_tokens
+    assert padded == sorted(padded, reverse=True)
+    assert sorted(place for part in parts for place in part) == list(range(64))
+
+
+def test_micro_batches_name_rows_and_refuse_what_fits_into_none() -> None:
+    lengths, rows = torch.tensor([4, 9, 2, 7, 5]), torch.tensor([4, 1, 0, 2])
+    assert cut_micro_batches(rows, lengths, 11) == [[1, 2], [4, 0]]
+    assert cut_micro_batches(rows, lengths, 10, is_padded=True) == [[4, 0], [1], [2]]
+    assert cut_micro_batches(rows[:0], lengths, 11) == []
+    with pytest.raises(ValueError, match="has 9 tokens, more than `micro_batch_tokens` 8"):
+        cut_micro_batches(rows, lengths, 8)
+
+
+def test_a_plan_has_every_row_once_shuffles_and_repeats_with_its_seed() -> None:
+    lengths = torch.tensor(random_lengths(0, 24))
+
+    def plans(seed: int) -> list[list[list[list[int]]]]:
+        options = {"generator": torch.Generator().manual_seed(seed), "is_padded": False}
+        return [plan_minibatches(lengths, micro_batch_tokens=99, num_minibatches=3, **options) for _ in range(2)]
+
+    first, second = plans(0)
+    assert sorted(row for step in first for part in step for row in part) == list(range(24))
+    assert [sum(map(len, step)) for step in first] == [8, 8, 8]
+    assert first != second
+    assert plans(0) == [first, second]

@@ -1,0 +1,154 @@
+"""Run a policy's trunk over sequences laid end to end: no padding is computed, and no sequence sees another.
+
+Position ids that restart tell sequences apart: transformers makes a block-causal mask of them, which is exact for every
+attention it has but is quadratic in the pack's length. On CUDA in 16 bit the `varlen` attention registered here takes
+its place: torch's variable-length flash attention, told where each sequence starts, which needs no mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+VARLEN = "varlen"
+"""Name of the attention that `register_varlen` gives to transformers."""
+
+_IS_PACKABLE = "_keeps_packed_sequences_apart"
+_needs_no_mask: ContextVar[bool] = ContextVar("needs_no_mask", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Sequences laid end to end.
+
+    Args:
+        input_ids: Tokens of all sequences. (N,), int64
+        position_ids: Place of each token in its sequence. (N,), int64
+        starts: First place of each sequence, and N. (B + 1,), int32
+        longest: Tokens of the longest sequence.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, input_ids: Tensor, lengths: Tensor) -> Pack:
+        """Lay right-padded sequences (B, S) of the given lengths (B,) end to end."""
+        places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        is_token = places < lengths[:, None]
+        starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(input_ids[is_token], places[is_token], starts, int(lengths.max()))
+
+
+def packed_states(trunk: nn.Module, pack: Pack) -> Tensor:
+    """Return the trunk's last hidden states of every token of a pack, (N, H)."""
+    given: dict[str, Any] = {"input_ids": pack.input_ids[None], "position_ids": pack.position_ids[None]}
+    with _attention_of(trunk, pack.input_ids.device) as is_varlen:
+        if is_varlen:
+            given |= {"cu_seq_lens_q": pack.starts, "max_length_q": pack.longest}
+        return trunk(**given, use_cache=False).last_hidden_state[0]
+
+
+def can_pack(trunk: nn.Module) -> bool:
+    """Say whether `note_if_packable` has found that a trunk keeps the sequences of a pack apart."""
+    return bool(getattr(trunk, _IS_PACKABLE, False))
+
+
+@torch.no_grad()
+def note_if_packable(trunk: nn.Module) -> bool:
+    """Note, for `can_pack`, whether a trunk keeps the sequences of a pack apart; return it.
+
+    Attention does, a recurrence does not, and neither does a model that pays no heed to position ids. So two short
+    sequences are tried: packed, they must have the states that each has alone. What so short a trial cannot show,
+    such as attention in chunks, is known by the config's names for its layers.
+    """
+    config: Any = trunk.config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    is_packable = not getattr(trunk, "_is_stateful", False) and kinds <= {"full_attention", "sliding_attention"}
+    if is_packable := is_packable and "position_ids" in inspect.signature(trunk.forward).parameters:
+        weight = next(trunk.parameters())
+        ids = torch.arange(1, 9, device=weight.device)[None] % config.get_text_config().vocab_size
+        alone = [trunk(input_ids=part, use_cache=False).last_hidden_state[0] for part in ids.split([3, 5], 1)]
+        pack = Pack.of(pad_sequence(list(ids[0].split([3, 5])), batch_first=True), torch.tensor([3, 5]))
+        error = (packed_states(trunk, pack) - torch.cat(alone)).abs().max() / torch.cat(alone).abs().max()
+        is_packable = bool(error < (1e-4 if weight.dtype.itemsize >= 4 else 2e-2))
+    setattr(trunk, _IS_PACKABLE, is_packable)
+    return is_packable
+
+
+@contextmanager
+def _attention_of(trunk: nn.Module, device: torch.device) -> Iterator[bool]:
+    """Take the varlen attention for the block where it can be had; yields whether it is."""
+    config: Any = trunk.config
+    if device.type != "cuda" or config._attn_implementation != VARLEN or not _is_16_bit(trunk):
+        yield False
+        return
+    token = _needs_no_mask.set(True)
+    try:
+        yield True
+    finally:
+        _needs_no_mask.reset(token)
+
+
+def _is_16_bit(trunk: nn.Module) -> bool:
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else next(trunk.parameters()).dtype
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def register_varlen() -> str:
+    """Give transformers the `varlen` attention, which is `sdpa` wherever no pack is told of; return its name."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    parameters = inspect.signature(varlen_attn).parameters
+    has_groups = "enable_gqa" in parameters  # since torch 2.13
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if cu_seq_lens_q is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        options: dict[str, Any] = {
+            "scale": scaling,
+            "window_size": (-1 if sliding_window is None else sliding_window - 1, 0),
+        }
+        if has_groups:
+            options["enable_gqa"] = True
+        else:
+            key, value = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
+        # Rotary embeddings leave queries and keys in float32 under autocast, which knows `sdpa` but not this kernel.
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+        query, key, value = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))  # (N, heads, D) each
+        assert max_length_q is not None
+        ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        return cast("Tensor", varlen_attn(query, key, value, *ends, **options))[None], None
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        return None if _needs_no_mask.get() else sdpa_mask(*args, **kwargs)
+
+    AttentionInterface.register(VARLEN, attention)
+    AttentionMaskInterface.register(VARLEN, mask)
+    return VARLEN
