@@ -18,8 +18,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.guard.background import Background
-from tlt_lightning.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
 
