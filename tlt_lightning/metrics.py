@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import comb
@@ -101,11 +102,15 @@ def _cat(state: list[Tensor] | Tensor) -> Tensor:
 
 
 def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
-    """Log lengths, truncation, rewards and the share of groups without a learning signal."""
+    """Log lengths, kept drafts, truncation, rewards and the share of groups without a learning signal."""
     lengths = torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts])
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
+    log.sum("rollout/tokens", lengths.sum())
+    for drafter, count in sum((Counter(rollout.response.num_kept) for rollout in rollouts), Counter()).items():
+        log.sum(f"speculation/kept_{drafter}", count)
     log.mean("rollout/length_mean", lengths.mean())
     log.mean("rollout/length_p50", lengths.quantile(0.5))
+    log.mean("rollout/length_p90", lengths.quantile(0.9))
     log.mean("rollout/length_p99", lengths.quantile(0.99))
     log.max("rollout/length_max", lengths.max())
     log.mean("rollout/truncated", sum(rollout.is_truncated for rollout in rollouts) / len(rollouts))
@@ -154,6 +159,8 @@ class IterationLog:
     """
 
     def __init__(self) -> None:
+        self.by_rank: list[dict[str, float]] = []
+        """Numbers of each rank in the iteration that was closed last."""
         self.clear()
 
     def clear(self) -> None:
@@ -216,6 +223,7 @@ class IterationLog:
             # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.
             _ = trainer.callback_metrics
             torch.distributed.all_gather_object(ranks, ranks[0])
+        self.by_rank = [{name: value for name, (_, value) in numbers.items()} for numbers in ranks]
         return combine(ranks)
 
     def open(self) -> None:

@@ -88,6 +88,14 @@ class Response:
     policy_versions: tuple[int, ...]
     drafts: Sequence[VerifiedDraft] = field(default=(), compare=False)  # the same text may come by other drafts
 
+    @property
+    def num_kept(self) -> dict[str, int]:
+        """Tokens of the response that each drafter proposed; a drafter without any may be missing."""
+        kept: dict[str, int] = {}
+        for at, drafter, _, count in self.drafts:
+            kept[drafter] = kept.get(drafter, 0) + min(count, len(self.token_ids) - at)
+        return kept
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
