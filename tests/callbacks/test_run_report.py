@@ -3,15 +3,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import matplotlib.image
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
-from tlt_lightning.callbacks import run_report
-from tlt_lightning.callbacks.run_report import RunReport, draw, summarize
+from tests.support.report_pages import read_page
+from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
+from tlt_lightning.callbacks.run_report import RunReport, summarize
 
 
 def make_rollouts(iteration: int) -> list[Any]:
@@ -51,7 +50,7 @@ def test_summary_holds_the_run_and_the_files_are_named(
         "interrupted": False,
     }
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:] if "metrics" not in line)
-    assert set(printed) == {"checkpoint", "summary", "picture"}
+    assert set(printed) == {"checkpoint", "summary", "report"}
     assert all(Path(path).is_file() for path in printed.values())
 
 
@@ -83,7 +82,9 @@ def test_interrupted_run_has_a_report(tmp_path: Path) -> None:
     summary = read_summary(tmp_path / "demo")
     assert summary["interrupted"] is True
     assert summary["iterations"] == 2
-    assert (tmp_path / "demo" / "report.png").is_file()
+    page = read_page(tmp_path / "demo")
+    assert page["state"] == "interrupted by RuntimeError"
+    assert page["iterations"] == [1, 2]
 
 
 def test_run_that_failed_before_its_first_iteration_leaves_an_earlier_report_alone(tmp_path: Path) -> None:
@@ -92,16 +93,50 @@ def test_run_that_failed_before_its_first_iteration_leaves_an_earlier_report_alo
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_failing_report_does_not_hide_what_ended_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(run_report, "draw", fail)
+def test_a_failing_report_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "demo" / "summary.json").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="made to fail"):
         fit(tmp_path, fail_in=2)
     assert "could not be written" in caplog.text
+
+
+def test_a_run_outlives_a_page_that_cannot_be_written_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "demo" / "report.html").mkdir(parents=True)
+    fit(tmp_path)
+    assert caplog.text.count("cannot be written") == 1
+    assert "could not be written 4 times" in capsys.readouterr().out
+    assert read_summary(tmp_path / "demo")["iterations"] == 3
+
+
+def test_the_page_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
+    pages: list[dict[str, Any]] = []
+
+    class Reader(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.current_epoch:
+                pages.append(read_page(tmp_path / "demo"))
+
+    steps = [progress(waiting=2 - i, running=1, finished=i, tokens=10 * i, elapsed=0.5 + i) for i in range(3)]
+    report = RunReport(str(tmp_path / "demo"), num_completions=2)
+    trainer = make_trainer(tmp_path, [report, Reader()])
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts, steps))
+    last = read_page(tmp_path / "demo")
+    assert [(page["state"], page["iterations"]) for page in (*pages, last)] == [
+        ("running", [1]),
+        ("running", [1, 2]),
+        ("finished", [1, 2, 3]),
+    ]
+    assert last["before"] == pytest.approx(0.2)
+    assert last["metrics"]["reward/mean"] == pytest.approx([0.1, 0.2, 0.3])
+    assert last["metrics"]["val/accuracy"] == [None, pytest.approx(0.2), None]
+    detail = last["details"]["2"]
+    assert detail["timeline"]["seconds"] == 2.5
+    assert detail["ranks"] == [{"rollout": 2.0, "update": 1.0, "sync": 0.5}]
+    assert len(detail["completions"]) == 2
+    assert {"policy", "objective"}.isdisjoint(last["facts"])  # the module of this test has neither
+    assert "torch" in last["facts"]["versions"]
 
 
 def test_failing_validation_alone_writes_no_report(tmp_path: Path) -> None:
@@ -109,7 +144,7 @@ def test_failing_validation_alone_writes_no_report(tmp_path: Path) -> None:
         raise RuntimeError("engine died")
 
     callback = RunReport(str(tmp_path / "demo"))
-    callback.history = {1: dict.fromkeys(run_report.RECORDED)}
+    callback.history = {1: {"reward/mean": 0.5}}
     with pytest.raises(RuntimeError, match="engine died"):
         make_trainer(tmp_path, [callback]).validate(LoggingModule(), datamodule=RolloutLoop(fail), verbose=False)
     assert not (tmp_path / "demo").exists()
@@ -121,6 +156,8 @@ def test_resumed_run_reports_from_its_beginning(tmp_path: Path) -> None:
         fit(tmp_path / "killed", fail_in=3)
     resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / "checkpoints" / "epoch=1.ckpt")
     assert resumed.history == whole.history
+    assert resumed.details == whole.details
+    assert read_page(tmp_path / "resumed" / "demo")["metrics"] == read_page(tmp_path / "whole" / "demo")["metrics"]
     assert set(resumed.history) == {1, 2, 3}
     assert resumed.accuracy_before == pytest.approx(0.2)
     assert read_summary(tmp_path / "resumed" / "demo")["iterations"] == 3
@@ -128,7 +165,7 @@ def test_resumed_run_reports_from_its_beginning(tmp_path: Path) -> None:
 
 def test_seconds_before_a_resume_count(tmp_path: Path) -> None:
     callback = RunReport(str(tmp_path))
-    callback.load_state_dict({"history": {}, "accuracy_before": None, "seconds": 1000.0})
+    callback.load_state_dict({"history": {}, "details": {}, "accuracy_before": None, "seconds": 1000.0})
     assert 1000.0 < callback.state_dict()["seconds"] < 1100.0
 
 
@@ -136,26 +173,15 @@ def test_checkpoint_holds_the_iteration_it_was_saved_after_as_primitives(tmp_pat
     fit(tmp_path)
     checkpoint = torch.load(tmp_path / "checkpoints" / "epoch=1.ckpt", weights_only=True)
     history = checkpoint["callbacks"]["RunReport"]["history"]
-    assert history[2]["reward_mean"] == pytest.approx(0.2)
-    assert history[2]["held_out_accuracy"] == pytest.approx(0.2)
-    assert history[1]["held_out_accuracy"] is None
+    assert history[2]["reward/mean"] == pytest.approx(0.2)
+    assert history[2]["val/accuracy"] == pytest.approx(0.2)
+    assert "val/accuracy" not in history[1]
 
 
 def test_summary_of_nothing_is_null() -> None:
     summary = summarize({}, None)
     assert summary.pop("iterations") == 0
     assert set(summary.values()) == {None}
-
-
-@pytest.mark.parametrize(("accuracy_before", "height"), [(0.1, 3), (None, 2)])
-def test_picture_has_a_panel_for_accuracy_only_if_it_was_measured(
-    tmp_path: Path, accuracy_before: float | None, height: int
-) -> None:
-    values = {"reward_mean": 0.5, "held_out_accuracy": None, "length_p50": 5.0, "length_p99": 9.0, "length_max": 9.0}
-    draw({1: values, 2: values}, accuracy_before, tmp_path / "report.png", "demo")
-    pixels = matplotlib.image.imread(tmp_path / "report.png")
-    assert pixels.shape[0] == int((1.0 + 2.2 * height) * 150)
-    assert pixels[..., :3].min() < 0.5  # something was drawn
 
 
 def test_report_survives_metrics_that_were_never_logged(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -65,6 +66,7 @@ class RolloutLoop(L.LightningDataModule):
         self.make_rollouts = make_rollouts
         self.progress = progress
         self.rollouts: Sequence[Rollout] = ()
+        self.tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
     def train_dataloader(self) -> LazyRollouts:
         return LazyRollouts(self, num_batches=2)
@@ -98,7 +100,7 @@ class LoggingModule(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        log = IterationLog()
+        self.iteration_log = log = IterationLog()
         log_rollouts(log, data.rollouts)
         log.update({"time/rollout": 2.0, "time/update": 1.0, "time/sync": 0.5, "time/iteration": 3.5})
         log.update({"train/loss": 1.0, "rollout/tokens_per_s": 1234.0})

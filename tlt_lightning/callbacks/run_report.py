@@ -1,48 +1,53 @@
-"""Report a finished run: its picture, key numbers as JSON, and places of its files."""
+"""Report a run while it runs and at its end: a page to look at, key numbers as JSON, and places of its files."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.callbacks.plots import COLORS, frame, save
+from tlt_lightning.arguments import check_at_least
+from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
+from tlt_lightning.callbacks.report_page import columns, kept_details, page
+from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline
+from tlt_lightning.callbacks.run_facts import configuration, facts
+from tlt_lightning.data.batch import Rollout
+from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.seeds import given_seed
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 log = logging.getLogger(__name__)
 
-RECORDED = {
+SUMMARIZED = {
     "reward_mean": "reward/mean",
-    "held_out_accuracy": "val/accuracy",
     "length_p50": "rollout/length_p50",
     "length_p99": "rollout/length_p99",
     "length_max": "rollout/length_max",
 }
-"""Values kept of each iteration, and the metric that each comes from."""
+"""Values of the last iteration in `summary.json`, and the metric that each comes from."""
 
-LABEL_POINTS = 12.0
-
-History = Mapping[int, Mapping[str, float | None]]
-"""The recorded values by iteration; None where the metric was not logged."""
+History = Mapping[int, Mapping[str, float]]
+"""The metrics by iteration."""
 
 
 class RunReport(RolloutCallback):
-    """Writes `report.png` and `summary.json` when `Trainer.fit` ends, and says where files lie.
+    """Writes `report.html` after every iteration, `summary.json` at the end, and says where files lie.
 
-    An interrupted run gets both too; a resumed run reports from its beginning, as the history is in the checkpoint.
-    `summary.json` has these keys, null where nothing was measured:
+    The page is one file that opens from disk: reward, accuracy, lengths, where each second went, speculation, and of
+    up to 24 iterations the rollout from inside and some completions, whose tokens show who drafted them. An interrupted
+    run is reported too; a resumed run reports from its beginning, as everything is in the checkpoint. `summary.json`
+    has these keys, null where nothing was measured:
 
     - `seed`: Of `seed_everything`.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
@@ -53,18 +58,28 @@ class RunReport(RolloutCallback):
     - `interrupted`: Whether an exception or Ctrl-C ended the run.
 
     Args:
-        dirpath: Directory to write to; made if missing. Its name is the picture's title.
+        dirpath: Directory to write to; made if missing. Its name is the page's title.
+        num_completions: Completions of an iteration on the page, drawn at random from rank zero's.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[RunReport("outputs/quickstart")])  # doctest: +SKIP
     """
 
-    def __init__(self, dirpath: str) -> None:
+    def __init__(self, dirpath: str, num_completions: int = 8) -> None:
+        check_at_least("num_completions", num_completions, 0)
         self.dirpath = Path(dirpath)
-        self.history: dict[int, dict[str, float | None]] = {}
+        self.num_completions = num_completions
+        self.history: dict[int, dict[str, float]] = {}
+        self.details: dict[int, dict[str, Any]] = {}
         self.accuracy_before: float | None = None
+        self._timeline = RolloutTimeline()
+        self._completions: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {}
+        self._num_unwritten = 0
         self._earlier_seconds = 0.0
         self._started = time.perf_counter()
+
+    # In the run
 
     @override
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -74,22 +89,52 @@ class RunReport(RolloutCallback):
             self.accuracy_before = float(accuracy)
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._head = {"facts": facts(trainer, pl_module), "config": configuration(trainer, pl_module)}
+
+    @override
+    def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
+        if trainer.is_global_zero and trainer.training:
+            self._timeline.add(progress)
+
+    @override
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
+        if trainer.is_global_zero and trainer.training:
+            # A generator of its own: the sample repeats with the iteration and leaves the run's random numbers alone.
+            chosen = random.Random(trainer.current_epoch)
+            sample = chosen.sample(rollouts, min(self.num_completions, len(rollouts)))
+            decode = trainer.datamodule.tokenizer.decode  # type: ignore[attr-defined]
+            self._completions = [completion(rollout, decode) for rollout in sorted(sample, key=lambda r: -r.reward)]
+
+    @override
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
-        self.history[iteration] = {name: metrics.get(metric) for name, metric in RECORDED.items()}
+        self.history[iteration] = dict(metrics)
+        if not trainer.is_global_zero:
+            return
+        ranks = [_of_rank(numbers) for numbers in pl_module.iteration_log.by_rank]  # type: ignore[union-attr]
+        timeline = self._timeline.spans()
+        self.details[iteration] = {"timeline": timeline, "ranks": ranks, "completions": self._completions}
+        self.details = {number: self.details[number] for number in sorted(kept_details(self.details))}
+        self._timeline.clear()
+        self._completions = []
+        self._write_page(trainer, "running")
+
+    # At its end
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
-            self._write(trainer, interrupted=False)
+            self._write(trainer, None)
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not (trainer.is_global_zero and self.history and trainer.state.fn == "fit"):
             return
         try:
-            self._write(trainer, interrupted=True)
+            self._write(trainer, exception)
         except Exception:
             # Raising here would hide what ended the run and keep the engine from being closed.
             log.exception("The report of the interrupted run could not be written to %s.", self.dirpath)
@@ -98,6 +143,7 @@ class RunReport(RolloutCallback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "history": {iteration: dict(values) for iteration, values in self.history.items()},
+            "details": dict(self.details),
             "accuracy_before": self.accuracy_before,
             "seconds": self._seconds,
         }
@@ -105,6 +151,7 @@ class RunReport(RolloutCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = {int(iteration): dict(values) for iteration, values in state_dict["history"].items()}
+        self.details = dict(state_dict["details"])
         self.accuracy_before = state_dict["accuracy_before"]
         self._earlier_seconds = state_dict["seconds"]
 
@@ -112,94 +159,69 @@ class RunReport(RolloutCallback):
     def _seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._started
 
-    def _write(self, trainer: L.Trainer, *, interrupted: bool) -> None:
+    def _write_page(self, trainer: L.Trainer, state: str) -> None:
+        """Replace the page in one go; one that cannot be written is no reason to end a run."""
+        data = {
+            "title": self.dirpath.absolute().name,
+            "state": state,
+            "written": f"{datetime.now():%Y-%m-%d %H:%M}",
+            "seconds": round(self._seconds),
+            "planned": trainer.max_epochs,
+            "before": self.accuracy_before,
+            **self._head,
+            "iterations": sorted(self.history),
+            "metrics": columns(self.history),
+            "details": self.details,
+        }
+        try:
+            self.dirpath.mkdir(parents=True, exist_ok=True)
+            part = self.dirpath / "report.html.part"
+            part.write_bytes(page(data).encode("utf-8", "replace"))  # a lone surrogate has no bytes
+            os.replace(part, self.dirpath / "report.html")
+        except OSError as error:
+            self._num_unwritten += 1
+            if self._num_unwritten == 1:
+                log.warning("The report cannot be written to %s, the run goes on: %s", self.dirpath, error)
+
+    def _write(self, trainer: L.Trainer, exception: BaseException | None) -> None:
         self.dirpath.mkdir(parents=True, exist_ok=True)
         measured = summarize(self.history, self.accuracy_before)
-        summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": interrupted}
+        is_interrupted = exception is not None
+        summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": is_interrupted}
         summary_path = self.dirpath / "summary.json"
         summary_path.write_text(json.dumps(summary, indent=2) + "\n")
-        lines = [f"run {'interrupted' if interrupted else 'finished'} after {summary['iterations']} iterations"]
+        lines = [f"run {'interrupted' if is_interrupted else 'finished'} after {summary['iterations']} iterations"]
         lines += [f"  checkpoint  {path}" for path in _checkpoints(trainer)]
         lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
         lines += [f"  summary     {summary_path}"]
         if self.history:
-            picture_path = self.dirpath / "report.png"
-            draw(self.history, self.accuracy_before, picture_path, title=self.dirpath.name)
-            lines += [f"  picture     {picture_path}"]
+            self._write_page(trainer, "finished" if exception is None else f"interrupted by {type(exception).__name__}")
+            lines += [f"  report      {self.dirpath / 'report.html'}"]
+        if self._num_unwritten:
+            lines += [f"  the report could not be written {self._num_unwritten} times: what it shows may be old"]
         say("\n".join(lines))
 
 
 def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]:
     """Return the measured keys of `summary.json` (see `RunReport`)."""
     last = history[max(history)] if history else {}
-    validated = [iteration for iteration in sorted(history) if history[iteration]["held_out_accuracy"] is not None]
+    validated = [iteration for iteration in sorted(history) if "val/accuracy" in history[iteration]]
     return {
         "iterations": max(history, default=0),
         "held_out_accuracy_before": accuracy_before,
-        "held_out_accuracy_after": history[validated[-1]]["held_out_accuracy"] if validated else None,
+        "held_out_accuracy_after": history[validated[-1]]["val/accuracy"] if validated else None,
         "held_out_accuracy_after_iteration": validated[-1] if validated else None,
-        **{name: last.get(name) for name in ("reward_mean", "length_p50", "length_p99", "length_max")},
+        **{name: last.get(metric) for name, metric in SUMMARIZED.items()},
     }
 
 
-def draw(history: History, accuracy_before: float | None, path: Path, title: str) -> None:
-    """Draw reward, held-out accuracy (if measured) and response lengths over the iterations."""
-    before = {} if accuracy_before is None else {0: accuracy_before}
-    accuracy = before | _series(history, "held_out_accuracy")
-    figure, panels = frame(3 if accuracy else 2)
-    figure.suptitle(title, fontweight="bold")
-    curves: list[dict[str, dict[int, float]]] = [{"": _series(history, "reward_mean")}]
-    _draw_panel(panels[0], "Reward of the rollouts", "mean reward", curves[0])
-    if accuracy:
-        curves.append({"": accuracy})
-        note = " (iteration 0: before training)" if before else ""
-        _draw_panel(panels[1], f"Accuracy on held-out prompts{note}", "accuracy", curves[1])
-    curves.append({label: _series(history, f"length_{label}") for label in ("max", "p99", "p50")})
-    _draw_panel(panels[-1], "Length of the responses", "tokens (log scale)", curves[-1])
-    _use_log_scale(panels[-1])
-    panels[-1].set_xlim(-0.02 * max(history), 1.02 * max(history))
-    figure.draw_without_rendering()  # settles the layout, which the labels' places depend on
-    for panel, panel_curves in zip(panels, curves, strict=True):
-        _label_ends(panel, panel_curves)
-    save(figure, path)
-
-
-def _draw_panel(panel: Axes, title: str, unit: str, curves: Mapping[str, Mapping[int, float]]) -> None:
-    for curve, color in zip(curves.values(), COLORS, strict=False):
-        marker = "o" if len(curve) <= 40 else ""
-        panel.plot(list(curve), list(curve.values()), color=color, linewidth=1.6, marker=marker, markersize=3)
-    panel.set_title(title, loc="left", fontsize=10)
-    panel.set_ylabel(unit, fontsize=9)
-    panel.grid(axis="y", color="0.9", linewidth=0.8)
-
-
-def _label_ends(panel: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
-    """Write each curve's name and last value at its end, pushed apart where curves end together."""
-    points_per_pixel = 72 / panel.figure.dpi
-    upper = float("inf")
-    for (label, curve), color in zip(curves.items(), COLORS, strict=False):  # from top to bottom
-        if not curve:
-            continue
-        end = max(curve)
-        height = panel.transData.transform((end, curve[end]))[1] * points_per_pixel
-        upper = min(height, upper - LABEL_POINTS)
-        text = f"{label} {curve[end]:,.0f}" if label else f"{curve[end]:.3f}"
-        place = (6, upper - height)
-        panel.annotate(text, (end, curve[end]), place, textcoords="offset points", va="center", color=color, fontsize=9)
-
-
-def _use_log_scale(panel: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    panel.set_yscale("log")
-    panel.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=8))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _series(history: History, name: str) -> dict[int, float]:
-    values = ((iteration, history[iteration][name]) for iteration in sorted(history))
-    return {iteration: value for iteration, value in values if value is not None}
+def _of_rank(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return a rank's seconds by stage, those of idle windows in which it trained apart."""
+    stages = {name.removeprefix("time/"): seconds for name, seconds in numbers.items() if name.startswith("time/")}
+    stages.pop("iteration", None)
+    used = min(numbers.get("drafter/idle_seconds_used", 0.0), stages.get("idle", 0.0))
+    stages |= {"idle": stages["idle"] - used, "idle, used": used} if used else {}
+    return {stage: round(seconds, 3) for stage, seconds in stages.items()}
 
 
 def _checkpoints(trainer: L.Trainer) -> list[str]:

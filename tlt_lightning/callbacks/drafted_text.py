@@ -1,0 +1,86 @@
+"""Show a completion: its scores, and its text in pieces that one drafter, or the policy itself, has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tlt_lightning.callbacks.report_page import shortened
+from tlt_lightning.data.batch import Rollout
+from tlt_lightning.engine.base import Response
+
+MAX_TOKENS, MAX_CHARS = 1600, 4000
+"""Most tokens that are shown of a response, and characters of its prompt and of its answer."""
+
+Span = tuple[str, int, int]
+"""Who wrote the tokens, the first, and the one behind the last.
+
+Who is a drafter, whose draft was kept; the empty string for the policy; or `-` and a drafter for a token of the policy
+in the place of a draft that was refused.
+"""
+UNFINISHED = "\ufffd"
+"""The character that a tokenizer decodes a part of a character to."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def completion(rollout: Rollout, decode: Decode) -> dict[str, Any]:
+    """Return what a reader wants of a rollout, as primitives of bounded size; `decode` is the tokenizer's."""
+    answer = rollout.prompt.answer
+    return {
+        "prompt": _cut(rollout.prompt.text),
+        "answer": None if answer is None else _cut(str(answer)),
+        "reward": shortened(rollout.reward),
+        "rewards": {name: shortened(score) for name, score in rollout.rewards.items()},
+        "tokens": len(rollout.response.token_ids),
+        "cut": rollout.is_truncated,
+        "kept": rollout.response.num_kept,
+        "pieces": [list(piece) for piece in pieces(rollout.response, decode, MAX_TOKENS)],
+    }
+
+
+def spans(response: Response) -> list[Span]:
+    """Return the spans of a response, in order and without gaps; neighbours differ."""
+    length, begun, cut = len(response.token_ids), 0, list[Span]()
+    for at, drafter, num_drafted, num_kept in response.drafts:
+        kept = min(at + num_kept, length)  # the response may end within a draft
+        end = min(kept + 1, length)
+        cut += [("", begun, at), (drafter, at, kept), ("" if num_kept == num_drafted else f"-{drafter}", kept, end)]
+        begun = end
+    cut.append(("", begun, length))
+    merged: list[Span] = []
+    for who, first, last in cut:
+        if merged and merged[-1][0] == who:
+            merged[-1] = (who, merged[-1][1], last)
+        elif last > first:
+            merged.append((who, first, last))
+    return merged
+
+
+def pieces(response: Response, decode: Decode, most: int) -> Iterator[tuple[str, str]]:
+    """Yield who wrote each piece of a response, and its text; about `most` tokens in all.
+
+    Of a longer response the beginning and the last quarter of `most` are shown, and `…` between them. A character of
+    several tokens belongs to whoever wrote the last of them.
+    """
+    ids, cut = list(response.token_ids), spans(response)
+    tail = len(ids) - most // 4
+    ranges = [(0, len(ids))] if len(ids) <= most else [(0, most - most // 4), (tail, len(ids))]
+    for low, high in ranges:
+        if low:
+            yield "…", f"{low - ranges[0][1]:,} tokens"
+        context = shown = low  # tokens whose text is out, and where decoding begins to give what follows
+        for who, first, last in cut:
+            first, last = max(first, low), min(last, high)
+            if first >= last:
+                continue
+            # With the piece before, as a stream is decoded: a token's text may depend on what it follows.
+            before, text = decode(ids[context:shown]), decode(ids[context:last])
+            if text.endswith(UNFINISHED) and last < high:
+                continue
+            yield who, text[len(before) :]
+            context, shown = shown, last
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS // 2]} … {text[-MAX_CHARS // 2 :]}"
