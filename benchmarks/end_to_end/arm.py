@@ -105,6 +105,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
         return []
     from benchmarks.end_to_end.first_head import FirstHead
     from tlt_lightning.drafter.module import DrafterModule
+    from tlt_lightning.long_tail.budget import FixedBudget
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
     is_random = arm == "random"
@@ -114,7 +115,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
         head=None if is_random else head,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0),
     )
-    drafting = LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, share=shares[arm])
+    drafting = LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=FixedBudget(shares[arm]))
     return [drafting, FirstHead(drafting)] if arm == "paired" else [drafting]
 
 

@@ -34,6 +34,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
+from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.speculation import FixedSelector
 
@@ -79,7 +80,7 @@ class Witness(RolloutCallback):
         self._steps, self._opened = [], None
         self._is_measuring = trainer.current_epoch >= self._learning
         if self._is_measuring:
-            self.drafting.every_n_iterations = 2
+            self.drafting.budget = FixedBudget(0.0, every_n_iterations=2)
 
     @override
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
         return made
 
     drafter = DrafterModule(work.policy, head=next(iter(args.head), None), optimizer=optimizer)
-    witness.drafting = LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens)
+    witness.drafting = LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=FixedBudget(0.0))
     selector = FixedSelector(NUM_DRAFT_TOKENS)
     speculation = Speculation(cold_head=True, selector=selector, max_draft_tokens=NUM_DRAFT_TOKENS)
     module, data = modules_of(work, speculation)

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.end_to_end import idle_windows
 from tlt_lightning.engine.base import RolloutProgress
+from tlt_lightning.long_tail.budget import FixedBudget
 
 
 def logged(micro_steps: float) -> dict[str, float]:
@@ -84,7 +85,7 @@ def test_a_rank_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_once_learning_is_over_nothing_moves_and_every_second_window_trains() -> None:
     witness = idle_windows.Witness(2, lambda rows: None)
-    witness.drafting = SimpleNamespace(every_n_iterations=1)  # type: ignore[assignment]
+    witness.drafting = SimpleNamespace(budget=FixedBudget(0.0))  # type: ignore[assignment]
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
     optimizer.register_step_pre_hook(witness.hold)
@@ -95,7 +96,7 @@ def test_once_learning_is_over_nothing_moves_and_every_second_window_trains() ->
         weight.grad = torch.ones(3)
         optimizer.step()
         schedule.step()
-        seen.append((weight[0].item(), witness.drafting.every_n_iterations))
+        seen.append((weight[0].item(), witness.drafting.budget.every_n_iterations))
     assert seen[0][0] > seen[1][0] == seen[2][0] == seen[3][0]
     assert [every for _, every in seen] == [1, 1, 2, 2]
     witness.on_rollout_progress(None, None, RolloutProgress(0, 3, 0, 1, 1, 0.1))  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from tests.support.drafter_runs import (
     POLICY,
     Greedy,
     Metrics,
-    TailWatch,
     fixed,
     make_callback,
     make_data,
@@ -32,6 +31,8 @@ from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow
+from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
+from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
@@ -45,7 +46,6 @@ class Run:
     callback: LongTailIdleCallback
     rows: list[dict[str, float]]
     greedy: Greedy
-    tail: TailWatch
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.rows]
@@ -54,11 +54,11 @@ class Run:
 def fit(root: Path, ckpt_path: str | None = None, max_epochs: int = 3, **callback: Any) -> Run:
     L.seed_everything(3)
     selector, metrics, checkpoints = fixed(), Metrics(), ModelCheckpoint(root, "{epoch}", save_top_k=-1)
-    drafting = make_callback(**{"share": 8.0, "tail_requests": 16, **callback})
-    greedy, tail, module = Greedy(selector), TailWatch(), make_module()
-    trainer = make_trainer(root, drafting, tail, metrics, checkpoints, greedy, max_epochs=max_epochs)
+    drafting = make_callback(**{"share": 8.0, **callback})
+    greedy, module = Greedy(selector), make_module()
+    trainer = make_trainer(root, drafting, metrics, checkpoints, greedy, max_epochs=max_epochs)
     trainer.fit(module, make_data(make_engine(selector)), ckpt_path=ckpt_path)
-    return Run(root, module, drafting, metrics.rows, greedy, tail)
+    return Run(root, module, drafting, metrics.rows, greedy)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,6 @@ def test_the_books_of_a_run(adaptive: Run) -> None:
         stages = [value for name, value in row.items() if name.startswith("time/") and name != "time/iteration"]
         assert row["time/drafter"] > 0
         assert sum(stages) == pytest.approx(row["time/iteration"])
-    assert adaptive.tail.seconds[0] == 0  # nothing to learn from yet
-    assert max(adaptive.tail.seconds[1:]) > 0
 
 
 @pytest.mark.vllm
@@ -131,7 +129,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(adaptive: Run, tmp_p
         assert torch.equal(tensor, policy[name]), name
     # The engine drafted with the published head from the first step on.
     # A new engine begins with a step without drafts: a switch more.
-    is_timed = ("time/", "speculation/tokens_per_s", "speculation/switches", "rollout/")
+    is_timed = ("time/", "drafter/seconds_not_hidden", "speculation/tokens_per_s", "speculation/switches", "rollout/")
     mine = {name: value for name, value in resumed.rows[-1].items() if not name.startswith(is_timed)}
     assert mine == {name: adaptive.rows[-1][name] for name in mine}
     assert sorted(resumed.callback.record.history) == [1, 2, 3]
@@ -218,10 +216,6 @@ def test_the_engine_starts_with_the_head_that_training_starts_from(random_head: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"share": -0.1}, "`share` must be at least 0, got -0.1"),
-        ({"every_n_iterations": 0}, "`every_n_iterations` must be at least 1"),
-        ({"patience": 0}, "`patience` must be at least 1"),
-        ({"tail_requests": -1}, "`tail_requests` must be at least 0"),
         ({"buffer_gib": 0}, "`buffer_gib` must be positive"),
         ({"pack_tokens": 100}, "`pack_tokens` must be a positive multiple of 128, got 100"),
     ],
@@ -247,7 +241,7 @@ class Loop:
         data = SimpleNamespace(sampling=Sampling(temperature=0.7))
         strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda tensor, reduce_op: tensor)
         self.trainer: Any = SimpleNamespace(
-            training=True, current_epoch=0, world_size=1, global_step=0, global_rank=0, strategy=strategy
+            training=True, current_epoch=0, max_epochs=9, world_size=1, global_step=0, global_rank=0, strategy=strategy
         )
         self.trainer.datamodule, self.trainer.is_global_zero = data, False
         self.module: Any = SimpleNamespace(
@@ -299,13 +293,10 @@ def test_a_step_that_does_not_fit_is_refused_before_the_run(monkeypatch: pytest.
 
 
 def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run() -> None:
-    callback = make_callback(max_passes=1.5, pack_tokens=128)
+    callback = make_callback(share=0.0, max_passes=1.5, pack_tokens=128)
     loop = Loop(callback, world_size=2)
-    ids = torch.arange(2, 42)
-    states = torch.randn(40, 4 * 128).bfloat16()
-    texts = [PolicyText(ids.roll(n), states[:, :384], states[:, 384:], prompt_length=4) for n in range(12)]
     loop.begin_iteration(0)
-    callback.on_hidden_states(loop.trainer, loop.module, texts)
+    callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
     loop.begin_iteration(1)
     callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))
     assert callback.num_steps == math.ceil(1.5 * callback.buffer.num_tokens / 128)
@@ -318,17 +309,78 @@ def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run
 
 
 @pytest.mark.parametrize(
-    ("world_size", "arguments", "expected"),
+    ("world_size", "budget", "expected"),
     [
-        (1, {}, [True] * 4),
-        (1, {"share": 0.0}, [False] * 4),
-        (2, {"share": 0.0}, [True] * 4),  # a share of what is written is for a single worker
-        (1, {"every_n_iterations": 2}, [False, True, False, True]),
-        (2, {"every_n_iterations": 2}, [True, False, True, False]),  # states of now are for the next iteration
+        (1, FixedBudget(0.1), [True] * 4),
+        (1, FixedBudget(0.0), [False] * 4),
+        (2, FixedBudget(0.0), [True] * 4),  # there are idle windows
+        (1, FixedBudget(0.1, every_n_iterations=2), [False, True, False, True]),
+        (2, FixedBudget(0.1, every_n_iterations=2), [False, True, False, True]),
+        (1, AdaptiveBudget(), [True]),  # a trial
     ],
 )
 def test_states_are_asked_for_where_the_drafter_trains(
-    world_size: int, arguments: dict[str, Any], expected: list[bool]
+    world_size: int, budget: TrainingBudget, expected: list[bool]
 ) -> None:
-    loop = Loop(make_callback(**arguments), world_size)
-    assert [loop.begin_iteration(epoch) for epoch in range(4)] == expected
+    loop = Loop(make_callback(budget=budget), world_size)
+    assert [loop.begin_iteration(epoch) for epoch in range(len(expected))] == expected
+
+
+def texts_of(number: int, length: int = 40) -> list[PolicyText]:
+    states = torch.randn(length, 4 * 128).bfloat16()
+    return [PolicyText(torch.arange(length).roll(n), states[:, :384], states[:, 384:], 4) for n in range(number)]
+
+
+class Recording(FixedBudget):
+    """Remembers what it is told, and may allow no time."""
+
+    seconds = math.inf
+
+    def __init__(self, share: float) -> None:
+        super().__init__(share)
+        self.iterations: list[MeasuredIteration] = []
+
+    def limit(self, elapsed: float) -> float:
+        return self.seconds
+
+    def note_iteration(self, iteration: MeasuredIteration) -> None:
+        self.iterations.append(iteration)
+
+
+def test_workers_share_what_idle_windows_left_of_the_budget_and_count_both() -> None:
+    budget = Recording(0.8)
+    callback = make_callback(budget=budget, pack_tokens=128)
+    loop = Loop(callback)
+    callback.training.sum_over_ranks = lambda tensor: 2 * tensor  # of two workers that do the same
+    callback._push = lambda: None  # type: ignore[method-assign]  # the engine is not loaded
+    loop.trainer.world_size = 2
+    batch: Any = SimpleNamespace(lengths=torch.full((16,), 100))
+    callback._drift.measure = lambda *_: 0.0  # type: ignore[method-assign]
+    callback.buffer.add(texts_of(12))
+    trained = []
+    for epoch, num_idle in enumerate((0, 3, 12)):
+        loop.begin_iteration(epoch)
+        left = iter(range(num_idle))
+        callback.max_passes = math.inf
+        callback.on_rollout_idle(
+            loop.trainer, loop.module, IdleWindow(lambda left=left: next(left, None) is not None, 1)
+        )
+        callback.on_rollout_scored(loop.trainer, loop.module, batch)
+        callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
+        trained.append(callback.num_steps)
+        numbers = {name: value for name, (_, value) in loop.module.iteration_log.read().items()}
+        assert numbers["drafter/budget_tokens"] == 0.8 * 3200
+        assert numbers["drafter/tokens"] == 128 * callback.num_steps
+        callback.on_iteration_end(
+            loop.trainer, loop.module, epoch + 1, {**numbers, "drafter/tokens": 256.0 * trained[-1]}
+        )
+        loop.module.iteration_log.clear()
+    assert trained == [10, 10, 12]  # ten packs of 128 by each of two are 0.8 of 3,200 tokens; idle ones come first
+    assert [round(each.idle_share, 3) for each in budget.iterations] == [0, 0.24, 0.96]
+    assert [round(each.share, 3) for each in budget.iterations] == [0.8, 0.56, 0]
+    assert all(each.learned_share is None for each in budget.iterations)  # the head is cold
+    budget.seconds = 0.0
+    loop.begin_iteration(3)
+    callback.on_rollout_scored(loop.trainer, loop.module, batch)
+    callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
+    assert callback.num_steps == 0

@@ -11,6 +11,7 @@ from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, R
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import Request, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rewards import countdown
@@ -52,9 +53,13 @@ def make_module() -> RLModule:
     return RLModule(POLICY, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4))
 
 
-def make_callback(head: str | None = None, lr: float = 7e-3, **arguments: Any) -> LongTailIdleCallback:
+def make_callback(
+    head: str | None = None, lr: float = 7e-3, share: float = 0.1, **arguments: Any
+) -> LongTailIdleCallback:
     drafter = DrafterModule(POLICY, head, optimizer=lambda p: torch.optim.AdamW(p, lr=lr))
-    return LongTailIdleCallback(drafter, **{"pack_tokens": 256, "buffer_gib": 0.25, **arguments})
+    return LongTailIdleCallback(
+        drafter, **{"pack_tokens": 256, "buffer_gib": 0.25, "budget": FixedBudget(share), **arguments}
+    )
 
 
 def make_trainer(root: Path, *callbacks: L.Callback, **overrides: Any) -> L.Trainer:
@@ -99,17 +104,3 @@ class Greedy(RolloutCallback):
             responses = data.engine.generate(requests, Sampling(max_tokens=64, temperature=0), seed=0)
             texts = {response.request_id: list(response.token_ids) for response in responses}
             self.texts[strategy.num_draft_tokens] = [texts[request.id] for request in requests]
-
-
-class TailWatch(RolloutCallback):
-    """Seconds that the drafter took between engine steps, by iteration; stands behind the drafter's callback."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._before = 0.0
-
-    def on_rollout_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
-        self._before = pl_module.iteration_log.seconds("drafter")
-
-    def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
-        self.seconds.append(pl_module.iteration_log.seconds("drafter") - self._before)

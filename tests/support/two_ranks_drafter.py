@@ -27,6 +27,7 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.engine import Request, Response, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hooks import IdleWindow
+from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.objectives import GRPO
 
@@ -160,7 +161,7 @@ def make_module(policy: str) -> RLModule:
 def main(policy: str, prompts: str, out: str, mode: str) -> None:
     L.seed_everything(3)
     drafter = StagedDrafter(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
-    drafting = LongTailIdleCallback(drafter, pack_tokens=128, max_passes=1000)
+    drafting = LongTailIdleCallback(drafter, pack_tokens=128, max_passes=1000, budget=FixedBudget(0.0))
     if mode == "die" and os.environ["LOCAL_RANK"] == "0":
         loss, calls = drafter.loss, iter([False])  # the first call is the step that is tried before the run
         drafter.loss = lambda batch: die(Path(out)) if next(calls, True) else loss(batch)

@@ -21,6 +21,7 @@ from tests.support.two_ranks_drafter import make_data, make_module, make_trainer
 from tlt_lightning import RolloutCallback
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.hooks import IdleWindow
+from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
 NUM_SAVED, NUM_ITERATIONS = 2, 3
@@ -74,7 +75,7 @@ def digest(state: Any) -> str:
 def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> None:
     L.seed_everything(3)
     drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
-    drafting = CountedWindows(drafter, pack_tokens=128, max_passes=1000)
+    drafting = CountedWindows(drafter, pack_tokens=128, max_passes=1000, budget=FixedBudget(0.5))
     observer, checkpoints = Observer(drafting), ModelCheckpoint(out, "{epoch}", save_top_k=-1)
     trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, observer, checkpoints)
     trainer.fit(make_module(policy), make_data(prompts), ckpt_path=ckpt_path)

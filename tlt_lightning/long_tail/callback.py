@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,28 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_positive
+from tlt_lightning.arguments import check_positive
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
-from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
+from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
+from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.attach import attach_to_engine, check_engine
+from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import gather_others, make_group, state_of_rank
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
-from tlt_lightning.long_tail.publishing import DrafterPublisher
+from tlt_lightning.long_tail.publishing import DrafterPublisher, Publication
 from tlt_lightning.long_tail.record import DrafterRecord
 from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.seeds import run_seed, seed_of
+
+_LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
 
 
 class LongTailIdleCallback(RolloutCallback):
@@ -39,17 +45,16 @@ class LongTailIdleCallback(RolloutCallback):
 
     1. At the start the engine, a `VLLMEngine` whose selector may choose the drafter `learned`, loads the head that
        training starts from; a random one drafts nothing yet.
-    2. During a rollout a worker that is done trains while others still write, and stops within one pack of their end. A
-       single worker never waits; it may train between the last engine steps (`tail_requests`).
+    2. During a rollout a worker that is done trains while others still write, and stops within one pack of their end.
     3. After the rollout the workers' weights are averaged by how much each has trained.
-    4. After the update the hidden states of the policy's own passes go to the buffer, and a single worker trains on a
-       share of the iteration's tokens.
+    4. After the update the hidden states of the policy's own passes go to the buffer, and all workers train on what the
+       iteration's budget leaves over.
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
-    In the end `dirpath` holds the published head and a picture. A run goes on from a checkpoint exactly, but for idle
-    windows, which depend on the clock; on another number of workers it goes on inexactly. docs/metrics.md lists the
-    metrics, `drafter/...`.
+    In the end `dirpath` holds the published head and a picture. A run goes on from a checkpoint exactly with a
+    `FixedBudget` and no idle windows, which depend on the clock; on another number of workers it goes on inexactly.
+    docs/metrics.md lists the metrics, `drafter/...`.
 
     Args:
         drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps.
@@ -58,13 +63,9 @@ class LongTailIdleCallback(RolloutCallback):
         buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
             a 7B policy takes 28.7 kB a token. Checkpoints, and rank zero's host memory while it saves one, grow by it
             times the number of workers.
-        share: Share of an iteration's tokens that a single worker trains on; above 1 sees them several times, 0 never
-            trains.
+        budget: Decides how many of an iteration's tokens are trained on; None is an `AdaptiveBudget`, which trains as
+            much as pays.
         max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
-        tail_requests: With a single worker, begin with `share` already between engine steps once at most so many
-            requests are left; 0 trains after the update alone.
-        every_n_iterations: Train in every n-th iteration only.
-        patience: Stop training after this many decisions in a row that published nothing; None never stops.
         dirpath: Where the finished drafter and its picture go; None is `drafter` in the Trainer's `default_root_dir`.
 
     Example:
@@ -78,28 +79,18 @@ class LongTailIdleCallback(RolloutCallback):
         drafter: DrafterModule,
         pack_tokens: int = 4096,
         buffer_gib: float = 1.0,
-        share: float = 0.1,
+        budget: TrainingBudget | None = None,
         max_passes: float = 2.0,
-        tail_requests: int = 0,
-        every_n_iterations: int = 1,
-        patience: int | None = None,
         dirpath: str | None = None,
     ) -> None:
-        check_at_least("share", share, 0)
-        check_at_least("tail_requests", tail_requests, 0)
-        check_at_least("every_n_iterations", every_n_iterations, 1)
-        check_at_least("patience", 1 if patience is None else patience, 1)
         check_positive("max_passes", max_passes)
         check_positive("buffer_gib", buffer_gib)
         check_num_tokens(pack_tokens, "pack_tokens")
         self.drafter = drafter
         self.buffer = DrafterBuffer(int(buffer_gib * 2**30))
         self.pack_tokens = pack_tokens
-        self.share = share
+        self.budget = AdaptiveBudget() if budget is None else budget
         self.max_passes = max_passes
-        self.tail_requests = tail_requests
-        self.every_n_iterations = every_n_iterations
-        self.patience = patience
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.record = DrafterRecord()
         self._head_dir: tempfile.TemporaryDirectory[str] | None = None
@@ -109,7 +100,9 @@ class LongTailIdleCallback(RolloutCallback):
         self._publisher: DrafterPublisher | None = None
         self._drift = PolicyDrift()
         self._iteration = -1
-        self._num_tokens = 0  # of the iteration's texts
+        self._share: float | None = None  # this iteration's budget
+        self._started = 0.0
+        self._num_tokens, self._num_trained = 0, 0  # of all workers in this iteration: written, trained on in windows
         self.num_steps = 0
         """Micro-steps of this worker in this iteration."""
         self._group: ProcessGroup | None = None
@@ -148,7 +141,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._is_frozen(trainer):
+        if trainer.world_size > 1 or not self.budget.is_empty:
             self.training.try_step()
 
     # 2. A rollout, and the decision before it (5.)
@@ -163,21 +156,27 @@ class LongTailIdleCallback(RolloutCallback):
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
-        self._iteration, self.num_steps = trainer.current_epoch, 0
-        self._publish(trainer, pl_module, pl_module.iteration_log)
-        publisher = self.publisher
+        self._iteration, self.num_steps, self._started = trainer.current_epoch, 0, time.perf_counter()
+        self._num_tokens = self._num_trained = 0
+        publisher, publication = self.publisher, self._publish(pl_module)
+        if publication is not None:
+            pl_module.iteration_log.update(publication.metrics())
+            self.budget.note_training(publication.measured)
         is_cold = self.drafter.head_path is None and publisher.version == 0
         if not is_cold and (publisher.version > self._served or self._policy_rows_move(pl_module)):
             self._push()
         pl_module.iteration_log.mean("drafter/version", self._served)
         if publisher.data_version >= 0:
             pl_module.iteration_log.mean("drafter/policy_lag", trainer.global_step - publisher.data_version)
-        is_alone = trainer.world_size == 1  # with several workers the states are for the next iteration's windows
+        remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
+        self._share = self.budget.decide(trainer.current_epoch, remaining)
+        pl_module.iteration_log.update(self.budget.metrics())
         pl_module.hidden_state_request = None
-        if self.trains(trainer, trainer.current_epoch + (not is_alone)):
-            width, share = self.drafter.target_config.hidden_size, self.share if is_alone else 1.0
-            request = self.buffer.request(self.drafter.layer_ids, width, share, _seed("choose", trainer))
-            pl_module.hidden_state_request = request
+        if self._trains(trainer):
+            # Nobody knows yet how much idle windows will take of the next iteration's.
+            share = max(self._share or 0.0, _LEAST_STATES) if trainer.world_size == 1 else 1.0
+            width, seed = self.drafter.target_config.hidden_size, _seed("choose", trainer)
+            pl_module.hidden_state_request = self.buffer.request(self.drafter.layer_ids, width, share, seed)
         self.training.begin(_seed("idle", trainer))
 
     def _push(self) -> None:
@@ -189,26 +188,12 @@ class LongTailIdleCallback(RolloutCallback):
         head = causal_lm(pl_module.policy).get_output_embeddings()
         return self.drafter.has_policy_rows and any(parameter.requires_grad for parameter in head.parameters())
 
-    def _publish(self, trainer: L.Trainer, pl_module: Any, iteration_log: IterationLog | None) -> None:
+    def _publish(self, pl_module: Any) -> Publication | None:
         self.drafter.refresh_target(pl_module.policy)
         publication = self.publisher.publish_if_better()
-        if publication is None:
-            return
-        self.record.quality = publication.quality
-        if iteration_log is not None:
-            iteration_log.update(publication.metrics())
-        if self._is_over:
-            rank_zero_info("The drafter has not improved in %d decisions: it is trained no more.", self.patience)
-
-    @override
-    def on_rollout_progress(self, trainer: L.Trainer, pl_module: Any, progress: RolloutProgress) -> None:
-        if progress.waiting or not 0 < progress.running <= self.tail_requests:
-            return
-        is_ours = trainer.training and trainer.world_size == 1 and self._can_train(trainer)
-        if is_ours and self._wanted_steps(progress.tokens) > self.num_steps:
-            pl_module.iteration_log.lap("rollout")
-            self._train_steps(1, pl_module.iteration_log)
-            pl_module.iteration_log.lap("drafter")
+        if publication is not None:
+            self.record.quality = publication.quality
+        return publication
 
     @override
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: Any, window: IdleWindow) -> None:
@@ -223,15 +208,21 @@ class LongTailIdleCallback(RolloutCallback):
 
     @override
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
-        pl_module.iteration_log.lap("other")
+        iteration_log = pl_module.iteration_log
+        iteration_log.lap("other")
         self.training.average()
-        drift = self._drift.measure(batch, partial(policy_logps, trainer, pl_module))
-        pl_module.iteration_log.mean("drafter/policy_drift", drift)
-        pl_module.iteration_log.sum("drafter/idle_seconds_available", pl_module.iteration_log.seconds("idle"))
-        for name in ("micro_steps", "idle_seconds_used"):  # where nothing was trained
-            pl_module.iteration_log.sum(f"drafter/{name}", 0)
-        self._num_tokens = int(batch.lengths.sum())
-        pl_module.iteration_log.lap("drafter")
+        if self._share is not None:  # at rest, not even this is paid for
+            drift = self._drift.measure(batch, partial(policy_logps, trainer, pl_module))
+            iteration_log.mean("drafter/policy_drift", drift)
+        iteration_log.sum("drafter/idle_seconds_available", iteration_log.seconds("idle"))
+        for name in ("micro_steps", "tokens", "idle_seconds_used"):  # where nothing was trained
+            iteration_log.sum(f"drafter/{name}", 0)
+        counts = torch.tensor([int(batch.lengths.sum()), self.training.num_seen], dtype=torch.float64)
+        if self.training.sum_over_ranks is not None:
+            counts = self.training.sum_over_ranks(counts.to(self.training.device))
+        self._num_tokens, self._num_trained = map(int, counts.tolist())
+        iteration_log.mean("drafter/budget_tokens", (self._share or 0.0) * self._num_tokens)
+        iteration_log.lap("drafter")
 
     # 4. After the update
 
@@ -239,48 +230,63 @@ class LongTailIdleCallback(RolloutCallback):
     def on_hidden_states(self, trainer: L.Trainer, pl_module: Any, texts: Sequence[PolicyText]) -> None:
         self.buffer.add(texts)
         self.training.begin(_seed("scored", trainer))
-        if trainer.world_size == 1 and self._can_train(trainer):
-            self._train_steps(self._wanted_steps(self._num_tokens) - self.num_steps, pl_module.iteration_log)
+        seconds = 0.0
+        if self._can_train(trainer):
+            seconds = self._train_rest(trainer, pl_module.iteration_log)
+        self.training.average()
+        pl_module.iteration_log.mean("drafter/seconds_not_hidden", seconds)
         pl_module.iteration_log.lap("drafter")
 
-    def _wanted_steps(self, num_tokens: int) -> int:
-        return max(1, round(self.share * num_tokens / self.training.pack_tokens))
-
-    def _train_steps(self, num_steps: int, iteration_log: IterationLog) -> None:
+    def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog) -> float:
+        """Train on what idle windows left of the budget, shared among the workers; return the seconds."""
+        rest = (self._share or 0.0) * self._num_tokens - self._num_trained
+        num_steps = max(1, round(rest / trainer.world_size / self.training.pack_tokens)) if rest > 0 else 0
+        now = time.perf_counter()
+        ends = now + self.budget.limit(now - self._started)
         left = iter(range(num_steps))
-        self._train(lambda: next(left, None) is not None, iteration_log)
+        return self._train(lambda: time.perf_counter() < ends and next(left, None) is not None, iteration_log).seconds
 
     def _train(self, may_go_on: Callable[[], bool], iteration_log: IterationLog) -> Burst:
+        before = self.training.num_seen
         burst = self.training.train(may_go_on)
         burst.write(iteration_log)
+        iteration_log.sum("drafter/tokens", self.training.num_seen - before)
         self.num_steps += len(burst.losses)
         return burst
 
-    def trains(self, trainer: L.Trainer, epoch: int) -> bool:
-        """Tell whether iteration `epoch`, counted from 0, trains the drafter, as known now."""
-        return not self._is_frozen(trainer) and not self._is_over and (epoch + 1) % self.every_n_iterations == 0
+    def _trains(self, trainer: L.Trainer) -> bool:
+        """Tell whether this iteration trains the drafter: with nobody to wait for, not on a share of 0."""
+        return self._share is not None and (self._share > 0 or trainer.world_size > 1)
 
     def _can_train(self, trainer: L.Trainer) -> bool:
-        return self.trains(trainer, trainer.current_epoch) and len(self.buffer) > 0
-
-    def _is_frozen(self, trainer: L.Trainer) -> bool:
-        return trainer.world_size == 1 and self.share == 0
-
-    @property
-    def _is_over(self) -> bool:
-        return self.patience is not None and self.publisher.num_stale >= self.patience
+        return self._trains(trainer) and len(self.buffer) > 0
 
     @override
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
         self.record.note(iteration, metrics)
-        if trainer.world_size > 1 and iteration > 1 and self._can_train(trainer) and not metrics["drafter/micro_steps"]:
+        self.budget.note_iteration(self._measured(metrics))
+        if self._share == 0 and self._can_train(trainer) and iteration > 1 and not metrics["drafter/micro_steps"]:
             rank_zero_info("The drafter was not trained in iteration %d: no worker had idle time.", iteration)
+
+    def _measured(self, metrics: dict[str, float]) -> MeasuredIteration:
+        """Read what the iteration took from its metrics, which are the same on all workers."""
+        num_tokens, is_cold = max(self._num_tokens, 1), self.drafter.head_path is None and not self._served
+        return MeasuredIteration(
+            seconds=metrics["time/iteration"],
+            decode_seconds=metrics.get("time/rollout", 0.0) + metrics.get("time/idle", 0.0),
+            cost=metrics.get("time/drafter", 0.0),
+            training_seconds=metrics.get("drafter/seconds_not_hidden", 0.0),
+            share=(metrics.get("drafter/tokens", 0.0) - self._num_trained) / num_tokens,
+            idle_share=self._num_trained / num_tokens,
+            learned_share=None if is_cold else metrics.get("speculation/learned_share"),
+            acceptance=metrics.get("speculation/acceptance_length", 1.0),
+        )
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._publish(trainer, pl_module, None)
+        self._publish(pl_module)
         pl_module.hidden_state_request = None
         if trainer.is_global_zero:
             has_head = self.drafter.head_path is not None or self.publisher.version > 0
@@ -298,6 +304,7 @@ class LongTailIdleCallback(RolloutCallback):
             "trainer": self.training.state_dict(),
             "publisher": self.publisher.state_dict(),
             "drift": self._drift.state_dict(),
+            "budget": self.budget.state_dict(),
             "history": {iteration: dict(values) for iteration, values in self.record.history.items()},
         }
 
@@ -306,6 +313,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.training.load_state_dict(state_dict["trainer"])
         self.publisher.load_state_dict(state_dict["publisher"])
         self._drift.load_state_dict(state_dict["drift"])
+        self.budget.load_state_dict(state_dict["budget"])
         self.record.history = {int(iteration): dict(values) for iteration, values in state_dict["history"].items()}
 
     @override

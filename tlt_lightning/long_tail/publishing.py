@@ -22,6 +22,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.engine.host_copy import HostCopy
+from tlt_lightning.long_tail.budget import MeasuredTraining
 from tlt_lightning.long_tail.buffer import keys_of
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 
@@ -56,6 +57,18 @@ class Publication:
     has_diverged: bool
 
     @property
+    def measured(self) -> MeasuredTraining:
+        """What training has gained, for a budget."""
+        return MeasuredTraining(
+            before=self.before.acceptance_length,
+            after=self.after.acceptance_length,
+            gain=self.gain,
+            bound=self.bound,
+            is_published=self.is_published,
+            has_diverged=self.has_diverged,
+        )
+
+    @property
     def quality(self) -> DraftQuality:
         """Quality of the weights in force."""
         return self.after if self.is_published else self.before
@@ -82,8 +95,6 @@ class DrafterPublisher:
         """Number of publications; 0 is the head that the run began with."""
         self.data_version = -1
         """Newest policy version whose hidden states the published weights learned from; -1 for none."""
-        self.num_stale = 0
-        """Decisions in a row that published nothing."""
         self._num_lost = 0  # decisions in a row in which the trainee was far worse
         self._evidence: list[Tensor] = []  # of each decision since the last publication: (2, NUM_CLUSTERS, 2)
         self._published, self._candidate = HostCopy(), HostCopy()
@@ -130,7 +141,6 @@ class DrafterPublisher:
             trainer.renew_optimizer()
         if is_published or has_diverged:
             self._evidence, self._num_lost = [], 0
-        self.num_stale = 0 if is_published else self.num_stale + 1
         trainer.num_pending = 0
         rank_zero_info(
             "The drafter is %s: %.2f -> %.2f tokens per step on held-out text.",
@@ -190,7 +200,7 @@ class DrafterPublisher:
             setattr(self, name, state_dict[name])
 
 
-_COUNTS = ("version", "data_version", "num_stale", "_num_lost")
+_COUNTS = ("version", "data_version", "_num_lost")
 
 
 def compare(pair: Tensor) -> tuple[float, float]:

@@ -87,7 +87,8 @@ class DrafterTrainer:
         self.num_pending = 0
         """Micro-steps of all workers since the last decision about publishing."""
         self._num_own = 0  # micro-steps of this worker that were not averaged yet
-        self._num_seen = 0  # tokens trained on since `begin`
+        self.num_seen = 0
+        """Tokens trained on since `begin`."""
         self._generator = torch.Generator()
         self._packs: Iterator[PackedBatch] = iter(())
         self.renew_optimizer()
@@ -111,12 +112,12 @@ class DrafterTrainer:
     @property
     def num_passes(self) -> float:
         """Passes over the buffer since `begin`."""
-        return self._num_seen / max(1, self.buffer.num_tokens)
+        return self.num_seen / max(1, self.buffer.num_tokens)
 
     def begin(self, seed: int) -> None:
         """Draw anew from the buffer; `seed` and the buffer fix all draws from now on."""
         self._generator = torch.Generator().manual_seed(seed)
-        self._num_seen = 0
+        self.num_seen = 0
         self._packs = self._draw()
 
     def train(self, may_go_on: Callable[[], bool]) -> Burst:
@@ -189,7 +190,7 @@ class DrafterTrainer:
                 value,
                 norm,
             )
-        self._num_seen += self.pack_tokens
+        self.num_seen += self.pack_tokens
         return value
 
     def _shrink(self, message: str) -> bool:

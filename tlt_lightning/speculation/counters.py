@@ -32,6 +32,7 @@ class SpeculationCounters:
     accepted_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     arm_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     arm_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    learned_seconds: float = 0.0
 
     def count_step(self, strategy: Strategy, num_drafted: Sequence[int], num_emitted: Sequence[int]) -> None:
         """Count a finished decode step: drafts verified and tokens emitted by each request."""
@@ -53,6 +54,7 @@ class SpeculationCounters:
         """Count tokens and seconds of a settled step."""
         self.arm_tokens[arm_name(strategy)] += tokens
         self.arm_seconds[arm_name(strategy)] += seconds
+        self.learned_seconds += seconds * strategy.is_learned
 
     @property
     def acceptance_length(self) -> float:
@@ -70,6 +72,8 @@ class SpeculationCounters:
         }
         for position, drafted in sorted(self.drafted_at.items()):
             stats[f"speculation/acceptance_rate_pos_{position + 1}"] = self.accepted_at[position] / drafted
+        if (total := sum(self.arm_seconds.values())) > 0:
+            stats["speculation/learned_share"] = self.learned_seconds / total
         for arm, seconds in sorted(self.arm_seconds.items()):
             if seconds > 0:
                 stats[f"speculation/tokens_per_s_{arm}"] = self.arm_tokens[arm] / seconds

@@ -1,0 +1,94 @@
+"""A run whose drafter is trained by a budget, simulated: learning that is not the forecast's model of it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tlt_lightning.long_tail.budget import MeasuredIteration, MeasuredTraining, TrainingBudget
+
+ERROR = 0.02  # of a measured acceptance
+
+
+@dataclass
+class World:
+    """One setting; tokens per step rise as 1 + (best - 1) * skill / (skill + 1), and the policy's moves cost skill.
+
+    Args:
+        best: Tokens per step that a head can reach.
+        skill: What the head begins with, in passes over an iteration's tokens.
+        speed: Skill that training on an iteration's tokens gives.
+        drift: Share of the skill that is lost in an iteration, by its number.
+        decode: Decode seconds at one token per step; everything else takes 10 seconds.
+        price: Seconds of training on all of an iteration's tokens, by iteration.
+        usage: Share of the decode seconds with the head.
+        idle_share: What idle windows have room for.
+    """
+
+    best: float = 3.0
+    skill: float = 0.0
+    speed: float = 0.3
+    drift: Callable[[int], float] = lambda iteration: 0.0
+    decode: float = 40.0
+    price: Callable[[int], float] = lambda iteration: 6.0
+    usage: float = 1.0
+    idle_share: float = 0.0
+
+    def acceptance(self, skill: float) -> float:
+        return 1 + (self.best - 1) * skill / (skill + 1)
+
+
+@dataclass
+class Outcome:
+    seconds: float
+    cost: float
+    shares: list[float]
+
+
+def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, seed: int = 0) -> Outcome:
+    """Run `num_iterations`, whose number the budget knows."""
+    rng = random.Random(seed)
+    served = trained = world.skill
+    outcome, pending, is_cold = Outcome(0.0, 0.0, []), False, world.skill == 0
+    for iteration in range(num_iterations):
+        cost = 0.0
+        if pending:
+            before, after = (world.acceptance(skill) for skill in (served, trained))
+            seen = max(1.0, after + rng.gauss(0, ERROR))
+            bound = seen - before - 1.28 * ERROR
+            published = bound > 0
+            budget.note_training(
+                MeasuredTraining(before=before, after=seen, gain=seen - before, bound=bound, is_published=published)
+            )
+            if published:
+                served, is_cold = trained, False
+            cost += 0.1
+        share = budget.decide(iteration, num_iterations - iteration - 1)
+        acceptance = world.acceptance(served)
+        plain = world.decode * (1 - world.usage)
+        decode = plain + (world.decode - plain) / (1 if is_cold else acceptance)
+        seconds = 10 + decode
+        idle = 0.0 if share is None else world.idle_share
+        rest = 0.0 if share is None else max(0.0, share - idle)
+        if rest * world.price(iteration) > budget.limit(seconds):
+            rest = budget.limit(seconds) / world.price(iteration)
+        training = rest * world.price(iteration)
+        cost += training + (0.1 if share is not None else 0.0)
+        trained += world.speed * (rest + idle)
+        budget.note_iteration(
+            MeasuredIteration(
+                seconds=seconds + cost,
+                decode_seconds=decode,
+                cost=cost,
+                training_seconds=training,
+                share=rest,
+                idle_share=idle,
+                learned_share=None if is_cold else world.usage * (world.decode - plain) / acceptance / decode,
+                acceptance=acceptance * (1 + rng.gauss(0, 0.01)),
+            )
+        )
+        pending = rest + idle > 0 or (pending and share is not None)
+        served, trained = (skill * (1 - world.drift(iteration)) for skill in (served, trained))
+        outcome.seconds += seconds + cost
+        outcome.cost += cost
+        outcome.shares.append(rest)
+    return outcome

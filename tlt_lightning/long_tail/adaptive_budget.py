@@ -1,0 +1,147 @@
+"""Train a drafter as much as it pays: weigh seconds of training against seconds of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import expm1, inf, log
+from typing import Any
+
+from typing_extensions import override
+
+from tlt_lightning.arguments import check_at_least, check_positive, check_share
+from tlt_lightning.long_tail.budget import MeasuredIteration, MeasuredTraining, TrainingBudget
+from tlt_lightning.long_tail.forecast import GainForecast
+
+_NUM_SHARES = 8  # each half the one before
+_NEWEST = 0.5  # weight of the newest iteration in running means
+_FIRST_REST = 4  # iterations until what was learned is doubted; twice as many each time nothing came of it
+_LUCK = 0.04  # of the margin: what a bound of a normal error, 90% certain, shows on average where nothing is gained
+_FALL = 0.95  # of the acceptance that the engine had: less is drift
+
+
+class AdaptiveBudget(TrainingBudget):
+    """Trains more while it pays, as with a cold head or a policy that moves, and next to nothing else.
+
+    A better head pays in all rollouts to come: with `b` instead of `a` tokens per engine step, decoding with the head
+    takes a/b of the time. `GainForecast` says what training would gain, and the plan of the least time is followed, as
+    far as the balance of an account allows. Into it goes what was saved for certain, as it is saved; out of it, what
+    training, measuring and publishing took outside idle windows. So training that never helps costs a trial and a
+    small share of the run, whatever the forecast promises.
+
+    Args:
+        most: Largest share of an iteration's tokens.
+        trial: Seconds of training without savings yet, in iterations. It is also the most that is ever in the account.
+        overhead: Share of the run's seconds that is paid into the account, for probes.
+        horizon: Iterations that a gain counts for, at most, or if the run's end is not known.
+
+    Example:
+        >>> budget = AdaptiveBudget()
+        >>> budget.decide(0, remaining=99)
+        1.0
+    """
+
+    def __init__(self, most: float = 1.0, trial: float = 0.5, overhead: float = 0.005, horizon: int = 50) -> None:
+        check_positive("most", most)
+        check_positive("trial", trial)
+        check_share("overhead", overhead)
+        check_at_least("horizon", horizon, 2)
+        self.most = most
+        self.trial = trial
+        self.overhead = overhead
+        self.horizon = horizon
+        self._forecast = GainForecast()
+        self._means: dict[str, float] = {}
+        self._balance = 0.0  # seconds
+        self._certain = 0.0  # log of published gains, certain ones, which fade over the horizon
+        self._usage = 1.0  # share of decode seconds with the head: hoped for, until it is seen
+        self._heard = 0.0  # best acceptance of the engine
+        self._rest, self._patience = 0, _FIRST_REST
+        self._since_trial = 0  # iterations
+        self._saving = 0.0
+
+    @override
+    def decide(self, iteration: int, remaining: int | None) -> float | None:
+        if not self._means:
+            return self.most if remaining != 0 else None  # as far as `limit` goes
+        horizon = self.horizon if remaining is None else min(remaining, self.horizon)
+        if self._rest >= self._patience:
+            self._forecast.begin_anew()
+            self._rest, self._patience = 0, 2 * self._patience
+        affordable = [share for share in self._shares() if self._cost(share) <= self._balance]
+        seconds = self._means["decode_seconds"] * self._usage
+        costs = [self._cost(share) for share in affordable]
+        share, self._saving = self._forecast.plan(affordable, costs, seconds, horizon)
+        self._rest += share is None
+        return share
+
+    def _shares(self) -> list[float]:
+        return [self.most / 2**number for number in range(_NUM_SHARES)]
+
+    def _cost(self, share: float) -> float:
+        outside = max(0.0, share - self._means["idle_share"])
+        return self._means["fixed"] + self._means.get("price", 0.0) * outside
+
+    @override
+    def limit(self, elapsed: float) -> float:
+        return self._balance if self._means else self.trial * elapsed
+
+    @override
+    def note_training(self, training: MeasuredTraining) -> None:
+        ahead = log(training.after / training.before)
+        error = (training.gain - training.bound) / training.before
+        self._certain = max(0.0, self._certain - (_LUCK * error if error < inf else 0.0))
+        believed = self._forecast.observe(ahead, 0.1 if error == inf else error)
+        if training.is_published or training.has_diverged:
+            self._forecast.settle()
+        if training.is_published:
+            self._certain += min(believed, log(1 + training.bound / training.before))
+            self._rest, self._patience = 0, _FIRST_REST
+
+    @override
+    def note_iteration(self, iteration: MeasuredIteration) -> None:
+        is_first, trained = not self._means, iteration.share + iteration.idle_share
+        self._mean("seconds", iteration.seconds)
+        self._mean("decode_seconds", iteration.decode_seconds)
+        if trained or is_first:
+            self._mean("idle_share", iteration.idle_share)
+            self._mean("fixed", iteration.cost - iteration.training_seconds)
+        if iteration.share:
+            self._mean("price", iteration.training_seconds / iteration.share)
+        saved = 0.0
+        if iteration.learned_share is not None:
+            saved = iteration.decode_seconds * iteration.learned_share * expm1(self._certain)
+            self._usage += 0.2 * (iteration.learned_share - self._usage)
+        self._certain *= 1 - 1 / self.horizon
+        full = self.trial * self._means["seconds"]
+        start = full if is_first else self._balance
+        self._balance = min(full, start + self.overhead * iteration.seconds + saved - iteration.cost)
+        self._forecast.advance(trained)
+        self._since_trial += 1
+        if iteration.acceptance < _FALL * self._heard:
+            self._forecast.begin_anew()
+            self._heard, self._rest, self._patience = 0.0, 0, _FIRST_REST
+            if self._since_trial > self.horizon:
+                self._balance, self._since_trial = full, 0
+        self._heard = max(self._heard, iteration.acceptance)
+
+    def _mean(self, name: str, value: float) -> None:
+        self._means[name] = self._means.get(name, value) * (1 - _NEWEST) + value * _NEWEST
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        return {"drafter/predicted_saving_s": self._saving, "drafter/balance_s": self._balance}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in _STATE}
+        return {**state, "means": dict(self._means), "forecast": self._forecast.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name in _STATE:
+            setattr(self, name, state_dict[name])
+        self._means = dict(state_dict["means"])
+        self._forecast.load_state_dict(state_dict["forecast"])
+
+
+_STATE = ("_balance", "_certain", "_usage", "_heard", "_rest", "_patience", "_since_trial", "_saving")
