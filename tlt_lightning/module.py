@@ -25,6 +25,7 @@ from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, stream_weights
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
+from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.networks import Networks
 from tlt_lightning.training.optimization import (
@@ -106,8 +107,7 @@ class RLModule(L.LightningModule):
         self.held_out = HeldOutMetrics()
         self._optimizer_settings: list[dict[str, Any]] = []
         self._saved: dict[str, Any] | None = None  # of the run that is resumed
-        # A LoRA checkpoint holds what is trained; `on_load_checkpoint` checks that all of it is there.
-        self.strict_loading = lora is None
+        self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -136,6 +136,7 @@ class RLModule(L.LightningModule):
         if self.objective.needs_reference:
             path = self.reference_path or (self.policy_path if self.lora is None else None)
             self._reference = Reference(path, self.attn_implementation)
+        self._frozen = frozen_names(self)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -327,9 +328,7 @@ class RLModule(L.LightningModule):
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}
-        if self.lora is not None:
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {name: state[name] for name in state if name in self._trained_names}
+        leave_out(self._frozen, checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -339,11 +338,6 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"The checkpoint was written with `lora` {saved}, this run has {self.lora}; make them equal."
             )
-        if self.lora is not None and (missing := self._trained_names - checkpoint["state_dict"].keys()):
-            raise ValueError(f"The checkpoint lacks trained weights, among them {sorted(missing)[:3]}.")
+        put_back(self._frozen, checkpoint, self)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._saved = take_up(checkpoint)
-
-    @property
-    def _trained_names(self) -> set[str]:
-        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
