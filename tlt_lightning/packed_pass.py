@@ -94,9 +94,16 @@ def _attention_of(trunk: nn.Module, device: torch.device) -> Iterator[bool]:
     if device.type != "cuda" or config._attn_implementation != VARLEN or not _is_16_bit(trunk):
         yield False
         return
+    with without_mask():
+        yield True
+
+
+@contextmanager
+def without_mask() -> Iterator[None]:
+    """Make no mask for the `varlen` attention in the block, which without starts of sequences sees one sequence."""
     token = _needs_no_mask.set(True)
     try:
-        yield True
+        yield
     finally:
         _needs_no_mask.reset(token)
 

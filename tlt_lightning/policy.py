@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CHUNK_SIZE = 1024
+"""Hidden states that meet the vocabulary at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
@@ -100,16 +103,19 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
             *(path, type(model).__name__),
         )
     model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
-    if lora is not None:
-        from peft import LoraConfig, get_peft_model
+    return _with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
 
-        config = LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
-        )
-        model = get_peft_model(model, config)  # type: ignore[assignment]
-        for layer in _adapters(model).values():
-            layer._cast_input_dtype = _cast_unless_autocast
-    return model.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
+
+def _with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+    if lora is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(model, config)
+    for layer in _adapters(adapted).values():
+        layer._cast_input_dtype = _cast_unless_autocast
+    return adapted
 
 
 def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,7 +213,7 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
 
 
 def response_logps(
-    model: nn.Module, batch: RolloutBatch, *, chunk_size: int = 1024
+    model: nn.Module, batch: RolloutBatch, *, chunk_size: int = CHUNK_SIZE
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return log-probs and entropies of the response tokens, (B, T) each.
 
@@ -265,13 +271,20 @@ def merged_weight(layer: Any) -> Tensor:
     return _merged(layer, layer.base_layer.weight)
 
 
-def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the weights of the policy at `path`, from its config alone."""
+def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:
+    """Return the model that `load_policy` would load, on the meta device: made of its config, without values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return PolicyWeights(model).shapes
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
+        return _with_adapters(model, lora)
+
+
+def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the weights of the policy at `path`, from its config alone."""
+    return PolicyWeights(load_shapes(path)).shapes
 
 
 def _adapters(model: nn.Module) -> dict[str, Any]:

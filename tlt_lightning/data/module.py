@@ -33,6 +33,7 @@ from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
+from tlt_lightning.training.memory import Passes, check_memory
 from tlt_lightning.training.resume import check_update, warn_of_changes
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class RolloutDataModule(L.LightningDataModule):
         if stage == "fit":
             self._settings.check(self._module.objective, num_ranks=self._trainer.world_size)
             warn_of_filters(self.sampling)
+            self._check_memory()
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
         check_context(policy, max_model_len)
@@ -168,6 +170,20 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + self._trainer.global_rank)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+
+    def _check_memory(self) -> None:
+        module, device = self._module, self._trainer.strategy.root_device
+        if device.type != "cuda":
+            return
+        passes = Passes(
+            micro_batch_tokens=self.micro_batch_tokens,
+            longest=self.max_prompt_tokens + self.sampling.max_tokens,
+            is_autocast=self._trainer.precision == "bf16-mixed",
+            is_checkpointed=module.gradient_checkpointing,
+        )
+        total = torch.cuda.get_device_properties(device).total_memory
+        engine_bytes = self.engine.planned_bytes(module.policy_path, total)
+        check_memory(module, passes, total, engine_bytes=engine_bytes, engine_sleeps=self.engine.sleeps)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:

@@ -180,6 +180,13 @@ class RolloutEngine(ABC):
     compute_dtype: str = "float32"
     """Type of the log-probs, which limits how closely they agree with the trainer's."""
 
+    def planned_bytes(self, policy: str, device_bytes: float) -> float:
+        """Return the bytes that the engine will take of a device of `device_bytes`, at most; 0 if it holds nothing."""
+        return 0.0
+
+    sleeps = True
+    """Whether `sleep` gives all of them back."""
+
     @property
     @abstractmethod
     def policy_version(self) -> int:

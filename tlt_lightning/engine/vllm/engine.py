@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import takewhile
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -84,7 +85,7 @@ class VLLMEngine(RolloutEngine):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.kv_cache_gib = kv_cache_gib
         self.enforce_eager = enforce_eager
-        self.sleep_enabled = sleep
+        self.sleeps = sleep
         self.speculation = speculation
         self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
@@ -93,6 +94,13 @@ class VLLMEngine(RolloutEngine):
         self._set_up_for: tuple[str, int, int] | None = None
         self._policy_version = _NO_WEIGHTS
         self._asleep = False
+
+    @override
+    def planned_bytes(self, policy: str, device_bytes: float) -> float:
+        if self.kv_cache_gib is None:
+            return self.gpu_memory_utilization * device_bytes
+        width = 4 if self.dtype == "float32" else 2
+        return width * sum(prod(shape) for shape in policy_shapes(policy).values()) + self.kv_cache_gib * 2**30
 
     # Life
 
@@ -209,7 +217,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def _can_sleep(self) -> bool:
-        return self.sleep_enabled and not self._is_cpu
+        return self.sleeps and not self._is_cpu
 
     @property
     def _live(self) -> LLMEngine:

@@ -1,0 +1,150 @@
+"""What an update will hold, from shapes alone, against what it does hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.conftest import save_policy
+from tests.support.architectures import save_architecture
+from tlt_lightning import RLModule
+from tlt_lightning.engine.architectures import ARCHITECTURES
+from tlt_lightning.objectives import GRPO, PPO
+from tlt_lightning.packed_pass import Pack, packed_states, without_mask
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_shapes, token_logps
+from tlt_lightning.training import memory
+from tlt_lightning.training.critic import CriticConfig
+from tlt_lightning.training.memory import GIB, Passes, TrainedModel, check_fits, check_memory, forecast, kept_bytes
+
+PASSES = Passes(micro_batch_tokens=96, longest=64, is_autocast=False, is_checkpointed=False)
+
+
+def really_kept(model: torch.nn.Module, passes: Passes) -> float:
+    """Bytes that a real pass keeps for its backward pass."""
+    trunk, saved = causal_lm(model).base_model, {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=passes.is_autocast),
+        without_mask(),
+    ):
+        output = trunk(input_ids=torch.arange(passes.micro_batch_tokens)[None] % 20, use_cache=False)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    del output
+    return float(sum(size for storage, size in saved.items() if storage not in own))
+
+
+@pytest.mark.parametrize("model_type", [each.model_type for each in ARCHITECTURES if "moe" not in each.model_type])
+def test_what_a_pass_keeps_is_what_a_real_one_keeps(model_type: str, tmp_path) -> None:
+    path = save_architecture(model_type, tmp_path, num_hidden_layers=2)
+    assert kept_bytes(load_shapes(path), PASSES) == really_kept(load_policy(path), PASSES)
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4, base_dtype="bfloat16")], ids=["full", "lora"])
+def test_layers_autocast_and_adapters_count(lora: LoRA | None, tmp_path) -> None:
+    path, passes = str(save_policy(tmp_path, num_hidden_layers=5)), replace(PASSES, is_autocast=True)
+    kept = kept_bytes(load_shapes(path, lora), passes)
+    assert kept == pytest.approx(really_kept(load_policy(path, lora=lora), passes), rel=0.01)
+    assert kept < kept_bytes(load_shapes(path, lora), PASSES)
+
+
+def test_recomputing_frees_most_of_many_layers(tmp_path) -> None:
+    path = str(save_policy(tmp_path, num_hidden_layers=8))
+    model = load_policy(path)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    inputs = really_kept(model, PASSES)
+    kept = kept_bytes(load_shapes(path), replace(PASSES, is_checkpointed=True))
+    all_of_it = kept_bytes(load_shapes(path), PASSES)
+    assert inputs < kept < inputs + all_of_it / 8 * 1.2
+
+
+@pytest.mark.parametrize(
+    ("build", "state"),
+    [
+        (torch.optim.AdamW, 8),
+        (torch.optim.SGD, 0),
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), 4),
+    ],
+)
+def test_optimizers_count_by_their_state(build, state: int, policy_path: str) -> None:
+    plan = forecast({"policy": TrainedModel(policy_path)}, PASSES, build, {})
+    trained = sum(p.numel() for p in load_policy(policy_path).parameters())
+    assert plan.held["optimizer"] == state * trained
+    assert plan.held["gradients"] == plan.held["policy"] == 4 * trained
+
+
+def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(policy_path: str) -> None:
+    plan = forecast({"policy": TrainedModel(policy_path)}, PASSES, torch.optim.AdamW, {"reference": policy_path})
+    awake = replace(plan, engine=9e9, engine_sleeps=False)
+    asleep = replace(awake, engine_sleeps=True)
+    assert awake.update - asleep.update == pytest.approx(9e9)
+    assert awake.rollout == asleep.rollout > 9e9
+    assert plan.held["reference"] == plan.held["policy"]
+    assert "| rollout engine | 8.38 |" in asleep.table()
+
+
+def test_what_does_not_fit_is_refused_with_settings_that_make_it_fit(policy_path: str) -> None:
+    passes, models = replace(PASSES, micro_batch_tokens=8192), {"policy": TrainedModel(policy_path)}
+    plan = forecast(models, passes, torch.optim.AdamW, {})
+    check_fits(plan, plan.update, passes)
+    check_fits(plan, 0.95 * plan.update, passes)  # forecasts err
+    room = (plan.update - 0.5 * plan.activations["activations"]) * (1 - memory.ERROR)
+    with pytest.raises(MisconfigurationException, match=r"`data.micro_batch_tokens` (\d+) instead of 8192") as raised:
+        check_fits(plan, room, passes)
+    assert "gradient_checkpointing" in str(raised.value)
+    tokens = int(str(raised.value).split("micro_batch_tokens` ")[1].split()[0])
+    assert tokens > 3500
+    smaller = replace(passes, micro_batch_tokens=tokens)
+    check_fits(forecast(models, smaller, torch.optim.AdamW, {}), room, smaller)
+    assert tokens < 4200
+    with pytest.raises(MisconfigurationException, match=r"Set `model.gradient_checkpointing: true`"):
+        check_fits(plan, room, replace(passes, longest=8192))
+    with pytest.raises(MisconfigurationException, match=r"or `model.lora`, for most of"):
+        check_fits(plan, (plan.update - 2 * plan.held["gradients"]) * (1 - memory.ERROR), replace(passes, longest=8192))
+
+
+def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tmp_path, caplog) -> None:
+    module = RLModule(policy_path, PPO(), critic=CriticConfig(path=policy_path), reference=policy_path)
+    check_memory(module, PASSES, 80 * GIB, engine_bytes=0, engine_sleeps=True)
+    with pytest.raises(MisconfigurationException, match=r"An update would take 1\.\d GiB, and the device has 0\.5"):
+        check_memory(module, replace(PASSES, micro_batch_tokens=32768), 0.5 * GIB, engine_bytes=0, engine_sleeps=True)
+    routed = RLModule(save_architecture("qwen3_moe", tmp_path), GRPO())
+    check_memory(routed, PASSES, 0.0, engine_bytes=0, engine_sleeps=True)
+    assert "experts are chosen by values" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [None, LoRA(rank=16, base_dtype="bfloat16")], ids=["full", "lora"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: bool, tmp_path) -> None:
+    """Within a tenth: a shape of 0.3 billion weights, 8,192 tokens."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
+    path = str(save_policy(tmp_path, num_hidden_layers=16, max_position_embeddings=8192, vocab_size=32000, **shape))
+    passes = Passes(8192, 1024, is_autocast=True, is_checkpointed=is_checkpointed)
+    plan = forecast({"policy": TrainedModel(path, lora)}, passes, torch.optim.AdamW, {})
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load_policy(path, lora=lora).cuda()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(2):
+        starts = torch.arange(0, 8193, 1024, dtype=torch.int32, device="cuda")
+        ids = torch.randint(20, (8192,), device="cuda")
+        pack = Pack(ids, torch.arange(1024, device="cuda").repeat(8), starts, 1024)
+        with torch.autocast("cuda", torch.bfloat16):
+            states = packed_states(causal_lm(model).base_model, pack)
+            head = causal_lm(model).get_output_embeddings()
+            logps, _ = token_logps(head, states, ids, temperature=1.0, chunk_size=passes.chunk_size)
+        logps.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert measured == pytest.approx(plan.update - memory.CONTEXT, rel=0.1), f"{measured / GIB:.2f} GiB\n{plan.table()}"

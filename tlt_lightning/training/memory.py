@@ -1,0 +1,259 @@
+"""Forecast the device memory of a policy's update from shapes, before anything is loaded.
+
+Activations are not estimated by a formula: the trunk runs once over fake tensors, which have shapes and no storage, and
+what autograd would keep for the backward pass is added up. So every architecture, LoRA and autocast count as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from tlt_lightning.packed_pass import without_mask
+from tlt_lightning.policy import CHUNK_SIZE, LoRA, causal_lm, load_shapes
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+LOGIT_COPIES = 5
+"""Float32 copies of a chunk's logits at once: scaled, softmax, its product, and the gradients of two of them."""
+CONTEXT = 0.7 * GIB
+"""CUDA's context, kernels and cuBLAS' workspaces of a process."""
+ERROR = 0.1
+"""Relative error of a forecast that is nothing to stop a run for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Describes the forward and backward passes of an update.
+
+    Args:
+        micro_batch_tokens: Tokens of the largest pass.
+        longest: Tokens of the longest sequence, which a pass must hold.
+        is_autocast: True if passes run in bfloat16 over weights of another type.
+        is_checkpointed: True if activations are recomputed layer by layer.
+        chunk_size: Tokens that meet the vocabulary at a time.
+    """
+
+    micro_batch_tokens: int
+    longest: int
+    is_autocast: bool
+    is_checkpointed: bool
+    chunk_size: int = CHUNK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """Lists the bytes that a device will hold.
+
+    Args:
+        held: What stays from the first update to the end of the run, by name.
+        activations: Bytes of the largest pass, of the two kinds: kept for the backward pass, and logits.
+        step: Temporary bytes of an optimizer step.
+        engine: What the rollout engine takes; beside all else unless the engine sleeps during updates.
+    """
+
+    held: Mapping[str, float]
+    activations: Mapping[str, float]
+    step: float
+    engine: float = 0.0
+    engine_sleeps: bool = True
+
+    @property
+    def update(self) -> float:
+        """Bytes at the worst moment of an update."""
+        passing = max(sum(self.activations.values()), self.step)
+        return sum(self.held.values()) + passing + (0.0 if self.engine_sleeps else self.engine)
+
+    @property
+    def rollout(self) -> float:
+        """Bytes during a rollout, at which neither gradients nor activations are held."""
+        return sum(size for name, size in self.held.items() if name != "gradients") + self.engine
+
+    def table(self) -> str:
+        """Return a Markdown table of GiB."""
+        rows = {**self.held, **self.activations, "optimizer step": self.step, "rollout engine": self.engine}
+        rows |= {"**update, at its worst**": self.update, "**rollout**": self.rollout}
+        lines = [f"| {name} | {size / GIB:.2f} |" for name, size in rows.items()]
+        return "\n".join(["| device memory | GiB |", "|---|---|", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """Names a model that is trained: path or hub name, and its adapters if only those are."""
+
+    path: str
+    lora: LoRA | None = None
+
+
+def forecast(
+    models: Mapping[str, TrainedModel], passes: Passes, optimizer: OptimizerCallable, frozen: Mapping[str, str]
+) -> MemoryForecast:
+    """Forecast an update; reads the models' configs alone.
+
+    Args:
+        models: What is trained, by name, the policy first.
+        passes: Size and kind of the passes, which go through all of `models`.
+        optimizer: Builds the optimizer, whose state is measured on a small parameter.
+        frozen: Paths of float32 models that stay on the device beside them, by name.
+    """
+    built: dict[str, Any] = {name: load_shapes(model.path, model.lora) for name, model in models.items()}
+    trained = sum(p.numel() for model in built.values() for p in model.parameters() if p.requires_grad)
+    vocab_size = causal_lm(next(iter(built.values()))).get_output_embeddings().weight.shape[0]
+    state, temporary = _optimizer_bytes(optimizer)
+    return MemoryForecast(
+        held={
+            "context": CONTEXT,
+            **{name: _bytes_of(model) for name, model in built.items()},
+            **{name: _bytes_of(load_shapes(path)) for name, path in frozen.items()},
+            "gradients": 4.0 * trained,
+            "optimizer": state * trained,
+        },
+        activations={
+            "activations": sum(kept_bytes(model, passes) for model in built.values()),
+            "logits": float(LOGIT_COPIES * 4 * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens)),
+        },
+        step=temporary * trained,
+    )
+
+
+def _bytes_of(model: nn.Module) -> float:
+    return float(sum(p.numel() * p.element_size() for p in model.parameters()))
+
+
+def kept_bytes(model: Any, passes: Passes) -> float:
+    """Add up what autograd keeps of one pass of a model on the meta device, its parameters left out.
+
+    Layers keep alike: two passes, through the last layer and through the last two, tell of all.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    trunk = causal_lm(model).base_model
+    if any(getattr(trunk.config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise RuntimeError("experts are chosen by values, and shapes have none")
+    layers, kept = trunk.layers, []
+    with FakeTensorMode():
+        _give_storage(model)
+        for number in (1, 2):
+            trunk.layers = layers[-number:]
+            kept.append(_kept_of_pass(trunk, passes))
+    of_layer, others = kept[1] - kept[0], 2 * kept[0] - kept[1]
+    if not passes.is_checkpointed:
+        return others + len(layers) * of_layer
+    # Every layer keeps its input; one at a time is computed again and then keeps what it did without.
+    width = 2 if passes.is_autocast else next(model.parameters()).element_size()
+    return others + of_layer + len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width)
+
+
+def _kept_of_pass(trunk: nn.Module, passes: Passes) -> float:
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=passes.is_autocast),
+        without_mask(),
+    ):
+        ids = torch.zeros(1, passes.micro_batch_tokens, dtype=torch.long)
+        output = trunk(input_ids=ids, use_cache=False)  # holds what is kept until it is counted
+    own = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
+    del output
+    return float(sum(size for storage, size in saved.items() if storage not in own))
+
+
+def _give_storage(model: nn.Module) -> None:
+    """Put fake tensors on the CPU in the place of meta tensors: autocast knows no meta device."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:  # tied weights stay one
+                    tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _optimizer_bytes(build: OptimizerCallable) -> tuple[float, float]:
+    """Return bytes of state, and temporary bytes of a step, for each trained number."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = build([{"params": [parameter]}])
+    optimizer.step()
+    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor) and value.dim()]
+    state = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / parameter.numel()
+    group = optimizer.param_groups[0]
+    # torch's `foreach` steps, the default on CUDA, hold one more copy of the parameters.
+    is_foreach = "foreach" in group and group["foreach"] is not False and not group.get("fused")
+    return state, 4.0 if is_foreach else 0.0
+
+
+def check_memory(module: Any, passes: Passes, available: float, *, engine_bytes: float, engine_sleeps: bool) -> None:
+    """Log what a run will hold on its device, and refuse one that cannot fit; before anything is loaded.
+
+    Args:
+        module: The `RLModule`, nothing of it loaded.
+        passes: Passes of its update.
+        available: Bytes of the device.
+        engine_bytes: What the rollout engine takes at most.
+        engine_sleeps: The engine gives its memory back during updates.
+    """
+    models = {"policy": TrainedModel(module.policy_path, module.lora)}
+    critic, frozen = module.critic_config, {}
+    if module.objective.needs_critic and critic is not None and critic.path is not None:
+        models["critic"] = TrainedModel(critic.path, critic.lora)
+    if module.objective.needs_reference and (module.reference_path or module.lora is None):
+        frozen["reference"] = module.reference_path or module.policy_path
+    try:
+        plan = forecast(models, passes, module.optimizer, frozen)
+    except (RuntimeError, AttributeError) as error:
+        log.warning("What the run will hold in memory is not forecast for `policy` %r: %s", module.policy_path, error)
+        return
+    plan = replace(plan, engine=engine_bytes, engine_sleeps=engine_sleeps)
+    rank_zero_info("%s", plan.table())
+    check_fits(plan, available, passes)
+
+
+def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:
+    """Raise MisconfigurationException, naming settings that would help, if an update cannot fit a device.
+
+    Args:
+        plan: The forecast.
+        available: Bytes of the device.
+        passes: Passes that the forecast is of.
+    """
+    excess = plan.update - available / (1 - ERROR)
+    if excess <= 0:
+        return
+    passing, gradients = sum(plan.activations.values()), plan.held["gradients"]
+    per_token = plan.activations["activations"] / passes.micro_batch_tokens
+    tokens = int(passes.micro_batch_tokens - excess / per_token) // 128 * 128
+    remedies = {
+        f"`data.micro_batch_tokens` {tokens} instead of {passes.micro_batch_tokens}": (
+            passing - excess > plan.step and tokens >= passes.longest
+        ),
+        f"`model.gradient_checkpointing: true`, for most of {plan.activations['activations'] / GIB:.1f} GiB": (
+            not passes.is_checkpointed
+        ),
+        f"`model.lora`, for most of {(gradients + plan.held['optimizer']) / GIB:.1f} GiB": gradients > excess / 4,
+        f"`data.engine.sleep: true`, for {plan.engine / GIB:.1f} GiB": not plan.engine_sleeps,
+    }
+    helpful = [remedy for remedy, helps in remedies.items() if helps][:2]
+    raise MisconfigurationException(
+        f"An update would take {plan.update / GIB:.1f} GiB, and the device has {available / GIB:.1f} GiB. "
+        f"Set {' or '.join(helpful) or '`model.policy` to a smaller model'}.\n{plan.table()}"
+    )
