@@ -22,7 +22,7 @@ FLOORS = [
     {"engine"},
     {"hooks", "metrics", "checks", "training"},
     {"data", "guard"},
-    {"module", "export"},
+    {"module", "export", "tasks"},
     {"drafter", "callbacks"},
     {"long_tail"},
     {"gallery"},

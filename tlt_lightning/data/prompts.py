@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tlt_lightning.data.batch import Prompt
-from tlt_lightning.data.rows import Row, check_path, complete, cut, read_rows
+from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -34,7 +34,8 @@ class PromptSource:
 
     Args:
         path: A file (.jsonl, .json, .csv, each perhaps .gz; .parquet), a `datasets` folder, or a hub dataset.
-        rows: Rows in the place of a path: a list of dictionaries or a `datasets.Dataset`.
+        rows: Rows in the place of a path: a list of dictionaries, a `datasets.Dataset`, or a source of rows such as
+            `tlt_lightning.tasks.ReasoningGym`, in YAML with `class_path` and `init_args`.
         split: Split to read, or slices such as `train[:100]`; files and rows are all `train`.
         config: Configuration of a hub dataset, for example `main` of GSM8K.
         prompt_column: Column with the question.
@@ -46,7 +47,8 @@ class PromptSource:
     """
 
     path: str = ""
-    rows: Sequence[dict] | None = field(default=None, repr=False)  # `Any` in it would make YAML's '5' a number
+    # A plain `dict`: with `Any` in it, the command line would read the text '5' as a number.
+    rows: RowSource | Sequence[dict] | None = field(default=None, repr=False)
     split: str = "train"
     config: str | None = None
     prompt_column: str = "prompt"

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,21 @@ Row = dict[str, Any]
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
 READABLE = "a .jsonl, .json, .csv (each perhaps .gz) or .parquet file, a folder, or a hub dataset as `owner/name`"
 OTHER_KINDS = (".gz", ".txt", ".tsv", ".arrow", ".zip", ".xz", ".bz2", ".zst", ".ndjson", ".yaml", ".xlsx", ".pkl")
+
+
+class RowSource(ABC):
+    """Makes rows in the place of a file; the command line names one by its class path."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Row:
+        """Return a row, the same whenever asked."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
 
 
 def check_path(path: str) -> None:
