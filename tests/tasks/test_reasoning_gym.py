@@ -62,7 +62,7 @@ def test_the_command_line_names_task_and_difficulty() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "chain_summ"}, r"nearest are \['chain_sum'"),
+        ({"task": "chain_summ"}, r"near: \['chain_sum'"),
         ({"task": "chain_sum", "config": {"terms": 2}}, r"`config` \['terms'\] .* it has .*'max_terms'"),
         ({"task": "chain_sum", "config": {"min_terms": 9, "max_terms": 2}}, "max_terms must be >= min_terms"),
         ({"task": "chain_sum", "size": 500, "config": EASY}, "`size` 500 .* 200 distinct questions"),
