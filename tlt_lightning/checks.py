@@ -134,12 +134,12 @@ def check_accumulation(trainer: L.Trainer) -> None:
 
 def warn_of_filters(sampling: Sampling) -> None:
     """Warn of biased importance ratios if the engine samples from a part of the vocabulary."""
-    if sampling.top_p < 1 or sampling.top_k:
+    if sampling.filters:
         log.warning(
-            "`data.sampling` (`top_p` %g, `top_k` %d) cuts the distribution that responses are sampled from, and the "
-            "loss is taken under the whole of it: importance weights average below 1 and scale the loss down. Leave "
-            "`top_p` 1 and `top_k` 0 to learn on-policy.",
-            *(sampling.top_p, sampling.top_k),
+            "`data.sampling` (%s) cuts the distribution that responses are sampled from, and the loss is taken under "
+            "the whole of it: importance weights average below 1 and scale the loss down. To learn on-policy, leave "
+            "`top_p` 1 and `top_k`, `min_p` and `min_tokens` 0.",
+            ", ".join(f"`{name}` {value:g}" for name, value in sampling.filters.items()),
         )
 
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from tests.conftest import save_policy
 from tlt_lightning.engine import Request, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.base import RolloutProgress
-from tlt_lightning.policy import causal_lm, load_policy, stream_weights
+from tlt_lightning.policy import causal_lm, load_policy, load_tokenizer, stream_weights
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
 MAX_MODEL_LEN = 96
@@ -112,6 +112,46 @@ def test_stop_tokens_end_a_response(engine: RolloutEngine, policy: torch.nn.Modu
     tokens, _, reason = run(engine, Sampling(max_tokens=24, temperature=0, stop_token_ids=(stop,)))[0]
     assert tokens == greedy[: greedy.index(stop) + 1]
     assert reason == "stop"
+
+
+def test_min_p_keeps_likely_tokens_and_renormalises(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    many = [Request(id=i, prompt_ids=PROMPTS[0]) for i in range(24)]
+    responses = list(engine.generate(many, Sampling(max_tokens=1, min_p=0.3), seed=0))
+    with torch.no_grad():
+        logps = policy(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1)
+    kept = logps >= logps.max() + np.log(0.3)
+    expected = logps.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    assert 1 < kept.sum() < 20
+    assert {response.token_ids[0] for response in responses} <= set(kept.nonzero().flatten().tolist())
+    for response in responses:
+        assert response.logps[0] == pytest.approx(expected[response.token_ids[0]].item(), abs=TOLERANCE)
+
+
+def test_no_end_comes_before_min_tokens(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    sampling = {"max_tokens": 24, "stop_token_ids": tuple(range(12, 22))}  # nearly every text ends at once
+    assert min(len(tokens) for tokens, _, _ in run(engine, Sampling(**sampling))) < 5
+    ended = run(engine, Sampling(**sampling, min_tokens=5))
+    for tokens, logps, _ in ended:
+        assert len(tokens) == len(logps) >= 5
+        assert not {1, *range(12, 22)} & set(tokens[:4])
+    first = policy(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].detach()
+    first[[1, *range(12, 22)]] = -torch.inf  # the log-prob is that of what was sampled from
+    tokens, logps, _ = ended[0]
+    assert logps[0] == pytest.approx(first.log_softmax(-1)[tokens[0]].item(), abs=TOLERANCE)
+
+
+def test_a_stop_string_of_two_tokens_ends_a_response(
+    engine: RolloutEngine, policy: torch.nn.Module, policy_path: str
+) -> None:
+    decode = load_tokenizer(policy_path).decode
+    whole = greedy_by_hand(policy, PROMPTS[0], 24)
+    greedy = {"max_tokens": 24, "temperature": 0}
+    stop = decode(whole[2:4])
+    end = next(n for n in range(1, 25) if stop in decode(whole[:n]))
+    tokens, logps, reason = run(engine, Sampling(**greedy, stop_strings=("nowhere", stop)))[0]
+    assert (tokens, reason, len(logps)) == (whole[:end], "stop", end)
+    tokens, logps, _ = run(engine, Sampling(**greedy, stop_strings=(stop,), min_tokens=end))[0]
+    assert len(tokens) == len(logps) > end
 
 
 def test_same_seed_same_responses(engine: RolloutEngine, policy: torch.nn.Module) -> None:
@@ -269,6 +309,10 @@ def test_generate_before_any_weights_is_an_error() -> None:
         ({"temperature": 2.5}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.5}, r"`sampling.min_p` must be in \[0, 1\], got 1.5"),
+        ({"max_tokens": 4, "min_tokens": 5}, r"`sampling.min_tokens` must be in \[0, 4\], got 5"),
+        ({"stop_strings": ("",)}, "stop_strings"),
+        ({"stop_strings": "done"}, "stop_strings"),
     ],
 )
 def test_bad_sampling_is_refused(arguments: dict, message: str) -> None:

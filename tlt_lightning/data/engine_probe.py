@@ -20,7 +20,7 @@ from tlt_lightning.policy import response_logps
 class EngineProbe:
     """Compares log-probs after the first sync of weights and after the first new drafter.
 
-    Log-probs of greedy responses, and of a part of the distribution (top-p, top-k), say nothing: the probe waits.
+    Log-probs of greedy responses, and of a part of the distribution (`Sampling.filters`), say nothing: the probe waits.
 
     Args:
         num_responses: Responses that are compared, the shortest of a rollout.
@@ -42,7 +42,7 @@ class EngineProbe:
             sampling: How they were sampled.
         """
         has_new_drafter = engine.drafter_version >= 0
-        if has_new_drafter in self._done or not sampling.temperature or sampling.top_p < 1 or sampling.top_k:
+        if has_new_drafter in self._done or not sampling.temperature or sampling.filters:
             return
         self._done.add(has_new_drafter)
         policy = trainer.lightning_module.policy

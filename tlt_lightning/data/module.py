@@ -155,6 +155,8 @@ class RolloutDataModule(L.LightningDataModule):
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
         check_context(policy, max_model_len)
+        for sampling in (self.sampling, self.val_sampling):
+            self.engine.check_sampling(sampling)
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_within
 from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 if TYPE_CHECKING:
@@ -31,14 +31,20 @@ class Sampling:
         temperature: Softmax temperature; 0 is greedy.
         top_p: Nucleus mass; 1 keeps the whole distribution, where importance ratios are exact.
         top_k: Keep the `top_k` likeliest tokens; 0 keeps all.
+        min_p: Keep tokens at least `min_p` times as likely as the likeliest; 0 keeps all.
+        min_tokens: Tokens before which a response cannot end.
         stop_token_ids: Token ids that end a response besides the tokenizer's end-of-sequence token.
+        stop_strings: Texts that end a response, of which they are the last part; special tokens count as text.
     """
 
     max_tokens: int = 1024
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_at_least("sampling.max_tokens", self.max_tokens, 1)
@@ -48,6 +54,16 @@ class Sampling:
             raise ValueError(f"`sampling.top_p` must be in (0, 1], got {self.top_p}; 1 switches it off.")
         if self.top_k < 0:
             raise ValueError(f"`sampling.top_k` must be 0 (off) or positive, got {self.top_k}.")
+        check_within("sampling.min_p", self.min_p, 0, 1)
+        check_within("sampling.min_tokens", self.min_tokens, 0, self.max_tokens)
+        if isinstance(self.stop_strings, str) or not all(self.stop_strings):
+            raise ValueError(f"`sampling.stop_strings` must be texts that are not empty, got {self.stop_strings!r}.")
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """Settings that sample from a part of the policy's distribution, by name; importance ratios are inexact."""
+        is_on = {"top_p": self.top_p < 1, "top_k": self.top_k, "min_p": self.min_p, "min_tokens": self.min_tokens}
+        return {name: getattr(self, name) for name, on in is_on.items() if on}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +90,8 @@ class Response:
     Args:
         request_id: The `Request.id` it answers.
         token_ids: The response, with its end-of-sequence token if that was sampled.
-        logps: Log-probability of each token in the distribution sampled from, after temperature, top-p and top-k.
-        finish_reason: "stop" (end-of-sequence or a stop token) or "length".
+        logps: Log-probability of each token in the distribution sampled from, after temperature and `Sampling.filters`.
+        finish_reason: "stop" (end-of-sequence, a stop token or a stop string) or "length".
         policy_versions: Versions of the weights that wrote it, oldest first; one unless weights moved in flight.
         drafts: The drafts verified for it, in order. After the kept tokens of each comes one of the policy's own; the
             last draft's may reach past the end. All tokens between drafts were decoded plainly.
@@ -143,6 +159,9 @@ class RolloutEngine(ABC):
 
         `max_model_len` counts tokens of prompt and response; `seed` is this worker's.
         """
+
+    def check_sampling(self, sampling: Sampling) -> None:  # noqa: B027 - most engines can do all
+        """Raise ValueError for what the engine cannot sample exactly; called before `setup`."""
 
     def attach(self, model: PreTrainedModel) -> None:  # noqa: B027 - most engines keep their own weights
         """Hand over the live policy; engines with their own copy of the weights ignore the call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Respons
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
-from tlt_lightning.policy import end_token_ids
+from tlt_lightning.policy import end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +39,7 @@ class TransformersEngine(RolloutEngine):
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         self._end_token_ids = end_token_ids(policy)
+        self._tokenizer = load_tokenizer(policy)
         self._max_model_len = max_model_len
 
     @override
@@ -106,6 +107,9 @@ class TransformersEngine(RolloutEngine):
                 temperature=sampling.temperature or None,
                 top_p=sampling.top_p if sampling.temperature > 0 else None,
                 top_k=sampling.top_k if sampling.temperature > 0 else None,
+                min_p=(sampling.min_p or None) if sampling.temperature > 0 else None,
+                min_new_tokens=min(sampling.min_tokens, limit),
+                stopping_criteria=[self._stops(sampling, input_ids.shape[1])],
                 eos_token_id=[*self._end_token_ids, *sampling.stop_token_ids],
                 pad_token_id=self._end_token_ids[0],
                 return_dict_in_generate=True,
@@ -119,8 +123,28 @@ class TransformersEngine(RolloutEngine):
         logps = logps.gather(-1, tokens[..., None]).squeeze(-1)
         return [self._response(*item, sampling) for item in zip(batch, tokens, logps, strict=True)]
 
+    def _stops(self, sampling: Sampling, num_prompt_tokens: int) -> Callable[..., Tensor]:
+        """Return a criterion of `generate`: which rows hold a stop string."""
+
+        def ended(input_ids: Tensor, scores: object) -> Tensor:
+            rows = input_ids[:, num_prompt_tokens:].tolist()
+            return torch.tensor([self._is_ended(row, sampling) for row in rows], device=input_ids.device)
+
+        return ended
+
+    def _is_ended(self, token_ids: list[int], sampling: Sampling) -> bool:
+        """Return whether a stop string ends in the text after its first `min_tokens` tokens."""
+        if not sampling.stop_strings:
+            return False
+        text, start = self._tokenizer.decode(token_ids), len(self._tokenizer.decode(token_ids[: sampling.min_tokens]))
+        return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in sampling.stop_strings)
+
     def _response(self, request: Request, tokens: Tensor, logps: Tensor, sampling: Sampling) -> Response:
         ends = torch.isin(tokens, torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=tokens.device))
+        if sampling.stop_strings:
+            ends |= torch.tensor([self._is_ended(tokens[: n + 1].tolist(), sampling) for n in range(len(tokens))]).to(
+                ends
+            )
         stopped = bool(ends.any())
         length = int(ends.int().argmax()) + 1 if stopped else len(tokens)
         return Response(

@@ -34,8 +34,8 @@ from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
 from tlt_lightning.engine.vllm.requests import response_of, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
-from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import end_token_ids, policy_shapes
+from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
+from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.speculation import calibration
 from tlt_lightning.speculation.strategy import OFF
 
@@ -105,6 +105,11 @@ class VLLMEngine(RolloutEngine):
     # Life
 
     @override
+    def check_sampling(self, sampling: Sampling) -> None:
+        if self.speculation is not None:
+            check_exact(sampling)
+
+    @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         internals.check_version()
         wanted = (policy, max_model_len, seed)
@@ -141,6 +146,7 @@ class VLLMEngine(RolloutEngine):
         internals.check_required(only_imported=True)
         self.compute_dtype = str(internals.reach(self._engine, "vllm_config.model_config.dtype")).split(".")[-1]
         self._scheduler = internals.scheduler_of(self._engine)
+        internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, head, graphs)
         self._set_up_for = wanted
@@ -302,6 +308,7 @@ class VLLMEngine(RolloutEngine):
     ) -> Iterator[Response]:
         if self._policy_version == _NO_WEIGHTS:
             raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
+        self.check_sampling(sampling)
         config = self._live.vllm_config.model_config
         check_requests(requests, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
         params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}

@@ -36,7 +36,8 @@ _LAYERWISE = "model_executor.model_loader.reload.layerwise"
 
 REQUIRED: dict[str, str] = {
     # Modules and classes below `vllm`: their attributes, and their functions with all parameters but `self`.
-    "v1.engine.llm_engine.LLMEngine": "engine_core; vllm_config; has_unfinished_requests(); step()",
+    "v1.engine.llm_engine.LLMEngine": "engine_core; output_processor; vllm_config; has_unfinished_requests(); step()",
+    "v1.engine.output_processor.OutputProcessor": "tokenizer",
     "v1.engine.core_client.InprocClient": "engine_core; shutdown(timeout)",
     "v1.engine.core.EngineCore": "scheduler; model_executor",
     "v1.executor.uniproc_executor.UniProcExecutor": (

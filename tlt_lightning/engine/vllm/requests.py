@@ -17,15 +17,21 @@ def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: S
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    limit = max_tokens or sampling.max_tokens
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=max_tokens or sampling.max_tokens,
+        min_p=sampling.min_p,
+        min_tokens=min(sampling.min_tokens, limit),
+        max_tokens=limit,
         stop_token_ids=[*end_token_ids, *sampling.stop_token_ids],
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(sampling.stop_strings),
+        include_stop_str_in_output=True,  # else vLLM drops tokens that were sampled
+        skip_special_tokens=False,  # rewards see them too
+        detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

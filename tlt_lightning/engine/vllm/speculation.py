@@ -1,9 +1,10 @@
 """Check the user's choices for speculation, before anything is loaded.
 
 Nothing here changes what is sampled: vLLM verifies by standard rejection sampling, and its lossy variants cannot be
-asked for. All that `Sampling` has (temperature, top-p, top-k, stop tokens, limits) holds for drafted tokens too; vLLM
-refuses `min_p` and `logit_bias` per request, custom logits processors when an engine starts. A seed reproduces a
-rollout if the same strategies are chosen at the same steps, which selectors that learn from the clock do not promise.
+asked for. What `Sampling` has (temperature, top-p, top-k, stop tokens and strings, limits) holds for drafted tokens
+too; `check_exact` refuses what does not. vLLM refuses `logit_bias` per request, custom logits processors when an engine
+starts. A seed reproduces a rollout if the same strategies are chosen at the same steps, which selectors that learn from
+the clock do not promise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
@@ -199,6 +201,20 @@ class Speculation:
             )
         scheduler.speculative_runner = runner
         return runner
+
+
+def check_exact(sampling: Sampling) -> None:
+    """Raise ValueError for sampling whose drafts are not verified exactly.
+
+    vLLM has no `min_p` in its verification, and its V1 runner forbids ends beyond `min_tokens`: for the token after all
+    accepted drafts it counts the tokens from before them.
+    """
+    if asked := {"min_p", "min_tokens"} & sampling.filters.keys():
+        names = " and ".join(f"`sampling.{name}`" for name in sorted(asked))
+        raise ValueError(
+            f"{names} cannot be combined with `speculation`, which would change what is sampled: leave them 0, or set "
+            "`engine.speculation` to null."
+        )
 
 
 def check_attention(policy: str) -> None:
