@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from typing_extensions import override
 
 from tlt_lightning.checks import check_policy_is_whole
 from tlt_lightning.engine.probe import warn_of_mismatch
+from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
+
+log = logging.getLogger(__name__)
 
 
 class CloseIteration(L.Callback):
@@ -24,6 +28,12 @@ class CloseIteration(L.Callback):
             callbacks.insert(0, cls())
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if hasattr(pl_module, "iteration_log"):
+            self._diagnosis = Diagnosis(is_grouped=pl_module.objective.min_group_size > 1)
+            self._weights = sample_of(pl_module.policy.parameters())
+
+    @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not hasattr(pl_module, "iteration_log"):
             return
@@ -34,6 +44,10 @@ class CloseIteration(L.Callback):
         check_policy_is_whole(pl_module, metrics)
         warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1)
         log_of_iteration(pl_module, metrics)
+        before, self._weights = self._weights, sample_of(pl_module.policy.parameters())
+        if trainer.is_global_zero:
+            for cause in self._diagnosis.read(metrics, change_of(before, self._weights)):
+                log.warning("Iteration %d: why nothing is learned: %s", trainer.current_epoch + 1, cause)
 
 
 def log_of_iteration(module: L.LightningModule, metrics: Mapping[str, float]) -> None:

@@ -1,0 +1,111 @@
+"""Causes of a run that learns nothing are found in its numbers, once, and a healthy run is left in peace."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tests.support.rl_runs import evenness, make_data, make_module, make_trainer
+from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
+
+HEALTHY = {
+    "reward/mean": 0.3,
+    "reward/std": 0.4,
+    "reward/zero_std_groups": 0.6,
+    "rollout/truncated": 0.2,
+    "train/grad_norm": 1.0,
+    "change": 3e-5,  # AdamW at 1e-6 on weights of 0.03
+    "train/approx_kl": 0.01,
+    "train/clip_fraction": 0.02,
+}
+
+
+def said(diagnosis: Diagnosis, *iterations: dict[str, float]) -> list[tuple[int, str]]:
+    """Number of the iteration, from 1, and what was said after it."""
+    found = []
+    for number, changes in enumerate(iterations, start=1):
+        metrics = {**HEALTHY, **changes}
+        found += [(number, cause) for cause in diagnosis.read(metrics, metrics.pop("change"))]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"reward/zero_std_groups": 1.0}, "all responses to the same prompt earned the same"),
+        ({"reward/std": 0.0, "reward/mean": 0.0}, "every reward was 0. Read completions"),
+        ({"reward/std": 0.0, "reward/mean": 1.0}, "every reward was 1: it tells no two responses apart"),
+        ({"reward/std": 0.0, "rollout/truncated": 1.0}, "100% of the responses were cut off at `data.sampling.max_"),
+        ({"change": 1e-8}, "the policy stands still: .* by 1e-08 .* Raise the learning rate"),
+        ({"change": 0.5}, "the policy is torn away: .* by 0.5 .* Lower the learning rate"),
+        ({"train/approx_kl": 2.0}, "torn away: .* by 2 nats a token"),
+        ({"train/clip_fraction": 0.9}, "torn away: .* 90% of the tokens are clipped"),
+    ],
+)
+def test_each_cause_is_said_once_after_three_iterations(changes: dict[str, float], sentence: str) -> None:
+    ((number, cause),) = said(Diagnosis(is_grouped=True), *[changes] * 8)
+    assert number == 3
+    assert re.search(sentence, cause)
+
+
+@pytest.mark.parametrize(
+    "iterations",
+    [
+        [{}] * 8,
+        [{"reward/std": 0.0}, {"reward/std": 0.0}, {}] * 3,  # not three in a row
+        [{"rollout/truncated": 1.0}] * 8,  # and yet rewards differ
+        [{}, *[{"change": 0.0}] * 8],  # a schedule that ends at zero
+        [{"change": 0.0, "train/grad_norm": 0.0}] * 8,  # a critic that warms up
+    ],
+)
+def test_a_run_that_learns_is_left_in_peace(iterations: list[dict[str, float]]) -> None:
+    assert said(Diagnosis(is_grouped=True), *iterations) == []
+
+
+def test_single_responses_are_no_groups() -> None:
+    assert said(Diagnosis(is_grouped=False), *[{"reward/zero_std_groups": 1.0}] * 5) == []
+
+
+def test_the_change_of_weights_is_that_of_a_sample() -> None:
+    torch.manual_seed(0)
+    trained, frozen = torch.randn(400, 500, requires_grad=True), torch.randn(3)
+    before = sample_of([trained, frozen])
+    with torch.no_grad():
+        trained *= 1.01
+        frozen += 1.0
+    assert 2**15 < len(before) <= 2**16
+    assert change_of(before, sample_of([trained, frozen])) == pytest.approx(0.01, rel=0.02)
+    assert change_of(torch.zeros(2), torch.zeros(2)) == 0.0
+
+
+def constant(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "rate", "expected"),
+    [
+        (constant, 1e-3, ["every reward was 0.5"]),
+        (evenness, 1e-12, ["the policy stands still"]),
+        (evenness, 1e-3, []),
+    ],
+)
+def test_a_run_that_learns_nothing_says_why(
+    reward: Any,
+    rate: float,
+    expected: list[str],
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    L.seed_everything(11)
+    module = make_module(policy_path, optimizer=lambda p: torch.optim.SGD(p, lr=rate))
+    make_trainer(tmp_path, max_epochs=4).fit(module, make_data(prompts_path, rewards=[reward]))
+    warnings = [record.getMessage() for record in caplog.records if "why nothing is learned" in record.getMessage()]
+    assert len(warnings) == len(expected)
+    for warning, cause in zip(warnings, expected, strict=True):
+        assert warning.startswith(f"Iteration 3: why nothing is learned: {cause}")
