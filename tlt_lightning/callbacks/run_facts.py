@@ -6,6 +6,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,7 +20,7 @@ PACKAGES = ("tlt-lightning", "torch", "lightning", "transformers", "vllm", "vllm
 
 def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
     """Return lines for the head of a report by their names, without those that nobody knows."""
-    data = getattr(trainer, "datamodule", None)
+    data: Any = getattr(trainer, "datamodule", None)
     lines = {
         "policy": getattr(module, "policy_path", None),
         "objective": getattr(module, "objective", None),

@@ -136,7 +136,7 @@ def kept_bytes(model: Any, passes: Passes) -> float:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    trunk = causal_lm(model).base_model
+    trunk: Any = causal_lm(model).base_model
     if any(getattr(trunk.config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise RuntimeError("experts are chosen by values, and shapes have none")
     layers, kept = trunk.layers, []
