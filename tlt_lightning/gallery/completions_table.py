@@ -18,8 +18,8 @@ COLUMNS = ["reward", "tokens", "finish_reason", "prompt", "response", "answer"]
 class CompletionsTable(RolloutCallback):
     """Writes sampled completions to a JSONL file per iteration, and to the logger as a table.
 
-    Loggers with `log_table` (Weights & Biases) get a table, TensorBoard gets text; others, such as CSV, have no place
-    for either and are left out. Only rank zero writes, from its own rollouts of training.
+    Weights & Biases and MLflow get a table, TensorBoard gets text; loggers with no place for either, such as CSV, are
+    left out. Only rank zero writes, from its own rollouts of training.
 
     Args:
         dirpath: Directory of the files `iteration_00001.jsonl`, ...; made if missing.
@@ -54,12 +54,15 @@ class CompletionsTable(RolloutCallback):
             # `default=str`, because an answer column may hold a date or a number of another library.
             file.writelines(json.dumps({"iteration": iteration, **row}, default=str) + "\n" for row in rows)
         for logger in trainer.loggers:
-            _log_table(logger, [[row[column] for column in COLUMNS] for row in rows], trainer.global_step)
+            _log_table(logger, [[row[column] for column in COLUMNS] for row in rows], trainer.current_epoch)
 
 
 def _log_table(logger: Any, cells: list[list[Any]], step: int) -> None:
     if hasattr(logger, "log_table"):
         logger.log_table("completions", columns=COLUMNS, data=cells, step=step)
+    elif hasattr(logger.experiment, "log_table"):  # MLflow's client, which appends to the file
+        columns = {name: [row[i] for row in cells] for i, name in enumerate(COLUMNS)}
+        logger.experiment.log_table(logger.run_id, columns, "completions.json")
     elif hasattr(logger.experiment, "add_text"):
         logger.experiment.add_text("completions", _markdown(cells), step)
 
