@@ -1,0 +1,20 @@
+# The package on vLLM's own image of the supported release, for a machine with an NVIDIA GPU and its container toolkit:
+#   docker build -t tlt-lightning .
+#   docker run --rm --gpus all --ipc=host -v tlt-outputs:/home/tlt/outputs tlt-lightning \
+#     fit -c recipes/base.yaml -c recipes/quickstart.yaml -c recipes/speculation.yaml --trainer.accelerator gpu
+FROM vllm/vllm-openai:v0.32.0
+
+COPY pyproject.toml README.md LICENSE /tmp/source/
+COPY recipes /tmp/source/recipes
+COPY tlt_lightning /tmp/source/tlt_lightning
+# vLLM is in the image, and so is the one torch it works with: the build fails rather than replaces it.
+RUN uv pip freeze --system | grep '^torch==' > /tmp/torch.txt \
+    && uv pip install --system --no-cache --constraint /tmp/torch.txt "/tmp/source[eagle3]" \
+    && rm -r /tmp/source /tmp/torch.txt
+
+RUN useradd --create-home tlt && install --directory --owner=tlt /home/tlt/outputs
+USER tlt
+WORKDIR /home/tlt
+COPY --chown=tlt recipes recipes
+ENTRYPOINT ["python3", "-m", "tlt_lightning"]
+CMD ["--help"]
