@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The engine follows the machine: vLLM's CUDA build where there is an NVIDIA driver, its CPU build elsewhere.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 
-.PHONY: setup quickstart quickstart-smollm2 test lint
+.PHONY: setup quickstart quickstart-smollm2 test lint docs
 
 setup: .venv/ready-$(ENGINE)
 
@@ -38,6 +38,10 @@ quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
 # Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
 test: setup models/SmolLM2-135M-Instruct/model.safetensors
 	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile)
+
+# The documentation, into site/.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 lint: setup
 	$(PY) -m ruff check .

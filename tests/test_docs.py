@@ -1,21 +1,40 @@
 """What the documents say: links lead somewhere, code runs, names exist."""
 
+import ast
 import asyncio
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
+import tlt_lightning
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import RewardTerm
+from tlt_lightning.__main__ import main
+from tlt_lightning.cli import run_cli
 from tlt_lightning.speculation import SelectorState
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+GALLERY = ROOT / "tlt_lightning/gallery"
 FOLDERS = ("docs", "tlt_lightning", "recipes", "benchmarks")
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 SOURCE = "\n".join(path.read_text() for path in (ROOT / "tlt_lightning").rglob("*.py"))
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("*/README.md"), GALLERY / "README.md"]
+BLOCK = re.compile(r'^```(\w+)(?: title="(.*?)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?m)^ *((?:python -m tlt_lightning|tlt-lightning|pip install|make) .*)")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def python_blocks(text: str) -> list[str]:
@@ -87,3 +106,77 @@ def test_every_repair_of_vllm_has_a_row_in_the_docs() -> None:
     ]
     assert len(files) > 5
     assert [path.name for path in files if f"| `patches/{path.name}` |" not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run Python, instantiate YAML on top of the quickstart, parse commands; each sees what stood before it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "mine.yaml").write_text("seed_everything: 1\n")
+    names: dict[str, Any] = {}
+    text = page.read_text()
+    for language, title, code in BLOCK.findall(text):
+        if language == "python" and page.parent != ROOT:  # the README's are run by tests of their own
+            (tmp_path / (title or "snippet.py")).write_text(code)
+            exec(compile(code, str(page), "exec"), names)
+        if language == "yaml":
+            (tmp_path / "snippet.yaml").write_text(code)
+            files = ("recipes/base.yaml", "recipes/quickstart.yaml", "snippet.yaml")
+            run_cli([*(word for file in files for word in ("-c", file)), "--trainer.accelerator=cpu"], run=False)
+    for line in COMMAND.findall(text):
+        for command in line.split("  #")[0].split(" && "):
+            check_command(shlex.split(command), monkeypatch)
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse a command of this package, or run it where it is cheap; look up what `make` and `pip` are asked for."""
+    match words:
+        case ["make", target]:
+            assert f"\n{target}: " in (ROOT / "Makefile").read_text()
+        case ["pip", "install", *rest]:
+            extras = re.findall(r"\[([\w,]+)\]", " ".join(rest))
+            assert extras
+            assert set(",".join(extras).split(",")) <= EXTRAS.keys()
+        case ["tlt-lightning", *arguments] | ["python", "-m", "tlt_lightning", *arguments]:
+            expected: type[BaseException] | None = {"export": FileNotFoundError}.get(arguments[0], SystemExit)
+            if arguments[0] in ("fit", "validate", "predict", "drafter"):
+                arguments.append("--print_config")  # parses, prints and exits
+            elif arguments[0] != "export":  # which parses, and then finds no checkpoint
+                expected = None
+            monkeypatch.setattr(sys, "argv", ["tlt_lightning", *arguments])
+            with nullcontext() if expected is None else pytest.raises(expected) as raised:
+                main()
+            assert expected is not SystemExit or raised.value.code in (0, None)  # type: ignore[union-attr]
+
+
+def test_every_language_of_a_snippet_is_checked() -> None:
+    languages = {language for page in PAGES for language, _, _ in BLOCK.findall(page.read_text())}
+    assert languages == {"python", "yaml", "bash"}
+
+
+def test_every_public_name_has_an_entry_in_the_api() -> None:
+    named = set(re.findall(r"(?m)^::: \S+\.(\w+)$", (ROOT / "docs/api.md").read_text()))
+    assert named >= set(tlt_lightning.__all__) - {"__version__"}
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_rewards_and_completions(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "docs/start.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    assert "reward/brevity " in outputs["metrics"][0]["text"]
+    assert len(ast.literal_eval(outputs["curve"][0]["data"]["text/plain"])) == 3
+    assert outputs["completions"][0]["text"].count("make ") == 6
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # an advertisement
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Trains a policy by reinforcement" in (tmp_path / "api/index.html").read_text()
+    assert (tmp_path / "benchmarks/results/rollout_7b.png").is_file()

@@ -40,7 +40,7 @@ from tlt_lightning.objectives import (
     Surrogate,
 )
 
-CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PLUGINS = Path(__file__).parents[2] / "docs/your_plugins.md"
 
 
 def build(config: dict[str, Any]) -> PolicyObjective:
@@ -126,7 +126,7 @@ def test_exchanging_a_piece_never_inherits_the_defaults_of_the_other(kind: type)
 def test_the_example_of_a_custom_objective_works(
     habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vectors: SimpleNamespace
 ) -> None:
-    text = CONTRIBUTING.read_text().split("```python\n")[1].split("```")[0]
+    text = PLUGINS.read_text().split('title="my_objective.py"\n')[1].split("```")[0]
     assert len(text.splitlines()) < 25
     (tmp_path / "my_objective.py").write_text(habit + text)
     monkeypatch.syspath_prepend(tmp_path)
