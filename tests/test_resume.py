@@ -58,7 +58,7 @@ class History(RolloutCallback):
         self.rows: dict[int, dict[str, float]] = {}
 
     def on_iteration_end(self, trainer: Any, pl_module: Any, iteration: int, metrics: dict[str, float]) -> None:
-        clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail")
+        clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s")
         self.rows[iteration] = {name: value for name, value in metrics.items() if not name.startswith(clocks)}
 
 

@@ -38,6 +38,7 @@ from tlt_lightning.training.optimization import (
 )
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_up
+from tlt_lightning.training.throughput import log_work
 
 
 class RLModule(L.LightningModule):
@@ -201,7 +202,7 @@ class RLModule(L.LightningModule):
         *others, last = batch
         for part in others:
             backward_alone(self.trainer, self._loss(part))
-        self.iteration_log.mean("train/passes", len(batch))
+        log_work(self.iteration_log, self.networks.trained, batch)
         return self._loss(last)
 
     @override

@@ -139,8 +139,9 @@ def test_summary_line_leaves_out_what_was_not_logged() -> None:
 
 def test_summary_line_names_the_stages_that_take_a_twentieth() -> None:
     seconds = {"iteration": 10.0, "other": 0.6, "rollout": 6.0, "sync": 0.4, "drafter": 1.0, "update": 2.0}
-    line = summary_line(1, -1, {f"time/{stage}": value for stage, value in seconds.items()})
-    assert line == "iteration 1  10.0 s (rollout 6.0 update 2.0 drafter 1.0 other 1.0)"
+    times = {f"time/{stage}": value for stage, value in seconds.items()}
+    line = summary_line(1, -1, {**times, "train/mfu": 0.413})
+    assert line == "iteration 1  mfu 41%  10.0 s (rollout 6.0 update 2.0 drafter 1.0 other 1.0)"
 
 
 def test_best_and_worst_takes_both_ends_once() -> None:

@@ -160,6 +160,8 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
         parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tok/s")
     if "speculation/acceptance_length" in metrics and metrics.get("speculation/off_share", 0.0) < 1:
         parts.append(f"accept {metrics['speculation/acceptance_length']:.2f}")
+    if "train/mfu" in metrics:
+        parts.append(f"mfu {metrics['train/mfu']:.0%}")
     if "time/iteration" in metrics:
         parts.append(_seconds_by_stage(metrics))
     return "  ".join(parts)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from tlt_lightning.checks import check_policy_is_whole
 from tlt_lightning.engine.probe import warn_of_mismatch
 from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
+from tlt_lightning.training.throughput import peak_flops, utilisation
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class CloseIteration(L.Callback):
             torch.cuda.synchronize(pl_module.device)
         pl_module.iteration_log.lap("update")
         pl_module.iteration_metrics = metrics = pl_module.iteration_log.close(trainer)
+        metrics |= utilisation(metrics, trainer.world_size, peak_flops(pl_module.device))
         check_policy_is_whole(pl_module, metrics)
         warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1)
         log_of_iteration(pl_module, metrics)

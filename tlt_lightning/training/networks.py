@@ -37,6 +37,12 @@ class Networks:
     tap: BatchTap | None = None
 
     @property
+    def trained(self) -> list[nn.Module]:
+        """Return the language models that an update trains."""
+        trunk = getattr(self.critic, "trunk", None)
+        return [self.policy] if trunk is None else [self.policy, trunk]
+
+    @property
     def is_padded(self) -> bool:
         """True if one of them cannot run a batch packed."""
         others = (getattr(self.critic, "trunk", None), getattr(self.reference, "model", None))
