@@ -23,6 +23,16 @@ PACK_MULTIPLE = 128
 _LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled with the torn-off end of a sequence
 
 
+class Context(NamedTuple):
+    """Holds what the head reads of a sequence before a piece of it, wherever the sequence lies.
+
+    Token `i + 1` of each earlier entry (c,), and the target's states at `i` (c, 3 * H).
+    """
+
+    input_ids: Tensor
+    states: Tensor
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """Holds entries of several sequences end to end; attention never crosses documents.
@@ -36,6 +46,7 @@ class PackedBatch:
         position_ids: `i`, the position that the engine gives this entry. (1, T), int64
         loss_mask: True where token `i + 1` was written by the policy, so that drafting really happens. (1, T), bool
         lengths: Entries of each document, in their order.
+        contexts: What each document that is a later piece of a sequence attends to before itself, None for the others.
     """
 
     input_ids: Tensor
@@ -46,6 +57,7 @@ class PackedBatch:
     position_ids: Tensor
     loss_mask: Tensor
     lengths: tuple[int, ...]
+    contexts: tuple[Context | None, ...]
 
 
 class Piece(NamedTuple):
@@ -64,8 +76,8 @@ def num_entries(num_tokens: int) -> int:
 def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
     """Distribute sequences of `lengths` tokens over packs of `num_tokens` entries.
 
-    A pack takes the longest sequences that fit whole. The end of the longest remaining sequence fills the rest: its
-    entries lose the context before them, all others lose nothing. Only the last pack may be left short.
+    A pack takes the longest sequences that fit whole. The end of the longest remaining one fills the rest. No entry
+    loses its context, but at a cut those before it have no drafts beyond it. Only the last pack may be left short.
     """
     rest = sorted((num_entries(length), index) for index, length in enumerate(lengths) if num_entries(length))
     packs = []
@@ -139,4 +151,8 @@ def fill_pack(
         position_ids=position_ids[None],
         loss_mask=loss_mask[None].to(device),
         lengths=tuple(stop - start for _, (_, start, stop) in pieces),
+        contexts=tuple(
+            Context(sequence.input_ids[1 : start + 1], sequence.states[:start]) if start else None
+            for sequence, (_, start, _) in pieces
+        ),
     )

@@ -1,0 +1,123 @@
+"""Texts longer than a pack: pieces see all that is before them, and masks stay small."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import save_policy
+from tests.support.draft_texts import alone, make_drafter, pack, random_sequence
+from tlt_lightning.drafter import training_time_test
+from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack
+from tlt_lightning.drafter.teaching import Teaching
+from tlt_lightning.drafter.training_time_test import unroll
+
+LENGTH, PACK = 600, 128
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=[(4, 2), (4, 4)], ids=["grouped keys", "a key a head"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    heads, key_heads = request.param
+    folder = tmp_path_factory.mktemp("policy")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "max_position_embeddings": 1024}
+    return str(save_policy(folder, **sizes))
+
+
+@pytest.fixture(scope="module")
+def drafter(policy: str) -> DrafterModule:
+    return make_drafter(policy, teaching=Teaching(num_steps=STEPS))
+
+
+def cut(length: int = LENGTH) -> tuple[PackedBatch, list[PackedBatch]]:
+    """A text uncut, and in packs, among others."""
+    text, num_entries = random_sequence(length, 8), length - 2
+    whole = alone(text, 1024)
+    others = random_sequence(30, 8, seed=9), Piece(1, 0, 28)
+    pieces = [Piece(0, at, min(at + 90, num_entries)) for at in range(0, num_entries, 90)]
+    return whole, [fill_pack([others, (text, piece)], PACK) for piece in pieces]
+
+
+def test_every_entry_of_a_piece_has_the_features_that_it_has_in_the_whole_text(drafter: DrafterModule) -> None:
+    whole, packs = cut()
+    expected, _ = unroll(drafter.head, whole, STEPS)
+    for number, batch in enumerate(packs):
+        features, _ = unroll(drafter.head, batch, STEPS)
+        here = batch.document_ids[0] == 1
+        entries = batch.position_ids[0, here]
+        assert entries[0] == 90 * number
+        for step in range(STEPS):  # the last entries have no text in their pack to feed back
+            kept = len(entries) - step
+            torch.testing.assert_close(
+                features[step, here][:kept], expected[step, entries[:kept]], atol=1e-5, rtol=1e-5
+            )
+
+
+def test_the_pieces_lose_what_the_whole_text_does_but_for_drafts_beyond_a_cut(policy: str) -> None:
+    for num_steps, lost in ((1, 0), (STEPS, 1 + 2)):
+        drafter = make_drafter(policy, teaching=Teaching(num_steps=num_steps), num_draft_tokens=num_steps)
+        whole, packs = cut()
+        expected = drafter.measure(whole).sum(0)
+        found = sum(drafter.measure(batch)[1] for batch in packs)
+        num_cuts = len(packs) - 1
+        assert (expected[5] - found[5]).sum() == lost * num_cuts
+        if num_steps == 1:
+            torch.testing.assert_close(found[2:], expected[2:], atol=1e-5, rtol=1e-5)
+
+
+def test_pieces_are_read_in_mixed_precision(drafter: DrafterModule) -> None:
+    _, packs = cut()
+    expected, _ = drafter.loss(packs[-2])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = drafter.loss(packs[-2])
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+
+
+def test_without_what_is_before_them_pieces_differ(drafter: DrafterModule) -> None:
+    whole, packs = cut()
+    expected, _ = unroll(drafter.head, whole, 1)
+    batch = packs[2]
+    batch.contexts = (None, None)
+    here = batch.document_ids[0] == 1
+    features, _ = unroll(drafter.head, batch, 1)
+    assert not torch.allclose(features[0, here], expected[0, batch.position_ids[0, here]], atol=1e-3)
+
+
+def test_blocks_of_attention_are_the_whole_and_no_mask_has_more_rows_than_one(
+    drafter: DrafterModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[tuple[int, ...]] = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(*args: Any, attn_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        masks.append(() if attn_mask is None else tuple(attn_mask.shape))
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    results = []
+    for rows in (1024, 100):
+        monkeypatch.setattr(training_time_test, "_BLOCK", rows)
+        masks.clear()
+        _, packs = cut()
+        loss = torch.stack([drafter.loss(batch)[0] for batch in (alone(random_sequence(LENGTH), 640), packs[-2])]).sum()
+        drafter.zero_grad()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in drafter.parameters() if p.grad is not None)])
+        assert max(shape[0] for shape in masks if shape) == min(rows, LENGTH - 2)
+        assert max(shape[1] for shape in masks if shape) < LENGTH + STEPS * rows
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+def test_every_entry_of_long_texts_is_in_one_pack_with_all_before_it() -> None:
+    batches = pack([random_sequence(LENGTH, seed=seed) for seed in range(2)], PACK)
+    seen = []
+    for batch in batches:
+        starts = torch.tensor([0, *batch.lengths]).cumsum(0)[:-1]
+        for start, context in zip(starts, batch.contexts, strict=True):
+            first = int(batch.position_ids[0, start])
+            assert first == (0 if context is None else len(context.input_ids))
+        seen += batch.position_ids[batch.document_ids >= 0].tolist()
+    assert sorted(seen) == sorted(2 * list(range(LENGTH - 2)))
