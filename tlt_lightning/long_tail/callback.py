@@ -66,6 +66,8 @@ class LongTailIdleCallback(RolloutCallback):
         budget: Decides how many of an iteration's tokens are trained on; None is an `AdaptiveBudget`, which trains as
             much as pays.
         max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
+        offload: Keep the drafter's weights and optimizer in host memory but while they train or are judged: moving them
+            takes time, and leaves the rollout and the update the memory.
         dirpath: Where the finished drafter and its picture go; None is `drafter` in the Trainer's `default_root_dir`.
 
     Example:
@@ -81,6 +83,7 @@ class LongTailIdleCallback(RolloutCallback):
         buffer_gib: float = 1.0,
         budget: TrainingBudget | None = None,
         max_passes: float = 2.0,
+        offload: bool = False,
         dirpath: str | None = None,
     ) -> None:
         check_positive("max_passes", max_passes)
@@ -91,6 +94,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.pack_tokens = pack_tokens
         self.budget = AdaptiveBudget() if budget is None else budget
         self.max_passes = max_passes
+        self.offload = offload
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.record = DrafterRecord()
         self._head_dir: tempfile.TemporaryDirectory[str] | None = None
@@ -131,6 +135,7 @@ class LongTailIdleCallback(RolloutCallback):
                 self.buffer,
                 pack_tokens=self.pack_tokens,
                 device=trainer.strategy.root_device,
+                offload=self.offload,
                 sum_over_ranks=partial(trainer.strategy.reduce, reduce_op="sum") if trainer.world_size > 1 else None,
             )
             self._publisher = DrafterPublisher(self._trainer)

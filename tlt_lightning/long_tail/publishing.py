@@ -105,16 +105,16 @@ class DrafterPublisher:
 
         None if nothing was trained since the last decision, or if there is no held-out text to decide by.
         """
-        trainer = self.trainer
-        if not trainer.num_pending:
+        if not self.trainer.num_pending:
             return None
-        after = self._measure()
-        if not after[:, 1].sum():
-            log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
-            return None
-        with self.loaded():
-            before = self._measure()
-        return self._decide(before, after)
+        with self.trainer.on_device():
+            after = self._measure()
+            if after[:, 1].sum():
+                with self.loaded():
+                    before = self._measure()
+                return self._decide(before, after)
+        log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
+        return None
 
     def _decide(self, before: Tensor, after: Tensor) -> Publication:
         trainer = self.trainer

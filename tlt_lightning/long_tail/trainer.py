@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import PACK_MULTIPLE, PackedBatch, fill_pack, packs_of, plan_packs
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
+from tlt_lightning.long_tail.host_residence import HostResidence
 from tlt_lightning.metrics import IterationLog
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class DrafterTrainer:
         pack_tokens: Tokens of a pack, a multiple of 128.
         device: Device to train on.
         sum_over_ranks: Adds up a tensor over all workers, a collective; None if there is one worker.
+        offload: Keep weights and optimizer in host memory while they are not used.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class DrafterTrainer:
         pack_tokens: int,
         device: torch.device,
         sum_over_ranks: SumOverRanks | None = None,
+        offload: bool = False,
     ) -> None:
-        self.drafter = drafter.to(device)
+        self.drafter = drafter.to("cpu" if offload else device)
+        self._residence = HostResidence(self.drafter, device) if offload else None
         self.buffer = buffer
         self.pack_tokens = pack_tokens
         """Tokens of a pack; halved wherever the device has no memory for one."""
@@ -98,6 +103,10 @@ class DrafterTrainer:
         self.optimizer: Any = self.drafter.configure_optimizers()
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
         self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Bring weights and optimizer to the device, if they are in host memory, until it is left."""
+        return nullcontext() if self._residence is None else self._residence.on_device(self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, live."""
@@ -122,6 +131,10 @@ class DrafterTrainer:
 
     def train(self, may_go_on: Callable[[], bool]) -> Burst:
         """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`."""
+        with self.on_device():
+            return self._train(may_go_on)
+
+    def _train(self, may_go_on: Callable[[], bool]) -> Burst:
         burst, started = Burst(), time.perf_counter()
         asked = started
         while may_go_on():
@@ -155,7 +168,8 @@ class DrafterTrainer:
         states = torch.randn(length, 4 * width, generator=generator).bfloat16()
         text = PolicyText(ids, states[:, : 3 * width], states[:, 3 * width :], prompt_length=1)
         try:
-            self._backward(next(packs_of([text], self.pack_tokens, self.device)))
+            with self.on_device():
+                self._backward(next(packs_of([text], self.pack_tokens, self.device)))
         except torch.OutOfMemoryError as error:
             raise MisconfigurationException(
                 f"`LongTailIdleCallback(pack_tokens={self.pack_tokens})`: a training step of the drafter does not fit "
@@ -233,7 +247,9 @@ class DrafterTrainer:
         total = int(self.sum_over_ranks(torch.tensor(float(self._num_own), device=self.device)))
         share, self._num_own = self._num_own / max(total, 1), 0
         if total:
-            self.load_weights({name: self.sum_over_ranks(tensor * share) for name, tensor in self.weights().items()})
+            with self.on_device():
+                weights = self.weights().items()
+                self.load_weights({name: self.sum_over_ranks(tensor * share) for name, tensor in weights})
         self._count(total)
 
     # Checkpoints

@@ -1,0 +1,85 @@
+"""A drafter that is on its device only while it is used."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.long_tail.test_trainer import OneWeight, make_buffer, steps, weight
+from tlt_lightning.long_tail.host_residence import HostResidence
+from tlt_lightning.long_tail.publishing import DrafterPublisher
+from tlt_lightning.long_tail.trainer import DrafterTrainer
+
+
+def run(offload: bool) -> tuple[list[float], dict[str, Any], list[int]]:
+    """Train, publish and diverge; the weights, the optimizer's state, and where the weights lay between and within."""
+    drafter = OneWeight(0.1)
+    trainer = DrafterTrainer(
+        drafter,  # type: ignore[arg-type]
+        make_buffer(),
+        pack_tokens=128,
+        device=torch.device("cpu"),
+        sum_over_ranks=lambda tensor: tensor,
+        offload=offload,
+    )
+    publisher, places = DrafterPublisher(trainer), []
+    learn = drafter.loss
+
+    def loss(batch: Any) -> Any:
+        places.append(drafter.fc.data_ptr())
+        return learn(batch)
+
+    drafter.loss = loss  # type: ignore[method-assign]
+    trainer.begin(0)
+    for _ in range(3):
+        trainer.train(steps(3))
+        trainer.average()
+        publisher.publish_if_better()
+        places.append(drafter.fc.data_ptr())
+    return weight(trainer), trainer.optimizer.state_dict()["state"], places
+
+
+def test_what_is_moved_learns_and_is_published_bit_for_bit_as_what_stays() -> None:
+    (mine, state, moved), (theirs, expected, stayed) = run(offload=True), run(offload=False)
+    assert mine == theirs
+    for name, value in expected[0].items():
+        assert torch.equal(state[0][name], value)
+    assert len(set(stayed)) == 1
+    home = moved[3]  # after the first burst and its decision
+    assert moved[7] == moved[11] == home
+    assert home not in moved[4:7] + moved[8:11]
+
+
+def test_parameters_stay_the_objects_that_they_are_and_ties_hold() -> None:
+    layers = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+    layers["head"].weight = layers["embedding"].weight
+    before, value = layers["head"].weight, layers["head"].weight.detach().clone()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    residence = HostResidence(layers, torch.device("cpu"))
+    with residence.on_device(optimizer), residence.on_device(optimizer):
+        layers["head"](layers["embedding"](torch.arange(5))).sum().backward()
+        optimizer.step()
+    assert layers["head"].weight is layers["embedding"].weight is before
+    assert before.grad is None
+    assert not torch.equal(before, value)
+    assert {name for state in optimizer.state.values() for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.gpu
+def test_nothing_of_it_is_left_on_the_device() -> None:
+    device = torch.device("cuda")
+    module = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    residence, before = HostResidence(module, device), torch.cuda.memory_allocated()
+    values: list[Tensor] = []
+    for _ in range(2):
+        with residence.on_device(optimizer):
+            assert module.weight.is_cuda
+            module(torch.ones(1, 1024, device=device)).sum().backward()
+            optimizer.step()
+            values.append(module.weight.detach().cpu())
+        assert torch.cuda.memory_allocated() == before
+        assert torch.equal(module.weight, values[-1])
+        assert module.weight.is_pinned()
+    assert not torch.equal(*values)
