@@ -11,6 +11,7 @@ BENCHMARKS = {
     "rollout": "benchmarks.rollout.run",
     "lossless": "benchmarks.lossless.run",
     "end_to_end": "benchmarks.end_to_end.run",
+    "learning": "benchmarks.end_to_end.learning",
     "idle_windows": "benchmarks.end_to_end.idle_windows",
     "step_time": "benchmarks.micro.step_time",
     "selector_regret": "benchmarks.simulation.selector_regret",

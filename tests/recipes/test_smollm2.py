@@ -52,7 +52,7 @@ def test_three_iterations_of_the_quickstart_move_the_real_model(
         "trainer.logger": "false",
         "trainer.default_root_dir": tmp_path,
         "data.prompts_per_iteration": 2,
-        "data.group_size": 4,
+        "data.group_size": 2,
         "data.sampling.max_tokens": 8,
     }
     options = [part for name, value in small.items() for part in (f"--{name}", str(value))]
@@ -63,7 +63,7 @@ def test_three_iterations_of_the_quickstart_move_the_real_model(
     cli.trainer.fit(cli.model, cli.datamodule)
 
     rollouts = [rollout for iteration in recorder.rollouts for rollout in iteration]
-    assert len(rollouts) == 3 * 2 * 4
+    assert len(rollouts) == 3 * 2 * 2
     for prompt in (rollout.prompt for rollout in rollouts):
         assert prompt.text == (
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
