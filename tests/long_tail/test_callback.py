@@ -225,14 +225,6 @@ def test_bad_arguments_name_themselves(arguments: dict[str, Any], message: str) 
         make_callback(**arguments)
 
 
-def test_a_checkpoint_after_an_error_waits_for_no_other_rank() -> None:
-    callback = make_callback()
-    callback._group = SimpleNamespace()  # type: ignore[assignment]
-    checkpoint: dict[str, Any] = {"callbacks": {callback.state_key: {}}}
-    callback.on_save_checkpoint(SimpleNamespace(interrupted=True), SimpleNamespace(), checkpoint)  # type: ignore[arg-type]
-    assert "others" not in checkpoint["callbacks"][callback.state_key]
-
-
 class Loop:
     """A Trainer, its module and its data for a callback on the CPU: nothing is written, the policy is never trained."""
 

@@ -1,52 +1,42 @@
 """What a checkpoint holds of drafters on several workers, and who goes on from what."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.rank_processes import run_ranks
-from tlt_lightning.long_tail.checkpoint import state_of_rank
+from tlt_lightning.long_tail.checkpoint import join, split
+
+NUM_WORKERS = 2
 
 
-def test_rank_zero_is_handed_what_another_holds_and_does_not_wait_for_one_that_died(tmp_path: Path) -> None:
-    ended = run_ranks("tests.support.two_ranks_gather", tmp_path, str(tmp_path / "store"), timeout=100)
-    assert ended.statuses == [0, 0], ended.stderr
+def state_of(rank: int) -> dict[str, Any]:
+    buffer = {"newest": [f"states {rank}"], "held_out": []}
+    trainer = {"weights": "weights", "optimizer": f"optimizer {rank}", "buffer": buffer}
+    return {"trainer": trainer, "drift": f"drift {rank}", "history": {1: {}}}
 
 
-@pytest.fixture
-def saved() -> dict[str, Any]:
-    """A checkpoint of two workers."""
-
-    def own(rank: int) -> dict[str, Any]:
-        return {"optimizer": f"optimizer {rank}", "buffer": {"newest": [f"states {rank}"], "held_out": []}}
-
-    others = [{"trainer": own(1), "drift": "drift 1"}]
-    return {"trainer": {"weights": "weights", **own(0)}, "drift": "drift 0", "history": {1: {}}, "others": others}
+def saved(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the file has that all ranks read, and what `rank` has of its own."""
+    state = state_of(0)
+    split(state, 0, NUM_WORKERS)
+    return state, split(state_of(rank), rank, NUM_WORKERS)
 
 
-def test_each_rank_goes_on_from_its_own(saved: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rank_goes_on_from_its_own(caplog: pytest.LogCaptureFixture) -> None:
     for rank in (0, 1):
-        state = state_of_rank(saved, rank, world_size=2)
-        assert state == {
-            "trainer": {
-                "weights": "weights",
-                "optimizer": f"optimizer {rank}",
-                "buffer": {"newest": [f"states {rank}"], "held_out": []},
-            },
-            "drift": f"drift {rank}",
-            "history": {1: {}},
-            "others": [],  # Lightning copies what is in here
-        }
+        state, own = saved(rank)
+        assert "optimizer" not in state["trainer"]
+        assert "weights" not in own["trainer"]
+        joined = join(state, own, rank, NUM_WORKERS)
+        assert joined == {**state_of(rank), "num_workers": NUM_WORKERS}
     assert not caplog.records
 
 
-def test_a_new_rank_begins_with_the_optimizer_of_rank_zero(
-    saved: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    state_of_rank(saved, 0, world_size=3)
+def test_a_new_rank_begins_with_the_optimizer_of_rank_zero(caplog: pytest.LogCaptureFixture) -> None:
+    join(*saved(0), rank=0, world_size=3)
     assert "on 2 workers, the run has 3" in caplog.text
-    state = state_of_rank(saved, 2, world_size=3)
+    state = join(*saved(0), rank=2, world_size=3)
+    assert len(caplog.records) == 1
     assert state["trainer"] == {
         "weights": "weights",
         "optimizer": "optimizer 0",
@@ -55,8 +45,12 @@ def test_a_new_rank_begins_with_the_optimizer_of_rank_zero(
     assert state["drift"] == "drift 0"
 
 
-def test_a_run_of_fewer_workers_says_that_it_is_not_the_same(
-    saved: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert state_of_rank(saved, 0, world_size=1)["trainer"] == saved["trainer"]
+def test_a_rank_whose_part_is_lost_says_so_and_begins_like_a_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    state = join(*saved(0), rank=1, world_size=NUM_WORKERS)
+    assert "state of rank 1 is not beside the checkpoint" in caplog.text
+    assert state["trainer"]["buffer"] == {"newest": [], "held_out": []}
+
+
+def test_a_run_of_fewer_workers_says_that_it_is_not_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    assert join(*saved(0), rank=0, world_size=1)["trainer"] == state_of(0)["trainer"]
     assert "on 2 workers, the run has 1" in caplog.text

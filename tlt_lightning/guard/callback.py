@@ -20,6 +20,7 @@ from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers, save_behind
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.metrics_file import protect_rows
+from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.hooks import RolloutCallback
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class RunGuard(RolloutCallback):
 
     def _protect(self, trainer: L.Trainer) -> None:
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = WholeCheckpointIO()
+            trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
+            trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]

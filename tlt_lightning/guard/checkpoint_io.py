@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.guard.background import Background
+from tlt_lightning.guard.files import PART, part_of, write_whole
+from tlt_lightning.guard.parts import OWN, TOKEN, read_part, remove_lost_parts, remove_parts
 
 log = logging.getLogger(__name__)
-
-_PART = ".part"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -40,7 +39,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
     links and removes before the file is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
         self._latest: str | None = None
         self._background, self._host = Background(), HostCopy()
         self._is_behind = False
@@ -80,25 +80,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)
-        part = target.with_name(f".{target.name}{_PART}")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(part, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, target)
-            _sync_folder(target.parent)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as either
-            with suppress(OSError):
-                part.unlink()
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            raise RuntimeError(
-                f"The checkpoint {str(path)!r} could not be written: {reason}. Earlier ones are whole; make room "
-                "or give another folder, and resume."
-            ) from error
-        self._latest = str(target)
+        write_whole(checkpoint, Path(path))
+        self._latest = str(path)
+        remove_parts(path, besides=checkpoint.get(TOKEN, "none"))
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -120,13 +104,17 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 if link.is_symlink() and link != Path(path) and link.resolve() == Path(path).resolve():
                     replace_link(self._latest, str(link))
         super().remove_checkpoint(path)
+        if "://" not in str(path):
+            remove_parts(path)
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         self.wait()
         check_readable(path)
         try:
-            return super().load_checkpoint(path, *args, **options)
+            checkpoint = super().load_checkpoint(path, *args, **options)
+            part = read_part(path, checkpoint[TOKEN], self._rank) if self._rank and TOKEN in checkpoint else None
+            return checkpoint if part is None else checkpoint | {OWN: part}
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"The checkpoint {str(path)!r} cannot be read: {str(error).splitlines()[0]}{_others(Path(path))}"
@@ -152,7 +140,7 @@ def replace_link(filepath: str, linkpath: str) -> None:
     """Let the link name `filepath` at once; never is the link missing or broken."""
     if os.path.abspath(filepath) == os.path.abspath(linkpath):
         return
-    temporary = os.path.join(os.path.dirname(linkpath), f".{os.path.basename(linkpath)}{_PART}")
+    temporary = str(part_of(Path(linkpath)))
     with suppress(FileNotFoundError):
         os.remove(temporary)
     try:
@@ -184,9 +172,11 @@ def save_behind(callback: ModelCheckpoint, trainer: L.Trainer, filepath: str) ->
 
 def remove_leftovers(folder: Path) -> None:
     """Delete half-written checkpoints of a killed process; nobody else may write to `folder`."""
-    for part in folder.glob(f".*{_PART}"):
+    for part in [*folder.glob(f".*{PART}"), *folder.glob(f"*.ranks/.*{PART}")]:
         log.warning("Removing %s, the rest of a checkpoint whose writing was cut off.", part)
         part.unlink()
+    for parts in remove_lost_parts(folder):
+        log.warning("Removed %s, parts of a checkpoint that is not there.", parts)
 
 
 def _others(path: Path) -> str:
@@ -195,11 +185,3 @@ def _others(path: Path) -> str:
     files = [file for file in files if not file.is_symlink() and file != path]
     names = [str(file) for file in sorted(files, key=lambda file: -file.stat().st_mtime)[:5]]
     return f". Beside it lie {', '.join(names)}." if names else "; no other checkpoint lies beside it."
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

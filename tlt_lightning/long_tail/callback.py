@@ -14,7 +14,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_positive
@@ -22,13 +21,14 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.attach import attach_to_engine, check_engine
 from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.checkpoint import gather_others, make_group, state_of_rank
+from tlt_lightning.long_tail.checkpoint import join, split
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
 from tlt_lightning.long_tail.publishing import DrafterPublisher, Publication
 from tlt_lightning.long_tail.record import DrafterRecord
@@ -61,8 +61,7 @@ class LongTailIdleCallback(RolloutCallback):
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it; it is halved where memory does not suffice.
         buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
-            a 7B policy takes 28.7 kB a token. Checkpoints, and rank zero's host memory while it saves one, grow by it
-            times the number of workers.
+            a 7B policy takes 28.7 kB a token. Each worker saves it beside the checkpoint, rank zero in it.
         budget: Decides how many of an iteration's tokens are trained on; None is an `AdaptiveBudget`, which trains as
             much as pays.
         max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
@@ -109,7 +108,6 @@ class LongTailIdleCallback(RolloutCallback):
         self._num_tokens, self._num_trained = 0, 0  # of all workers in this iteration: written, trained on in windows
         self.num_steps = 0
         """Micro-steps of this worker in this iteration."""
-        self._group: ProcessGroup | None = None
 
     # 1. The start
 
@@ -129,7 +127,6 @@ class LongTailIdleCallback(RolloutCallback):
         temperature = trainer.datamodule.sampling.temperature  # type: ignore[attr-defined]
         self.drafter.acceptance = replace(self.drafter.acceptance, temperature=temperature)
         if self._trainer is None:
-            self._group = make_group() if trainer.world_size > 1 else None
             self._trainer = DrafterTrainer(
                 self.drafter,
                 self.buffer,
@@ -323,14 +320,14 @@ class LongTailIdleCallback(RolloutCallback):
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._group is not None and not trainer.interrupted:  # the others may not come after an error
-            state = checkpoint["callbacks"][self.state_key]
-            state["others"] = gather_others(state, self._group)
+        if state := checkpoint["callbacks"].get(self.state_key):
+            checkpoint.setdefault(OWN, {})[self.state_key] = split(state, trainer.global_rank, trainer.world_size)
 
     @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if (state := checkpoint["callbacks"].get(self.state_key)) is not None:
-            checkpoint["callbacks"][self.state_key] = state_of_rank(state, trainer.global_rank, trainer.world_size)
+        if state := checkpoint["callbacks"].get(self.state_key):
+            own = checkpoint[OWN][self.state_key]
+            checkpoint["callbacks"][self.state_key] = join(state, own, trainer.global_rank, trainer.world_size)
 
     @property
     def training(self) -> DrafterTrainer:

@@ -1,0 +1,76 @@
+"""Keep what each rank alone needs beside a checkpoint: one file a rank, whole before the checkpoint is.
+
+A callback or module puts what is its rank's into `checkpoint[OWN]`. Rank zero's stays there; the other ranks write
+theirs to `<name>.ckpt.ranks/`, under a token that the checkpoint remembers, before it is written itself: where a
+checkpoint is, its parts are whole. A checkpoint that is overwritten keeps its own until the new one is in its place. A
+rank whose part is missing reads rank zero's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+
+from tlt_lightning.guard.files import write_whole
+
+OWN = "own"
+"""Key of a checkpoint for what a rank alone needs, by owner."""
+TOKEN = "parts"
+"""Key of a checkpoint for the token of its parts, where it has some."""
+
+
+def save_with_parts(
+    trainer: L.Trainer, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+) -> None:
+    """Replace `Strategy.save_checkpoint`, which has ranks but zero do nothing; a collective."""
+    strategy = trainer.strategy
+    own = {} if strategy.is_global_zero else checkpoint.get(OWN, {})
+    can = (
+        trainer.world_size > 1 and not trainer.interrupted and "://" not in str(filepath)
+    )  # none may come after an error
+    if can and strategy.reduce_boolean_decision(bool(own), all=False):
+        checkpoint[TOKEN] = strategy.broadcast(secrets.token_hex(4))
+        if own:
+            write_whole(own, _folder(filepath) / _name(trainer.global_rank, checkpoint[TOKEN]))
+        strategy.barrier("parts of a checkpoint")
+    Strategy.save_checkpoint(strategy, checkpoint, filepath, storage_options)
+
+
+def read_part(path: Any, token: str, rank: int) -> dict[str, Any] | None:
+    """Return what `rank` had of its own; None if that is not there, as beside a copy of the checkpoint alone."""
+    folder = Path(path).resolve().parent  # whatever its name is now
+    found = next(folder.glob(f"*.ranks/{_name(rank, token)}"), None)
+    return None if found is None else torch.load(found, map_location="cpu", weights_only=True)
+
+
+def remove_parts(path: Any, besides: str | None = None) -> None:
+    """Delete the parts of a checkpoint, or all but those of the token `besides`."""
+    folder = _folder(path)
+    for part in folder.glob("*.pt"):
+        if besides is None or not part.stem.endswith(besides):
+            part.unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        folder.rmdir()
+
+
+def remove_lost_parts(folder: Path) -> list[Path]:
+    """Delete parts whose checkpoint never came, or is gone, and return their folders."""
+    lost = [parts for parts in folder.glob("*.ckpt.ranks") if not parts.with_suffix("").exists()]
+    for parts in lost:
+        shutil.rmtree(parts)
+    return lost
+
+
+def _folder(path: Any) -> Path:
+    return Path(f"{path}.ranks")
+
+
+def _name(rank: int, token: str) -> str:
+    return f"{rank}-{token}.pt"
