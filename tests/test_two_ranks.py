@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.rank_processes import Ended, run_ranks
+from tests.support.report_pages import read_page
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import ReinforcePlusPlus
 from tlt_lightning.policy import load_policy, response_logps
@@ -73,6 +74,10 @@ def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     assert second["windows"] == []  # nobody waits for the last one
     assert first["sums"] == second["sums"] == [[2, 1]] * 2  # what a rank hands in stays its own
     assert first["metrics"]["time/idle"] > 0.05
+    ranks = read_page(tmp_path / "report")["details"]["2"]["ranks"]
+    assert [set(rank) >= {"sync", "rollout", "idle", "update"} for rank in ranks] == [True, True]
+    assert ranks[0]["idle"] > 0.2
+    assert ranks[1]["rollout"] > ranks[0]["rollout"] + 0.2  # of the straggler, who sleeps
 
 
 def test_a_rank_that_has_its_groups_waits_while_the_other_replaces_its_own(

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, RunReport, Sampling
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.data.iteration import sum_over_ranks
 from tlt_lightning.engine import TransformersEngine, VLLMEngine
@@ -113,7 +113,7 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=1 if mode == "dynamic" else 2,
-        callbacks=[Observer(Path(out), die=mode == "die")],
+        callbacks=[Observer(Path(out), die=mode == "die"), RunReport(f"{out}/report")],
         logger=False,
         limit_val_batches=0,
         enable_checkpointing=False,
