@@ -19,7 +19,8 @@ def page(data: Mapping[str, Any]) -> str:
     and the page's script shows it as text.
     """
     block = json.dumps(data, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
-    return files(__package__).joinpath("report.html").read_text().replace("REPORT_DATA", block)
+    html, css, js = (files(__package__).joinpath(f"report.{kind}").read_text() for kind in ("html", "css", "js"))
+    return html.replace("REPORT_CSS", css).replace("REPORT_JS", js).replace("REPORT_DATA", block)
 
 
 def columns(history: Mapping[int, Mapping[str, float]]) -> dict[str, list[float | None]]:

@@ -173,10 +173,11 @@ class RunReport(RolloutCallback):
             "metrics": columns(self.history),
             "details": self.details,
         }
+        text = page(data).encode("utf-8", "replace")  # a lone surrogate has no bytes
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
             part = self.dirpath / "report.html.part"
-            part.write_bytes(page(data).encode("utf-8", "replace"))  # a lone surrogate has no bytes
+            part.write_bytes(text)
             os.replace(part, self.dirpath / "report.html")
         except OSError as error:
             self._num_unwritten += 1
