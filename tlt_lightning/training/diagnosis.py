@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -115,11 +115,10 @@ def _of_rewards(metrics: Mapping[str, float], is_grouped: bool) -> Cause | None:
     )
 
 
-def sample_of(parameters: Iterable[Tensor]) -> Tensor:
-    """Return some of the trained weights, always the same ones, in float32 on the CPU."""
-    trained = [parameter.detach() for parameter in parameters if parameter.requires_grad]
-    stride = 1 + sum(parameter.numel() for parameter in trained) // SAMPLE
-    return torch.cat([parameter.reshape(-1)[::stride].float().cpu() for parameter in trained])
+def sample_of(parameters: Sequence[Tensor]) -> Tensor:
+    """Return some of the weights, always the same ones, in float32 on the CPU."""
+    stride = 1 + sum(parameter.numel() for parameter in parameters) // SAMPLE
+    return torch.cat([parameter.detach().reshape(-1)[::stride].float().cpu() for parameter in parameters])
 
 
 def change_of(before: Tensor, after: Tensor) -> float:

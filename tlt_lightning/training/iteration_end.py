@@ -32,7 +32,10 @@ class CloseIteration(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if hasattr(pl_module, "iteration_log"):
             self._diagnosis = Diagnosis(is_grouped=pl_module.objective.min_group_size > 1)
-            self._weights = sample_of(pl_module.policy.parameters())
+            self._trained = [
+                each for each in pl_module.policy.parameters() if each.requires_grad
+            ]  # a callback may freeze
+            self._weights = sample_of(self._trained)
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -46,7 +49,7 @@ class CloseIteration(L.Callback):
         check_policy_is_whole(pl_module, metrics)
         warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1)
         log_of_iteration(pl_module, metrics)
-        before, self._weights = self._weights, sample_of(pl_module.policy.parameters())
+        before, self._weights = self._weights, sample_of(self._trained)
         if trainer.is_global_zero:
             for cause in self._diagnosis.read(metrics, change_of(before, self._weights)):
                 log.warning("Iteration %d: why nothing is learned: %s", trainer.current_epoch + 1, cause)
