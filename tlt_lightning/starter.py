@@ -53,7 +53,7 @@ def read_recipes() -> dict[str, Recipe]:
     for path in sorted(RECIPES.glob("*.yaml")):
         comment = re.match(r"(#.*\n)*", path.read_text())[0]  # type: ignore[index]  # matches, if only nothing
         text = re.sub(r"\\\n# *", "", comment)  # a command may go on in the next line
-        commands = tuple(re.findall(r"(?m)^# +(python -m tlt_lightning .*?)(?:  .*)?$", text))
+        commands = tuple(re.findall(r"(?m)^# +(python .*?)(?:  .*)?$", text))
         sentence = re.match(r"(.*?\.)(\s|$)", " ".join(line.lstrip("# ") for line in text.splitlines()))
         if commands and sentence:
             recipes[path.stem] = Recipe(path.stem, sentence[1], commands)
@@ -82,7 +82,8 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     line = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n" if "path" in train else ""
     (folder / "mine.yaml").write_text(MINE.format(train=line))
     (folder / "my_reward.py").write_text(REWARD)
-    return tuple(command if " drafter " in command else f"{command} -c mine.yaml" for command in recipe.commands)
+    mine = re.compile("python -m tlt_lightning (?!drafter)")  # a draft head has neither prompts nor rewards
+    return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
 
 
 def run_recipes() -> None:

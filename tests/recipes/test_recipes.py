@@ -39,7 +39,7 @@ CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\
 
 def instantiate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str):  # type: ignore[no-untyped-def]
     """Instantiate recipe `name` in the folder that `init` writes for it."""
-    (command,) = write_start(tmp_path / "run", RECIPES[name])
+    *_, command = write_start(tmp_path / "run", RECIPES[name])
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.syspath_prepend(tmp_path / "run")  # for my_reward.py
     overrides = (*overrides, "--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path / "outputs"))
