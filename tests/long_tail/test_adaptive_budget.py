@@ -30,7 +30,7 @@ def constant(world: World) -> dict[float, float]:
         (COLD, 0.0),
         (replace(COLD, speed=0.05), 0.0),
         (replace(COLD, price=lambda iteration: 40.0), 0.0),  # training on all tokens takes as long as decoding
-        (DRIFT, 0.05),
+        (DRIFT, 0.07),
         (World(skill=20.0, drift=lambda iteration: 0.1 if iteration >= 40 else 0.0), 0.02),
         (World(drift=lambda iteration: 0.03, price=lambda iteration: 60.0 if iteration >= 30 else 3.0), 0.0),
         (replace(COLD, idle_share=0.3, drift=lambda iteration: 0.03), 0.01),

@@ -118,8 +118,10 @@ class AdaptiveBudget(TrainingBudget):
         self._forecast.advance(trained)
         self._since_trial += 1
         if iteration.acceptance < _FALL * self._heard:
-            self._forecast.begin_anew()
-            self._heard, self._rest, self._patience = 0.0, 0, _FIRST_REST
+            self._heard = 0.0
+            if self._since_trial > self.horizon or not trained:  # what is learned by training needs no doubt
+                self._forecast.begin_anew()
+                self._rest, self._patience = 0, _FIRST_REST
             if self._since_trial > self.horizon:
                 self._balance, self._since_trial = full, 0
         self._heard = max(self._heard, iteration.acceptance)
