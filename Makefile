@@ -37,7 +37,7 @@ quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
 
 # Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
 test: setup models/SmolLM2-135M-Instruct/model.safetensors
-	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile)
+	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder)
 
 # The documentation, into site/.
 docs: setup

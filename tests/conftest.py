@@ -7,8 +7,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +56,43 @@ def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overri
         model_class(config_class(**{**shape, **overrides})).save_pretrained(path)
     save_tokenizer(path)
     return path
+
+
+def starts_ranks(file: Path) -> bool:
+    """Such tests fork ranks from one process that has imported everything; it is one for all that share a worker."""
+    return "run_ranks" in file.read_text()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long: a worker that begins a long file last works on alone."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+
+    def is_short(file: Path) -> bool:
+        return not any(item.get_closest_marker(mark) for mark in ("slow", "vllm") for item in files[file])
+
+    order = sorted(files, key=lambda file: (not starts_ranks(file), is_short(file)))
+    items[:] = [item for file in order for item in files[file]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file's tests on one worker, and all tests that start ranks."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if starts_ranks(config.rootpath / file) else file
+
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("vllm"):
+        importlib.import_module("tests.support.frozen_heap")
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,30 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_import_loads_nothing_but_itself_and_lightning() -> None:
-    code = "import sys, lightning; before = set(sys.modules); import tlt_lightning; print(*set(sys.modules) - before)"
-    assert {name.partition(".")[0] for name in run(code).split()} == {"tlt_lightning"}
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """Of one process for both tests: torch and transformers take longer than all that is to be seen."""
+    return run("""if True:
+        import importlib, os, sys
+        import lightning
+
+        def first(name):
+            before = set(sys.modules)
+            if (child := os.fork()) == 0:
+                importlib.import_module(name)
+                print(name, *set(sys.modules) - before, flush=True)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0, name
+
+        first("tlt_lightning")
+        import lightning.pytorch, torch, transformers
+        for name in ("module", "data.batch", "engine", "objectives"):
+            first(f"tlt_lightning.{name}")
+        """).splitlines()
+
+
+def test_import_loads_nothing_but_itself_and_lightning(lines: list[str]) -> None:
+    assert {name.partition(".")[0] for name in lines[0].split()} == {"tlt_lightning"}
 
 
 @pytest.mark.parametrize("name", sorted(set(tlt_lightning.__all__) - {"__version__"}))
@@ -27,6 +48,9 @@ def test_unknown_name_is_an_attribute_error() -> None:
         tlt_lightning.RLModul
 
 
-@pytest.mark.parametrize("module", ["module", "data.batch", "engine", "objectives"])
-def test_every_module_can_be_imported_first(module: str) -> None:
-    run(f"import tlt_lightning.{module}")
+def test_every_module_can_be_imported_first(lines: list[str]) -> None:
+    expected = [
+        "tlt_lightning",
+        *(f"tlt_lightning.{name}" for name in ("module", "data.batch", "engine", "objectives")),
+    ]
+    assert [line.split()[0] for line in lines] == expected

@@ -96,8 +96,9 @@ def test_a_rank_that_has_its_groups_waits_while_the_other_replaces_its_own(
 
 
 def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    ended = launch(policy_path, prompts_path, tmp_path, "transformers", "die")
-    assert ended.statuses not in ([0], [None])
+    ended = fork(policy_path, prompts_path, tmp_path, "transformers", "die")
+    assert ended.statuses == [1, 3]
+    assert "rank 1 has died: its process ended" in ended.stderr
 
 
 def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

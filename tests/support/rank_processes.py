@@ -13,16 +13,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PRELOADED = (
-    "tlt_lightning.long_tail.callback",
-    "tlt_lightning.module",
-    "tlt_lightning.engine.vllm.engine",
-    "vllm.entrypoints.llm",
-    "vllm.v1.worker.gpu_model_runner",
-    "vllm.model_executor.models.qwen2",
-    "speculators.models.eagle3",
-    "datasets",
-)
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -52,7 +42,7 @@ def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeo
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    CONTEXT.set_forkserver_preload(list(PRELOADED))
+    CONTEXT.set_forkserver_preload(["tests.support.frozen_heap"])
     ranks = [CONTEXT.Process(target=be_rank, args=(rank, port, script, out, arguments)) for rank in range(num_ranks)]
     end = time.monotonic() + timeout
     try:
