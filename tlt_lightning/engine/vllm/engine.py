@@ -6,9 +6,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,27 +16,18 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
-from tlt_lightning.engine.base import (
-    NamedTensors,
-    OnProgress,
-    Request,
-    Response,
-    RolloutEngine,
-    RolloutProgress,
-    Sampling,
-)
+from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
-from tlt_lightning.engine.vllm.requests import response_of, sampling_params
+from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.speculation import calibration
-from tlt_lightning.speculation.strategy import OFF
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -90,7 +80,7 @@ class VLLMEngine(RolloutEngine):
         self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None
-        self._scheduler: Any = None  # vLLM's, of the engine; asked in every step
+        self._writer: RequestWriter | None = None  # writes with the live engine
         self._set_up_for: tuple[str, int, int] | None = None
         self._policy_version = _NO_WEIGHTS
         self._asleep = False
@@ -145,10 +135,10 @@ class VLLMEngine(RolloutEngine):
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)
         self.compute_dtype = str(internals.reach(self._engine, "vllm_config.model_config.dtype")).split(".")[-1]
-        self._scheduler = internals.scheduler_of(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, head, graphs)
+        self._writer = RequestWriter(self._engine, internals.scheduler_of(self._engine), self._speculative)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
@@ -178,7 +168,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         if self._asleep and self._engine is not None:
             self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
-        engine, self._engine, self._scheduler, self._set_up_for = self._engine, None, None, None
+        engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
         self._policy_version, self._asleep = _NO_WEIGHTS, False
         if self._speculative is not None:
             self._speculative.close()
@@ -214,7 +204,7 @@ class VLLMEngine(RolloutEngine):
         engine, speculative = self._live, self._speculative
         return EngineParts(
             engine=engine,
-            scheduler=self._scheduler,
+            scheduler=internals.scheduler_of(engine),
             model_runner=internals.model_runner_of(engine),
             controller=None if speculative is None else speculative.controller,
             speculative_runner=speculative,
@@ -261,10 +251,12 @@ class VLLMEngine(RolloutEngine):
         room = self._live.vllm_config.model_config.max_model_len - calibration.PROMPT_LENGTH
         params = self._params(Sampling(), min(room, 256))
         params.stop_token_ids, params.ignore_eos = [], True
+        writer, version = self._writer, self._policy_version
+        assert writer is not None
 
         def decode(number: int) -> Generator[list[Response], None, None]:
             requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(calibration.random_prompts(number))]
-            return self._steps(requests, {None: params}, EngineRandom(0))
+            return writer.steps(requests, {None: params}, EngineRandom(0), version)
 
         try:
             self._speculative.calibrate(decode, self.max_num_seqs)
@@ -312,63 +304,16 @@ class VLLMEngine(RolloutEngine):
         config = self._live.vllm_config.model_config
         check_requests(requests, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
         params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
-        counter, steps = ProgressCounter(), self._steps(requests, params, EngineRandom(seed))
+        writer, counter = self._writer, ProgressCounter()
+        assert writer is not None
+        steps = writer.steps(requests, params, EngineRandom(seed), self._policy_version)
         try:
             for finished in steps:
                 if on_progress is not None:
-                    on_progress(self._progress(counter, finished))
+                    on_progress(writer.progress(counter, finished))
                 yield from finished
         finally:
             steps.close()
-
-    def _steps(
-        self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams], numbers: EngineRandom
-    ) -> Generator[list[Response], None, None]:
-        """Yield the responses of each engine step; between steps random numbers are the caller's."""
-        engine, speculative = self._live, self._speculative
-        is_async = engine.vllm_config.scheduler_config.async_scheduling
-        if speculative is not None:
-            speculative.begin_rollout()
-        try:
-            with numbers.in_force():
-                self._add(requests, params)
-            ended = time.perf_counter()
-            while engine.has_unfinished_requests():
-                started = time.perf_counter()
-                pause = started - ended if is_async else 0.0
-                with numbers.in_force():
-                    outputs: Any = engine.step()
-                ended = time.perf_counter()
-                if speculative is not None:
-                    speculative.controller.account(ended - started, pause)
-                drafts = {} if speculative is None else speculative.verified_for
-                yield [response_of(output, self._policy_version, drafts) for output in outputs if output.finished]
-        finally:
-            if engine.has_unfinished_requests():  # the caller gave up, or an exception passed through
-                engine.abort_request([str(request.id) for request in requests])
-            if speculative is not None:
-                speculative.end_rollout()
-
-    def _add(self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams]) -> None:
-        for request in requests:
-            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
-            internal_id = self._live.add_request(str(request.id), prompt, params[request.max_tokens])
-            if self._speculative is not None:
-                tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
-                self._speculative.add(str(request.id), internal_id, tokens)
-
-    def _progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
-        scheduler = self._scheduler
-        controller = None if self._speculative is None else self._speculative.controller
-        # Requests set back for lack of cache wait before all others, with what they have written.
-        set_back = list(takewhile(lambda request: request.num_output_tokens, scheduler.waiting))
-        return counter.after_step(
-            finished,
-            waiting=len(scheduler.waiting) - len(set_back),
-            running=[request.num_output_tokens for request in (*scheduler.running, *set_back)],
-            strategy=OFF if controller is None else controller.strategy,
-            acceptance_length=1.0 if controller is None else controller.counters.acceptance_length,
-        )
 
     def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
         return sampling_params(sampling, max_tokens, self._end_token_ids)
