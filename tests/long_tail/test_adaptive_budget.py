@@ -91,6 +91,13 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one() -> None:
     assert simulate(DRIFT, Interrupted(), 30).shares == simulate(DRIFT, AdaptiveBudget(), 30).shares
 
 
+def test_a_run_goes_on_with_another_budget() -> None:
+    budget = AdaptiveBudget(most=0.5)
+    budget.load_state_dict(FixedBudget().state_dict())
+    assert budget.decide(7, None) == 0.5
+    FixedBudget().load_state_dict(budget.state_dict())
+
+
 def test_gains_that_shrink_foretell_smaller_ones() -> None:
     """What is left of the gap decides on a plan: a head that gained little lately is let alone."""
     shares, costs = [1.0, 0.5], [2.0, 1.0]

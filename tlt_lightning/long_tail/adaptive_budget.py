@@ -140,6 +140,8 @@ class AdaptiveBudget(TrainingBudget):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if not state_dict:  # the run had a `FixedBudget` until now, which learns nothing
+            return
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self._means = dict(state_dict["means"])
