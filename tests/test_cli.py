@@ -1,13 +1,14 @@
 """The command line as a user sees it: whole runs, and what mistakes end with."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tlt_lightning.__main__ import HELP
+from tlt_lightning.__main__ import HELP, main
 from tlt_lightning.cli import follow_root, get_close_options, run_cli
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,45 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     assert message in "\n".join(lines)
     assert "--help" in lines[-1]
     assert len(lines) < 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--data.group_size=1", "error: `data.group_size` 1 is too small for GRPO"),
+        ("--trainer.max_steps=3", "error: `Trainer(max_steps=3)` counts optimizer steps"),
+        ("--data.train.path=nowhere.jsonl", "error: `path` 'nowhere.jsonl' does not exist"),
+        ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
+    ],
+)
+def test_an_error_of_the_user_ends_with_its_sentence(
+    wrong: str,
+    message: str,
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)  # `main` changes it
+    monkeypatch.setattr(sys, "argv", ["tlt-lightning", "fit", *options(policy_path, prompts_path, tmp_path), wrong])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    said = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert message in said
+    assert "Traceback" not in said
+    assert "TLT_TRACEBACK=1" in said.splitlines()[-1]
+
+
+def test_an_error_of_the_package_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: list[str]) -> None:
+        int("of a bug")
+
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)
+    monkeypatch.setattr("tlt_lightning.__main__._run", fail)
+    with pytest.raises(ValueError, match="of a bug"):
+        main()
 
 
 def test_the_trainer_s_test_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import traceback
+import warnings
 
 HELP = """\
 usage: python -m tlt_lightning COMMAND [options]
@@ -19,6 +22,7 @@ commands:
   init       write a folder to start from: init my-run --recipe quickstart
 
 Options of a command: `fit --help`; of a class: `fit --model.objective.help GRPO`.
+Environment: TLT_TRACEBACK=1 shows where errors come from, VLLM_LOGGING_LEVEL=WARNING what vLLM warns of.
 """
 
 
@@ -27,9 +31,23 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # rewards and callbacks of one's own, as with `python -m`
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a reward forks a subprocess
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tlt_lightning").setLevel(logging.INFO)
-    match sys.argv[1:]:
+    logging.getLogger("lightning").propagate = False  # it has a handler of its own
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    try:
+        _run(sys.argv[1:])
+    except Exception as error:
+        sentence = None if os.environ.get("TLT_TRACEBACK") else sentence_of(error)
+        if sentence is None:
+            raise
+        print(f"error: {sentence}\nTLT_TRACEBACK=1 in the environment shows where this comes from.", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(arguments: list[str]) -> None:
+    match arguments:
         case [] | ["-h" | "--help"]:
             print(HELP, end="")
         case ["export", *arguments]:
@@ -52,6 +70,21 @@ def main() -> None:
             from tlt_lightning.cli import run_cli
 
             run_cli()
+
+
+def sentence_of(error: Exception) -> str | None:
+    """Return the sentence of an error in what the user gave; None for what needs its traceback.
+
+    Sentences of this package name their argument in backticks. jsonargparse wraps those of a constructor into a list,
+    one a type that the argument may have.
+    """
+    is_users = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    room = frames[-1].partition(".")[0] if frames else ""
+    if not is_users or "`" not in str(error) or room not in ("tlt_lightning", "jsonargparse"):
+        return None
+    listed = re.findall(r"^\s*- (.*`.*)$", str(error), re.MULTILINE) if room == "jsonargparse" else []
+    return "\n".join(listed) or str(error)
 
 
 if __name__ == "__main__":

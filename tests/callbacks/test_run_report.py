@@ -49,7 +49,12 @@ def test_summary_holds_the_run_and_the_files_are_named(
         "length_max": 300.0,
         "interrupted": False,
     }
-    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:] if "metrics" not in line)
+    lines = [line for line in capsys.readouterr().out.splitlines()[1:] if "metrics" not in line]
+    printed = dict(line.split(maxsplit=1) for line in lines if not line.startswith("  to "))
+    assert [line.split(str(tmp_path))[0] for line in lines if line.startswith("  to ")] == [
+        "  to go on    fit ... --ckpt_path ",
+        "  to serve    python -m tlt_lightning export --ckpt_path ",
+    ]
     assert set(printed) == {"checkpoint", "summary", "report"}
     assert all(Path(path).is_file() for path in printed.values())
 

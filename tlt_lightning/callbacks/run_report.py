@@ -200,6 +200,11 @@ class RunReport(RolloutCallback):
             lines += [f"  report      {self.dirpath / 'report.html'}"]
         if self._num_unwritten:
             lines += [f"  the report could not be written {self._num_unwritten} times: what it shows may be old"]
+        if checkpoints := _checkpoints(trainer):
+            lines += [
+                f"  to go on    fit ... --ckpt_path {checkpoints[-1]} --trainer.max_epochs <more>",
+                f"  to serve    python -m tlt_lightning export --ckpt_path {checkpoints[-1]} --output_dir <new folder>",
+            ]
         say("\n".join(lines))
 
 

@@ -121,8 +121,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.val_group_size = val_group_size
         self.max_prompt_tokens = max_prompt_tokens
         self.reward_timeout = reward_timeout
-        sources = {"train": self.train_source, "val": self.val_source}
-        keep_arguments(self, {**arguments, **sources, "rewards": self.rewards})
+        keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self._given_settings = IterationSettings(
@@ -169,6 +168,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
         self._probe = EngineProbe()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
+        log.info("Loading %s for %s", type(self.engine).__name__, policy)
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + self._trainer.global_rank)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
