@@ -178,5 +178,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # an advertisement
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Trains a policy by reinforcement" in (tmp_path / "api/index.html").read_text()
+    api = (tmp_path / "api/index.html").read_text()
+    assert "Trains a policy by reinforcement" in api
+    assert '<span class="gp">&gt;&gt;&gt; </span><span class="n">module</span> <span class="o">=' in api  # its example
     assert (tmp_path / "benchmarks/results/rollout_7b.png").is_file()
