@@ -114,3 +114,6 @@ def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_
     assert len({state["weights"] for state in (*whole, *resumed)}) == 1
     assert {state["steps"] for state in (*whole, *resumed)} == {12}
     assert [state["loaded"] for state in resumed] == [2, 4]  # each rank's engine has its own state back
+    assert whole[0]["rows"].keys() == {"2", "3"}
+    for number, row in whole[0]["rows"].items():  # what rank 1 had seen of the iteration counts, too
+        assert resumed[0]["rows"][number] == pytest.approx(row)

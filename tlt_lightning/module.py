@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tlt_lightning.checks import check_has_data, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
+from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
@@ -37,7 +38,7 @@ from tlt_lightning.training.optimization import (
     with_schedule,
 )
 from tlt_lightning.training.reference import Reference
-from tlt_lightning.training.resume import Requeue, UpdateState, hand_over, take_up
+from tlt_lightning.training.resume import Requeue, UpdateState, check_lora, hand_over, is_within, take_up
 from tlt_lightning.training.throughput import log_work
 
 
@@ -221,7 +222,10 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: list[RolloutBatch], batch_idx: int) -> None:
-        if self._tap is None or not self.trainer.is_last_batch:
+        self._hand_out_states(is_last=self.trainer.is_last_batch)
+
+    def _hand_out_states(self, *, is_last: bool) -> None:
+        if self._tap is None or not is_last:
             return
         texts, self._tap = self._tap.texts, None
         if self.device.type == "cuda":
@@ -261,6 +265,9 @@ class RLModule(L.LightningModule):
             if self._saved["is_within"]:
                 self.iteration_log.load_state_dict(self._saved["log"])
                 self._update = UpdateState(**self._saved["update"])
+                if (texts := self._saved.get("texts")) is not None:
+                    self._tap = BatchTap.resume(texts)
+                    self._hand_out_states(is_last=self._saved["is_updated"])
             self._saved = None
 
     @override
@@ -325,7 +332,10 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = hand_over(self.trainer, self._update, self.iteration_log, self._optimizer_settings)
+        checkpoint["iteration"] = hand_over(self.trainer, self._update, self._optimizer_settings)
+        if is_within(vars(self.trainer.fit_loop.epoch_progress.current)):
+            texts = None if self._tap is None else self._tap.state_dict()
+            checkpoint.setdefault(OWN, {})["module"] = {"log": self.iteration_log.state_dict(), "texts": texts}
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}
@@ -333,12 +343,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["policy"]["lora"]
-        saved = None if saved is None else LoRA(**{f.name: saved[f.name] for f in fields(LoRA)})
-        if saved != self.lora:
-            raise ValueError(
-                f"The checkpoint was written with `lora` {saved}, this run has {self.lora}; make them equal."
-            )
+        check_lora(checkpoint["policy"]["lora"], self.lora)
         put_back(self._frozen, checkpoint, self)
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            self._saved = take_up(checkpoint)
+            self._saved = take_up(checkpoint) | checkpoint.get(OWN, {}).get("module", {})

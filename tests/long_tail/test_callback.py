@@ -25,7 +25,7 @@ from tests.support.drafter_runs import (
     make_trainer,
 )
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning import RLModule, Sampling
+from tlt_lightning import RLModule, RolloutCallback, Sampling
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
@@ -133,6 +133,46 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(adaptive: Run, tmp_p
     mine = {name: value for name, value in resumed.rows[-1].items() if not name.startswith(is_timed)}
     assert mine == {name: adaptive.rows[-1][name] for name in mine}
     assert sorted(resumed.callback.record.history) == [1, 2, 3]
+
+
+class SaveWithin(RolloutCallback):
+    """Saves within the second iteration: in its rollout, and between its two optimizer steps."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.names = root, iter(["rollout", "first"])
+
+    def _save(self, trainer: L.Trainer) -> None:
+        if trainer.current_epoch == 1 and (name := next(self.names, None)):
+            trainer.save_checkpoint(self.root / f"{name}.ckpt")
+
+    def on_rollout_progress(self, trainer, pl_module, progress):  # type: ignore[no-untyped-def]
+        if progress.tokens > 200 and not (self.root / "rollout.ckpt").exists():
+            self._save(trainer)
+
+    def on_train_batch_end(self, trainer, *_):  # type: ignore[no-untyped-def]
+        self._save(trainer)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_run_saved_within_an_iteration_is_gone_on_with_bit_for_bit(tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None) -> tuple[list[torch.Tensor], dict[str, float]]:
+        L.seed_everything(3)
+        selector, metrics, drafting, module = fixed(), Metrics(), make_callback(share=4.0), make_module()
+        saving = [] if ckpt_path else [SaveWithin(tmp_path)]
+        trainer = make_trainer(tmp_path, drafting, metrics, *saving, max_epochs=2)
+        trainer.fit(module, make_data(make_engine(selector), num_minibatches=2), ckpt_path=ckpt_path)
+        tensors = [*drafting.drafter.trainable_tensors(), *module.policy_weights()]
+        clocks = ("time/", "speculation/", "rollout/", "train/tokens_per_s", "train/mfu", "drafter/seconds")
+        row = {name: value for name, value in metrics.rows[-1].items() if not name.startswith(clocks)}
+        return [tensor.clone() for _, tensor in tensors], row
+
+    tensors, row = run()
+    assert row["drafter/micro_steps"] > 0
+    for name in ("rollout", "first"):
+        resumed, metrics = run(tmp_path / f"{name}.ckpt")
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, tensors, strict=True)), name
+        assert metrics == row, name
 
 
 @pytest.fixture(scope="module")

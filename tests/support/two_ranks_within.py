@@ -13,6 +13,7 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support.rl_runs import make_data, make_module, weights
+from tlt_lightning import RolloutCallback
 from tlt_lightning.engine import TransformersEngine
 
 
@@ -43,15 +44,26 @@ class Save(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class History(RolloutCallback):
+    """Keeps the metrics of each iteration, but for times."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def on_iteration_end(self, trainer, pl_module, iteration, metrics):
+        clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/mfu")
+        self.rows[iteration] = {name: value for name, value in metrics.items() if not name.startswith(clocks)}
+
+
 def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> None:
     L.seed_everything(3)
-    engine, module = Learned(), make_module(policy)
+    engine, module, history = Learned(), make_module(policy), History()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=3,
-        callbacks=[] if ckpt_path else [Save(Path(out) / "within.ckpt")],
+        callbacks=[history, *([] if ckpt_path else [Save(Path(out) / "within.ckpt")])],
         logger=False,
         limit_val_batches=0,
         enable_checkpointing=False,
@@ -61,5 +73,6 @@ def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> N
     )
     trainer.fit(module, make_data(prompts, engine, inner_epochs=2), ckpt_path=ckpt_path)
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights(module).values())).hexdigest()
-    state = {"weights": digest, "loaded": engine.loaded, "steps": trainer.global_step}
+    rows = {iteration: row for iteration, row in history.rows.items() if iteration > 1}
+    state = {"weights": digest, "loaded": engine.loaded, "steps": trainer.global_step, "rows": rows}
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(state))

@@ -26,9 +26,10 @@ from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.attach import attach_to_engine, check_engine
-from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
+from tlt_lightning.long_tail.budget import TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import join, split
+from tlt_lightning.long_tail.plan import Plan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
 from tlt_lightning.long_tail.publishing import DrafterPublisher, Publication
 from tlt_lightning.long_tail.record import DrafterRecord
@@ -36,6 +37,7 @@ from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.training.resume import is_within
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
 
@@ -52,8 +54,9 @@ class LongTailIdleCallback(RolloutCallback):
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
-    In the end `dirpath` holds the published head and a picture. A run goes on from a checkpoint exactly with a
-    `FixedBudget` and no idle windows, which depend on the clock; on another number of workers it goes on inexactly.
+    In the end `dirpath` holds the published head and a picture. A run goes on from a checkpoint, also within an
+    iteration up to its last step, exactly with a `FixedBudget` and no idle windows, which depend on the clock; on
+    another number of workers it goes on inexactly.
     docs/metrics.md lists the metrics, `drafter/...`.
 
     Args:
@@ -103,9 +106,9 @@ class LongTailIdleCallback(RolloutCallback):
         self._publisher: DrafterPublisher | None = None
         self._drift = PolicyDrift()
         self._iteration = -1
-        self._share: float | None = None  # this iteration's budget
+        self._plan = Plan()
+        self._resumed: Plan | None = None
         self._started = 0.0
-        self._num_tokens, self._num_trained = 0, 0  # of all workers in this iteration: written, trained on in windows
         self.num_steps = 0
         """Micro-steps of this worker in this iteration."""
 
@@ -140,6 +143,8 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._iteration = -1  # an earlier run may have ended in the iteration that this one begins with
+        self._plan, self._resumed = self._resumed or Plan(), None
+        self._started = time.perf_counter()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -159,27 +164,33 @@ class LongTailIdleCallback(RolloutCallback):
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
         self._iteration, self.num_steps, self._started = trainer.current_epoch, 0, time.perf_counter()
-        self._num_tokens = self._num_trained = 0
-        publisher, publication = self.publisher, self._publish(pl_module)
-        if publication is not None:
-            pl_module.iteration_log.update(publication.metrics())
-            self.budget.note_training(publication.measured)
+        publisher = self.publisher
+        self.drafter.refresh_target(pl_module.policy)
+        if self._plan.iteration != trainer.current_epoch:  # else the run was resumed within it
+            self._plan = self._decide(trainer)
+        pl_module.iteration_log.update(self._plan.metrics)
         is_cold = self.drafter.head_path is None and publisher.version == 0
         if not is_cold and (publisher.version > self._served or self._policy_rows_move(pl_module)):
             self._push()
         pl_module.iteration_log.mean("drafter/version", self._served)
         if publisher.data_version >= 0:
             pl_module.iteration_log.mean("drafter/policy_lag", trainer.global_step - publisher.data_version)
-        remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
-        self._share = self.budget.decide(trainer.current_epoch, remaining)
-        pl_module.iteration_log.update(self.budget.metrics())
         pl_module.hidden_state_request = None
         if self._trains(trainer):
             # Nobody knows yet how much idle windows will take of the next iteration's.
-            share = max(self._share or 0.0, _LEAST_STATES) if trainer.world_size == 1 else 1.0
+            share = max(self._plan.share or 0.0, _LEAST_STATES) if trainer.world_size == 1 else 1.0
             width, seed = self.drafter.target_config.hidden_size, _seed("choose", trainer)
             pl_module.hidden_state_request = self.buffer.request(self.drafter.layer_ids, width, share, seed)
         self.training.begin(_seed("idle", trainer))
+
+    def _decide(self, trainer: L.Trainer) -> Plan:
+        """Publish what was trained if it is better, and decide how much this iteration trains."""
+        if (publication := self._publish()) is not None:
+            self.budget.note_training(publication.measured)
+        remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
+        share = self.budget.decide(trainer.current_epoch, remaining)
+        metrics = {**({} if publication is None else publication.metrics()), **self.budget.metrics()}
+        return Plan(trainer.current_epoch, share, metrics)
 
     def _push(self) -> None:
         assert self._engine is not None
@@ -190,8 +201,7 @@ class LongTailIdleCallback(RolloutCallback):
         head = causal_lm(pl_module.policy).get_output_embeddings()
         return self.drafter.has_policy_rows and any(parameter.requires_grad for parameter in head.parameters())
 
-    def _publish(self, pl_module: Any) -> Publication | None:
-        self.drafter.refresh_target(pl_module.policy)
+    def _publish(self) -> Publication | None:
         publication = self.publisher.publish_if_better()
         if publication is not None:
             self.record.quality = publication.quality
@@ -213,7 +223,7 @@ class LongTailIdleCallback(RolloutCallback):
         iteration_log = pl_module.iteration_log
         iteration_log.lap("other")
         self.training.average()
-        if self._share is not None:  # at rest, not even this is paid for
+        if self._plan.share is not None:  # at rest, not even this is paid for
             drift = self._drift.measure(batch, partial(policy_logps, trainer, pl_module))
             iteration_log.mean("drafter/policy_drift", drift)
         iteration_log.sum("drafter/idle_seconds_available", iteration_log.seconds("idle"))
@@ -222,8 +232,8 @@ class LongTailIdleCallback(RolloutCallback):
         counts = torch.tensor([int(batch.lengths.sum()), self.training.num_seen], dtype=torch.float64)
         if self.training.sum_over_ranks is not None:
             counts = self.training.sum_over_ranks(counts.to(self.training.device))
-        self._num_tokens, self._num_trained = map(int, counts.tolist())
-        iteration_log.mean("drafter/budget_tokens", (self._share or 0.0) * self._num_tokens)
+        self._plan.num_tokens, self._plan.num_trained = map(int, counts.tolist())
+        iteration_log.mean("drafter/budget_tokens", (self._plan.share or 0.0) * self._plan.num_tokens)
         iteration_log.lap("drafter")
 
     # 4. After the update
@@ -241,7 +251,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog) -> float:
         """Train on what idle windows left of the budget, shared among the workers; return the seconds."""
-        rest = (self._share or 0.0) * self._num_tokens - self._num_trained
+        rest = (self._plan.share or 0.0) * self._plan.num_tokens - self._plan.num_trained
         num_steps = max(1, round(rest / trainer.world_size / self.training.pack_tokens)) if rest > 0 else 0
         now = time.perf_counter()
         ends = now + self.budget.limit(now - self._started)
@@ -258,7 +268,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     def _trains(self, trainer: L.Trainer) -> bool:
         """Tell whether this iteration trains the drafter: with nobody to wait for, not on a share of 0."""
-        return self._share is not None and (self._share > 0 or trainer.world_size > 1)
+        return self._plan.share is not None and (self._plan.share > 0 or trainer.world_size > 1)
 
     def _can_train(self, trainer: L.Trainer) -> bool:
         return self._trains(trainer) and len(self.buffer) > 0
@@ -268,27 +278,15 @@ class LongTailIdleCallback(RolloutCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
         self.record.note(iteration, metrics)
-        self.budget.note_iteration(self._measured(metrics))
-        if self._share == 0 and self._can_train(trainer) and iteration > 1 and not metrics["drafter/micro_steps"]:
+        is_cold = self.drafter.head_path is None and not self._served
+        self.budget.note_iteration(self._plan.measured(metrics, is_cold=is_cold))
+        if self._plan.share == 0 and self._can_train(trainer) and iteration > 1 and not metrics["drafter/micro_steps"]:
             rank_zero_info("The drafter was not trained in iteration %d: no worker had idle time.", iteration)
-
-    def _measured(self, metrics: dict[str, float]) -> MeasuredIteration:
-        """Read what the iteration took from its metrics, which are the same on all workers."""
-        num_tokens, is_cold = max(self._num_tokens, 1), self.drafter.head_path is None and not self._served
-        return MeasuredIteration(
-            seconds=metrics["time/iteration"],
-            decode_seconds=metrics.get("time/rollout", 0.0) + metrics.get("time/idle", 0.0),
-            cost=metrics.get("time/drafter", 0.0),
-            training_seconds=metrics.get("drafter/seconds_not_hidden", 0.0),
-            share=(metrics.get("drafter/tokens", 0.0) - self._num_trained) / num_tokens,
-            idle_share=self._num_trained / num_tokens,
-            learned_share=None if is_cold else metrics.get("speculation/learned_share"),
-            acceptance=metrics.get("speculation/acceptance_length", 1.0),
-        )
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._publish(pl_module)
+        self.drafter.refresh_target(pl_module.policy)
+        self._publish()
         pl_module.hidden_state_request = None
         if trainer.is_global_zero:
             has_head = self.drafter.head_path is not None or self.publisher.version > 0
@@ -307,6 +305,7 @@ class LongTailIdleCallback(RolloutCallback):
             "publisher": self.publisher.state_dict(),
             "drift": self._drift.state_dict(),
             "budget": self.budget.state_dict(),
+            "plan": self._plan.state_dict(),
             "history": {iteration: dict(values) for iteration, values in self.record.history.items()},
         }
 
@@ -316,11 +315,15 @@ class LongTailIdleCallback(RolloutCallback):
         self.publisher.load_state_dict(state_dict["publisher"])
         self._drift.load_state_dict(state_dict["drift"])
         self.budget.load_state_dict(state_dict["budget"])
+        self._resumed = Plan.restore(state_dict["plan"])
+        self.drafter.load_frozen(state_dict.get("target", {}))
         self.record.history = {int(iteration): dict(values) for iteration, values in state_dict["history"].items()}
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if state := checkpoint["callbacks"].get(self.state_key):
+            if is_within(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]):
+                state["target"] = self.drafter.frozen_tensors()  # the policy of the iteration's start
             checkpoint.setdefault(OWN, {})[self.state_key] = split(state, trainer.global_rank, trainer.world_size)
 
     @override

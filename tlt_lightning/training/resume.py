@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import lightning as L
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from tlt_lightning.metrics import IterationLog
+from tlt_lightning.policy import LoRA
 
 log = logging.getLogger(__name__)
 
@@ -33,30 +32,32 @@ class UpdateState:
     validated: dict[str, float] = field(default_factory=dict)
 
 
-def hand_over(
-    trainer: L.Trainer, update: UpdateState, log: IterationLog, optimizer: list[dict[str, Any]]
-) -> dict[str, Any]:
+def hand_over(trainer: L.Trainer, update: UpdateState, optimizer: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a checkpoint needs, as primitives, to resume within an iteration."""
     return {
         "update": asdict(update),
-        "log": log.state_dict(),
         "optimizer": optimizer,
         "num_batches": trainer.num_training_batches,
     }
+
+
+def is_within(epochs: Mapping[str, int]) -> bool:
+    """Tell from the progress of epochs whether an iteration has begun and not ended."""
+    return epochs["ready"] != epochs["processed"]
 
 
 def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what `RLModule` has saved, and rewind the Trainer's loops within an iteration.
 
     They begin behind the last optimizer step: saved amid one, Lightning counts its batch otherwise. Before the first
-    step the iteration begins anew. `is_within` says if an update is partly done.
+    step the iteration begins anew. `is_within` says if an update has begun, `is_updated` if it is done.
     """
     saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    if epochs["ready"] != epochs["processed"]:
+    if is_within(epochs):
         num_steps = checkpoint["global_step"] - saved["update"]["first_step"]  # each of one batch
         _rewind(checkpoint["loops"]["fit_loop"], num_steps, is_last=num_steps == saved["num_batches"])
-        saved["is_within"] = num_steps > 0
+        saved |= {"is_within": num_steps > 0, "is_updated": num_steps == saved["num_batches"]}
         if num_steps == saved["num_batches"] and not saved["update"]["validated"]:
             # A validation that was due is run anew; Lightning takes it for done unless it had begun.
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
@@ -74,6 +75,13 @@ def _rewind(loops: dict[str, Any], num_batches: int, *, is_last: bool) -> None:
     if num_batches == 0:
         for progress in loops["epoch_progress"].values():
             progress.update(dict.fromkeys(_COUNTS, progress["processed"]))
+
+
+def check_lora(saved: Mapping[str, Any] | None, now: LoRA | None) -> None:
+    """Raise ValueError if the checkpoint's adapters are of another kind."""
+    was = None if saved is None else LoRA(**{item.name: saved[item.name] for item in fields(LoRA)})
+    if was != now:
+        raise ValueError(f"The checkpoint was written with `lora` {was}, this run has {now}; make them equal.")
 
 
 def check_update(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
