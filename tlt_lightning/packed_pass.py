@@ -1,8 +1,9 @@
 """Run a policy's trunk over sequences laid end to end: no padding is computed, and no sequence sees another.
 
-Position ids that restart tell sequences apart: transformers makes a block-causal mask of them, which is exact for every
-attention it has but is quadratic in the pack's length. On CUDA in 16 bit the `varlen` attention registered here takes
-its place: torch's variable-length flash attention, told where each sequence starts, which needs no mask.
+The `varlen` attention registered here is told where each sequence starts and needs no mask: in 16 bit on CUDA it is
+torch's variable-length flash attention, elsewhere `sdpa` over one sequence after the other. Under any other attention
+position ids that restart tell sequences apart: transformers makes a block-causal mask of them, which is exact, too, but
+quadratic in the pack's length.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -54,7 +56,7 @@ class Pack:
 def packed_states(trunk: nn.Module, pack: Pack) -> Tensor:
     """Return the trunk's last hidden states of every token of a pack, (N, H)."""
     given: dict[str, Any] = {"input_ids": pack.input_ids[None], "position_ids": pack.position_ids[None]}
-    with _attention_of(trunk, pack.input_ids.device) as is_varlen:
+    with _attention_of(trunk) as is_varlen:
         if is_varlen:
             given |= {"cu_seq_lens_q": pack.starts, "max_length_q": pack.longest}
         return trunk(**given, use_cache=False).last_hidden_state[0]
@@ -88,10 +90,10 @@ def note_if_packable(trunk: nn.Module) -> bool:
 
 
 @contextmanager
-def _attention_of(trunk: nn.Module, device: torch.device) -> Iterator[bool]:
-    """Take the varlen attention for the block where it can be had; yields whether it is."""
+def _attention_of(trunk: nn.Module) -> Iterator[bool]:
+    """Take the varlen attention for the block if the trunk has it; yields whether it does."""
     config: Any = trunk.config
-    if device.type != "cuda" or config._attn_implementation != VARLEN or not _is_16_bit(trunk):
+    if config._attn_implementation != VARLEN:
         yield False
         return
     with without_mask():
@@ -108,9 +110,23 @@ def without_mask() -> Iterator[None]:
         _needs_no_mask.reset(token)
 
 
-def _is_16_bit(trunk: nn.Module) -> bool:
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else next(trunk.parameters()).dtype
-    return dtype in (torch.bfloat16, torch.float16)
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, starts: list[int], window: int | None, **options: Any
+) -> Tensor:
+    """Return attention within each sequence alone, (1, N, heads, D), of (1, heads, N, D) each."""
+    results = []
+    for start, stop in pairwise(starts):
+        parts = [part[:, :, start:stop] for part in (query, key, value)]
+        mask = None
+        if window is not None and stop - start > window:
+            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device).tril()
+            mask = mask.triu(1 - window)
+        results.append(
+            nn.functional.scaled_dot_product_attention(
+                *parts, attn_mask=mask, is_causal=mask is None, enable_gqa=True, **options
+            )
+        )
+    return torch.cat(results, 2).transpose(1, 2)
 
 
 @cache
@@ -138,6 +154,13 @@ def register_varlen() -> str:
     ) -> tuple[Tensor, None]:
         if cu_seq_lens_q is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        # Rotary embeddings leave queries and keys in float32 under autocast, which knows `sdpa` but not the kernel.
+        device = query.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+        query, key, value = (part.to(dtype) for part in (query, key, value))
+        if device != "cuda" or dtype.itemsize > 2:
+            starts = cu_seq_lens_q.tolist()
+            return _one_by_one(query, key, value, starts, sliding_window, scale=scaling), None
         options: dict[str, Any] = {
             "scale": scaling,
             "window_size": (-1 if sliding_window is None else sliding_window - 1, 0),
@@ -146,9 +169,7 @@ def register_varlen() -> str:
             options["enable_gqa"] = True
         else:
             key, value = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
-        # Rotary embeddings leave queries and keys in float32 under autocast, which knows `sdpa` but not this kernel.
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-        query, key, value = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))  # (N, heads, D) each
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # (N, heads, D) each
         assert max_length_q is not None
         ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         return cast("Tensor", varlen_attn(query, key, value, *ends, **options))[None], None
