@@ -35,7 +35,14 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
     names = ["reward/mean", "reward/a", "reward/b", "val/accuracy", "val/pass@2", "train/loss", "rollout/truncated"]
     names += [f"rollout/length_{name}" for name in ("p50", "p90", "p99", "max")]
     names += [f"time/{name}" for name in ("rollout", "idle", "update", "own_stage")]
-    names += ["rollout/tokens_per_s", "rollout/tokens", "speculation/acceptance_length", "speculation/kept_sibling"]
+    names += [
+        "rollout/tokens_per_s",
+        "train/tokens_per_s",
+        "train/mfu",
+        "rollout/tokens",
+        "speculation/acceptance_length",
+        "speculation/kept_sibling",
+    ]
     names += ["drafter/acceptance_before", "drafter/acceptance_after", "drafter/published", "drafter/policy_drift"]
     history = {i: dict.fromkeys(names, 1.0 + i / 7) for i in range(1, iterations + 1)}
     history[2]["train/loss"] = float("nan")
@@ -132,7 +139,12 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
     headings = re.findall("<h[23][^>]*>(.*?)</h[23]>", main)
     assert [title for title in headings if title in SECTIONS] == SECTIONS
     assert {"Reward of the rollouts", "On held-out prompts", "Length", "Cut off at the length limit"} <= set(headings)
-    assert {"Where the seconds went", "Tokens that a drafter proposed", "Drift of the policy"} <= set(headings)
+    assert {
+        "Where the seconds went",
+        "Use of the GPU in the update",
+        "Tokens that a drafter proposed",
+        "Drift of the policy",
+    } <= set(headings)
     assert {"Requests running", "Seconds of each worker"} <= set(headings)
     for text in ("own_stage", "worker 1", "p90", "pass@2", ">v1<", "from 25%", "interrupted by KeyboardInterrupt"):
         assert text in main
