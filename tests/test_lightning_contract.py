@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
 from tlt_lightning import LoRA, RLModule, TransformersEngine
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
+from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.checks import check_trainer
 from tlt_lightning.objectives import GRPO, DrGRPO, SequenceMeanTokenSumNorm
 
@@ -47,10 +49,10 @@ def prompts_of(rollouts: list[Any]) -> list[int]:
 @pytest.mark.parametrize(("given", "steps"), [(True, 1), (3, 2)])
 def test_a_dev_run_is_one_small_iteration_through_everything(given: Any, steps: int, paths: Paths) -> None:
     policy_path, prompts_path, root = paths
-    recorder, checkpoints = Recorder(), ModelCheckpoint(root)
+    recorder, checkpoints = Recorder(), IterationCheckpoint(str(root))
     trainer = make_trainer(
         root,
-        *(recorder, checkpoints),
+        *(recorder, checkpoints, RunReport(str(root))),
         fast_dev_run=given,
         enable_checkpointing=True,
         max_epochs=7,
@@ -61,7 +63,7 @@ def test_a_dev_run_is_one_small_iteration_through_everything(given: Any, steps: 
     assert (len(train), len(held_out)) == (4 * given, given)
     assert (trainer.current_epoch, trainer.global_step) == (1, steps)
     assert trainer.callback_metrics.keys() >= {"reward/mean", "val/reward"}
-    assert not list(root.glob("**/*.ckpt"))
+    assert not [path for path in root.rglob("*") if path.suffix in (".ckpt", ".html", ".json")]
     make_trainer(root, recorder, max_epochs=1).fit(make_module(policy_path), data)
     assert len(recorder.rollouts[-1]) == 16  # the same data module, in earnest
 

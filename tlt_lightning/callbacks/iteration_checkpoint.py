@@ -48,3 +48,8 @@ class IterationCheckpoint(ModelCheckpoint):
         if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
             super().on_train_epoch_end(trainer, pl_module)
             self._saved_at = time.monotonic()
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning would replace the last checkpoint of a run
+            super().on_train_end(trainer, pl_module)

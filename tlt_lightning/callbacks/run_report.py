@@ -111,6 +111,8 @@ class RunReport(RolloutCallback):
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # leaves the report of a run in earnest alone
+            return
         self.history[iteration] = dict(metrics)
         if not trainer.is_global_zero:
             return
@@ -126,7 +128,7 @@ class RunReport(RolloutCallback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._write(trainer, None)
 
     @override
