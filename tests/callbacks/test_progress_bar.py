@@ -137,6 +137,14 @@ def test_summary_line_leaves_out_what_was_not_logged() -> None:
     assert summary_line(1, -1, {**speculation, "speculation/off_share": 1.0}) == "iteration 1"
 
 
+def test_summary_line_names_each_of_several_rewards() -> None:
+    statistics = {"reward/mean": 0.5, "reward/std": 0.25, "reward/zero_std_groups": 0.0}
+    one = {**statistics, "reward/math": 0.4, "reward/math_errors": 0.0, "reward/math_timeouts": 0.0}
+    assert summary_line(1, 3, one) == "iteration 1/3  reward 0.500 ± 0.250"
+    line = summary_line(1, 3, {**one, "reward/format": 0.1, "reward/format_errors": 2.0})
+    assert line == "iteration 1/3  reward 0.500 ± 0.250 (math 0.400 format 0.100)"
+
+
 def test_summary_line_names_the_stages_that_take_a_twentieth() -> None:
     seconds = {"iteration": 10.0, "other": 0.6, "rollout": 6.0, "sync": 0.4, "drafter": 1.0, "update": 2.0}
     times = {f"time/{stage}": value for stage, value in seconds.items()}

@@ -21,9 +21,12 @@ from typing_extensions import override
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.rewards.term import RESERVED_NAMES
 
 LINE_SECONDS = 10.0
 MAX_SHOWN_CHARS = 400
+FAILURES = ("_errors", "_timeouts")
+"""Ends of the metrics that count a reward's failures."""
 
 
 def say(text: str) -> None:
@@ -149,7 +152,7 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
     parts = [f"iteration {_of_total(iteration, num_iterations)}"]
     if "reward/mean" in metrics:
         spread = f" ± {metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
-        parts.append(f"reward {metrics['reward/mean']:.3f}{spread}")
+        parts.append(f"reward {metrics['reward/mean']:.3f}{spread}{_rewards_by_name(metrics)}")
     if "val/accuracy" in metrics:
         parts.append(f"val accuracy {metrics['val/accuracy']:.3f}")
     if "rollout/length_p50" in metrics and "rollout/length_max" in metrics:
@@ -165,6 +168,14 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
     if "time/iteration" in metrics:
         parts.append(_seconds_by_stage(metrics))
     return "  ".join(parts)
+
+
+def _rewards_by_name(metrics: Mapping[str, float]) -> str:
+    """Name each reward's mean, unweighted, if there are several."""
+    taken = tuple(f"reward/{name}" for name in RESERVED_NAMES)
+    names = [n for n in metrics if n.startswith("reward/") and n not in taken and not n.endswith(FAILURES)]
+    means = " ".join(f"{name.removeprefix('reward/')} {metrics[name]:.3f}" for name in names)
+    return f" ({means})" if len(names) > 1 else ""
 
 
 def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
