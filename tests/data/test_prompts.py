@@ -61,6 +61,19 @@ def test_chat_template_is_applied_if_there_is_one(policy_path: str, prompts_path
     assert load_prompts(source, tokenizer, max_prompt_tokens=64)[0].text == "0 1 = 1 :"
 
 
+def test_a_chat_template_of_ones_own_replaces_the_tokenizers(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(policy_path)
+    (tmp_path / "own.jinja").write_text(CHAT_TEMPLATE)
+    for template in (CHAT_TEMPLATE, str(tmp_path / "own.jinja")):
+        source = PromptSource(path=prompts_path, chat_template=template)
+        assert load_prompts(source, tokenizer, max_prompt_tokens=64)[0].text == "user = 0 1 = 1 : :"
+        tokenizer.chat_template = "other"
+    with pytest.raises(FileNotFoundError, match=r"missing\.jinja"):
+        PromptSource(path=prompts_path, chat_template="missing.jinja")
+
+
 @pytest.mark.parametrize("arguments", [{"chat": True}, {"system_prompt": "be brief"}])
 def test_chat_options_without_a_chat_template_are_an_error(
     arguments: dict, policy_path: str, prompts_path: str

@@ -43,6 +43,7 @@ class PromptSource:
         template: Jinja template that writes the question from several columns of the row; replaces `prompt_column`.
         system_prompt: Put before the question when the tokenizer has a chat template.
         chat: Apply the tokenizer's chat template; None applies it if there is one.
+        chat_template: Jinja template of a conversation in the place of the tokenizer's, or the path of a `.jinja` file.
         chat_template_kwargs: Variables of the chat template, for example `enable_thinking: false` for Qwen3.
     """
 
@@ -56,11 +57,14 @@ class PromptSource:
     template: str | None = None
     system_prompt: str | None = None
     chat: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict | None = None
 
     def __post_init__(self) -> None:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
+        if (self.chat_template or "").endswith(".jinja"):
+            object.__setattr__(self, "chat_template", Path(str(self.chat_template)).expanduser().read_text())
         if self.rows is None:
             check_path(self.path)
         elif not hasattr(self.rows, "__len__") or not all(isinstance(row, dict) for row in islice(self.rows, 1)):
@@ -144,19 +148,23 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     """
     from jinja2 import TemplateError
 
-    use_chat = tokenizer.chat_template is not None if source.chat is None else source.chat
-    if use_chat and tokenizer.chat_template is None:
-        raise ValueError("`chat: true`, but the policy's tokenizer has no chat template; set `chat: false`.")
-    if not use_chat and (source.system_prompt is not None or source.chat_template_kwargs):
+    template = source.chat_template or tokenizer.chat_template
+    use_chat = template is not None if source.chat is None else source.chat
+    if use_chat and template is None:
         raise ValueError(
-            "`system_prompt` and `chat_template_kwargs` need a chat template; set `chat: true`, or write them into "
-            "`template`."
+            "`chat: true`, but the policy's tokenizer has no chat template; give `chat_template`, or set `chat: false`."
         )
+    if not use_chat and (source.system_prompt is not None or source.chat_template or source.chat_template_kwargs):
+        raise ValueError(
+            "`system_prompt`, `chat_template` and `chat_template_kwargs` are for chat; set `chat: true` (and give a "
+            "`chat_template` if the tokenizer has none), or write them into `template`."
+        )
+    variables = {**(source.chat_template_kwargs or {}), "chat_template": template}
     prompts, num_dropped, longest = [], 0, 0
     for index, row in enumerate(source.read()):
         try:
             messages = source.messages(row)
-            text = _written(messages, tokenizer, source.chat_template_kwargs or {}) if use_chat else _alone(messages)
+            text = _written(messages, tokenizer, variables) if use_chat else _alone(messages)
         except (ValueError, TemplateError) as error:
             column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
             raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
