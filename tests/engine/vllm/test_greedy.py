@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import save_policy
+from tests.conftest import WORDS, save_policy
 from tests.support.eagle_head import make_head, save_head
 from tests.support.speculation_engines import (
     GREEDY,
@@ -122,7 +122,7 @@ def test_responses_say_which_of_their_tokens_were_drafted_and_by_whom(setup: Set
             assert at + kept + 1 <= following
 
 
-def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
+def test_limits_and_stops_inside_accepted_drafts(setup: Setup) -> None:
     emitted: list[list[int]] = []
     runner: Any = setup.engine.inspect().speculative_runner
     after_step = runner.after_step
@@ -147,6 +147,11 @@ def test_limits_and_stop_tokens_inside_accepted_drafts(setup: Setup) -> None:
             sampling = Sampling(max_tokens=64, temperature=0, stop_token_ids=(stop,))
             assert write(setup.engine, requests, sampling) == [setup.texts[0][:end]] * 10
             stops_inside += any(stop in tokens[1:-1] for tokens in emitted)
+        words = [WORDS[token] for token in setup.texts[0]]
+        for string in (f"{words[at]} {words[at + 1]}" for at in (20, 25, 30)):
+            end = next(n for n in range(1, 65) if string in " ".join(words[:n]))
+            sampling = Sampling(max_tokens=64, temperature=0, stop_strings=(string,))
+            assert write(setup.engine, requests, sampling) == [setup.texts[0][:end]] * 10
     finally:
         runner.after_step = after_step
     assert stops_inside or "random" in setup.name  # in the middle of an accepted run

@@ -12,8 +12,9 @@ from transformers import FalconH1Config, MistralConfig, Qwen2_5_VLConfig, Qwen3N
 
 from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head
+from tests.support.rl_runs import make_data, make_module, make_trainer
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning.engine import VLLMEngine
+from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
 from tlt_lightning.speculation.eagle3_files import check_head, read_head
@@ -160,12 +161,25 @@ def test_vllm_is_asked_for_standard_verification_alone(policy: str, tmp_path: Pa
 @pytest.mark.vllm
 @pytest.mark.parametrize("parameter", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
 def test_vllm_refuses_the_sampling_parameters_that_speculation_does_not_honour(parameter: dict[str, Any]) -> None:
-    """`Sampling` has none of them; should it ever gain one, this is who says no."""
+    """Behind `check_exact`, should it ever miss one."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
         SamplingParams(**parameter)._validate_spec_decode(speculative_config=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parameter", [{"min_p": 0.1}, {"min_tokens": 2}])
+def test_sampling_that_drafts_would_change_is_refused_before_the_engine_loads(
+    parameter: dict[str, Any], policy: str, prompts_path: str, tmp_path: Path
+) -> None:
+    speculating = VLLMEngine(speculation=Speculation(selector=FixedSelector(3, "sibling"), siblings=True))
+    data = make_data(prompts_path, speculating, val_sampling=Sampling(max_tokens=8, **parameter))
+    with pytest.raises(ValueError, match=rf"`sampling.{next(iter(parameter))}` cannot be combined with `speculation`"):
+        make_trainer(tmp_path, max_epochs=1).fit(make_module(policy), data)
+    with pytest.raises(RuntimeError, match="not set up"):
+        speculating.inspect()
+    VLLMEngine().check_sampling(data.val_sampling)  # without drafts it is exact
 
 
 def test_speculation_is_configured_by_name() -> None:
