@@ -23,7 +23,7 @@ from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
-from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
+from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
@@ -198,7 +198,7 @@ class RolloutDataModule(L.LightningDataModule):
                 f"`data.val` has {len(prompts)} prompts, fewer than {self._trainer.world_size} ranks; give each one."
             )
         if name == "train":
-            prompts = self._overfitted(prompts)
+            prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
         if name == "train" and needed and len(prompts) < self._settings.prompts_per_iteration:
             log.warning(
                 "`data.prompts_per_iteration` is %d, but `data.train` has %d prompts: an iteration answers some "
@@ -206,16 +206,6 @@ class RolloutDataModule(L.LightningDataModule):
                 *(self._settings.prompts_per_iteration, len(prompts)),
             )
         return prompts
-
-    def _overfitted(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Return the first prompts, `Trainer(overfit_batches)` being a share or a number of them."""
-        kept = self._trainer.overfit_batches  # type: ignore[attr-defined]
-        if not kept:
-            return prompts
-        number = int(kept * len(prompts)) if isinstance(kept, float) else kept
-        if not number:
-            raise MisconfigurationException(f"`Trainer(overfit_batches={kept})` leaves none of {len(prompts)} prompts.")
-        return prompts[:number]
 
     @override
     def teardown(self, stage: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
@@ -186,6 +187,20 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     if not prompts:
         raise ValueError(f"No prompt of {source.name} is left within `max_prompt_tokens` {max_prompt_tokens}.")
     return prompts
+
+
+def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
+    """Return what `Trainer(overfit_batches=kept)` leaves, a number of prompts or a share of them; 0 leaves all.
+
+    Raises:
+        MisconfigurationException: If nothing is left.
+    """
+    if not kept:
+        return prompts
+    number = int(kept * len(prompts)) if isinstance(kept, float) else kept
+    if not number:
+        raise MisconfigurationException(f"`Trainer(overfit_batches={kept})` leaves none of {len(prompts)} prompts.")
+    return prompts[:number]
 
 
 def _written(messages: list[Message], tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
