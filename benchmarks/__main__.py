@@ -14,6 +14,7 @@ BENCHMARKS = {
     "learning": "benchmarks.end_to_end.learning",
     "idle_windows": "benchmarks.end_to_end.idle_windows",
     "step_time": "benchmarks.micro.step_time",
+    "update": "benchmarks.micro.update",
     "selector_regret": "benchmarks.simulation.selector_regret",
 }
 

@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 VARLEN = "varlen"
 """Name of the attention that `register_varlen` gives to transformers."""
 
-_IS_PACKABLE = "_keeps_packed_sequences_apart"
+IS_PACKABLE = "_keeps_packed_sequences_apart"
+"""Attribute of a trunk in which `note_if_packable` notes its result."""
 _needs_no_mask: ContextVar[bool] = ContextVar("needs_no_mask", default=False)
 
 
@@ -64,7 +65,7 @@ def packed_states(trunk: nn.Module, pack: Pack) -> Tensor:
 
 def can_pack(trunk: nn.Module) -> bool:
     """Say whether `note_if_packable` has found that a trunk keeps the sequences of a pack apart."""
-    return bool(getattr(trunk, _IS_PACKABLE, False))
+    return bool(getattr(trunk, IS_PACKABLE, False))
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def note_if_packable(trunk: nn.Module) -> bool:
         pack = Pack.of(pad_sequence(list(ids[0].split([3, 5])), batch_first=True), torch.tensor([3, 5]))
         error = (packed_states(trunk, pack) - torch.cat(alone)).abs().max() / torch.cat(alone).abs().max()
         is_packable = bool(error < (1e-4 if weight.dtype.itemsize >= 4 else 2e-2))
-    setattr(trunk, _IS_PACKABLE, is_packable)
+    setattr(trunk, IS_PACKABLE, is_packable)
     return is_packable
 
 

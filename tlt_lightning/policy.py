@@ -103,10 +103,11 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
             *(path, type(model).__name__),
         )
     model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
-    return _with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
+    return with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+    """Return the model as a `peft.PeftModel` with fresh adapters; the model itself without `lora`."""
     if lora is None:
         return model
     from peft import LoraConfig, get_peft_model
@@ -279,7 +280,7 @@ def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
-        return _with_adapters(model, lora)
+        return with_adapters(model, lora)
 
 
 def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:

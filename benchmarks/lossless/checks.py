@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from math import sqrt
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
+from tlt_lightning.data.collate import collate
+from tlt_lightning.engine.base import Response
 from tlt_lightning.policy import response_logps
 
 Written = Sequence[tuple[list[int], list[float]]]
@@ -17,25 +20,11 @@ Written = Sequence[tuple[list[int], list[float]]]
 
 def as_batch(prompts: Sequence[Sequence[int]], written: Written, device: torch.device) -> RolloutBatch:
     """Return the responses as the trainer sees them."""
-    texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, written, strict=True)]
-    columns, longest = max(map(len, texts)), max(len(tokens) for tokens, _ in written)
-    ids = torch.zeros(len(texts), columns, dtype=torch.long)
-    mask, logps = torch.zeros(2, len(texts), longest)
-    for row, (text, (tokens, engine)) in enumerate(zip(texts, written, strict=True)):
-        ids[row, : len(text)] = torch.tensor(text)
-        mask[row, : len(tokens)] = 1
-        logps[row, : len(tokens)] = torch.tensor(engine)
-    nothing = torch.zeros(len(texts), dtype=torch.long)
-    return RolloutBatch(
-        input_ids=ids.to(device),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
-        response_mask=mask.to(device),
-        rollout_logps=logps.to(device),
-        rewards=nothing.float(),
-        groups=nothing,
-        policy_versions=nothing,
-        truncated=nothing.bool(),
-    )
+    rollouts = [
+        Rollout(Prompt("", list(prompt)), Response(0, tokens, logps, "stop", (0,)), "", 0)
+        for prompt, (tokens, logps) in zip(prompts, written, strict=True)
+    ]
+    return move_data_to_device(collate(rollouts, pad_id=0, temperature=1.0), device)
 
 
 @torch.no_grad()
