@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.common.plots import BLUE, GREEN, GREY, ORANGE, frame, save
 from benchmarks.rollout.steps import Row
-from tlt_lightning.callbacks.plots import BLUE, GREEN, GREY, ORANGE, frame, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from torch import nn
 
 from tests.support.architectures import save_architecture
 from tests.support.rl_runs import make_data, make_engine, make_module, make_trainer
@@ -13,11 +14,11 @@ from tlt_lightning.engine.vllm.patches import cpu_experts, patched
 
 
 class DropoutOn(L.Callback):
-    """Turns on the dropout that attention keeps as a number."""
+    """Turns on a dropout within the layers."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for layer in pl_module.policy.model.layers:
-            layer.self_attn.attention_dropout = 0.3
+            layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.3))
 
 
 def test_dropout_that_a_callback_turns_on_stops_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

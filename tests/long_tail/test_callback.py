@@ -107,9 +107,8 @@ def test_greedy_text_stays_the_same_whatever_was_pushed(adaptive: Run) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_run_leaves_its_drafter_and_a_picture(adaptive: Run) -> None:
+def test_a_run_leaves_its_drafter(adaptive: Run) -> None:
     folder = adaptive.root / "drafter"
-    assert (folder / "drafter.png").stat().st_size > 10_000
     assert "tokens per step" in (folder / "final" / "README.md").read_text()
     saved = load_file(folder / "final" / "model.safetensors")
     for name, tensor in adaptive.callback.publisher.published():
@@ -130,9 +129,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(adaptive: Run, tmp_p
     # The engine drafted with the published head from the first step on.
     # A new engine begins with a step without drafts: a switch more.
     is_timed = ("time/", "drafter/seconds_not_hidden", "speculation/tokens_per_s", "speculation/switches", "rollout/")
+    is_timed += ("train/tokens_per_s",)
     mine = {name: value for name, value in resumed.rows[-1].items() if not name.startswith(is_timed)}
     assert mine == {name: adaptive.rows[-1][name] for name in mine}
-    assert sorted(resumed.callback.record.history) == [1, 2, 3]
 
 
 class SaveWithin(RolloutCallback):

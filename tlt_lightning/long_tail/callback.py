@@ -20,6 +20,7 @@ from tlt_lightning.arguments import check_positive
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
+from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
@@ -32,7 +33,6 @@ from tlt_lightning.long_tail.checkpoint import join, split
 from tlt_lightning.long_tail.plan import Plan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
 from tlt_lightning.long_tail.publishing import DrafterPublisher, Publication
-from tlt_lightning.long_tail.record import DrafterRecord
 from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
@@ -54,7 +54,7 @@ class LongTailIdleCallback(RolloutCallback):
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
-    In the end `dirpath` holds the published head and a picture. A run goes on from a checkpoint, also within an
+    In the end `dirpath` holds the published head. A run goes on from a checkpoint, also within an
     iteration up to its last step, exactly with a `FixedBudget` and no idle windows, which depend on the clock; on
     another number of workers it goes on inexactly.
     docs/metrics.md lists the metrics, `drafter/...`.
@@ -70,7 +70,7 @@ class LongTailIdleCallback(RolloutCallback):
         max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
         offload: Keep the drafter's weights and optimizer in host memory but while they train or are judged: moving them
             takes time, and leaves the rollout and the update the memory.
-        dirpath: Where the finished drafter and its picture go; None is `drafter` in the Trainer's `default_root_dir`.
+        dirpath: Where the finished drafter goes; None is `drafter` in the Trainer's `default_root_dir`.
 
     Example:
         >>> from tlt_lightning import DrafterModule
@@ -98,7 +98,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.max_passes = max_passes
         self.offload = offload
         self.dirpath = None if dirpath is None else Path(dirpath)
-        self.record = DrafterRecord()
+        self._quality: DraftQuality | None = None  # of the published weights
         self._head_dir: tempfile.TemporaryDirectory[str] | None = None
         self._engine: RolloutEngine | None = None
         self._served = 0  # version that the engine has
@@ -204,7 +204,7 @@ class LongTailIdleCallback(RolloutCallback):
     def _publish(self) -> Publication | None:
         publication = self.publisher.publish_if_better()
         if publication is not None:
-            self.record.quality = publication.quality
+            self._quality = publication.quality
         return publication
 
     @override
@@ -277,7 +277,6 @@ class LongTailIdleCallback(RolloutCallback):
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
-        self.record.note(iteration, metrics)
         is_cold = self.drafter.head_path is None and not self._served
         self.budget.note_iteration(self._plan.measured(metrics, is_cold=is_cold))
         if self._plan.share == 0 and self._can_train(trainer) and iteration > 1 and not metrics["drafter/micro_steps"]:
@@ -289,10 +288,10 @@ class LongTailIdleCallback(RolloutCallback):
         self._publish()
         pl_module.hidden_state_request = None
         if trainer.is_global_zero:
-            has_head = self.drafter.head_path is not None or self.publisher.version > 0
             folder = self.dirpath or Path(trainer.default_root_dir) / "drafter"
-            with self.publisher.loaded() as drafter:
-                self.record.write(folder, drafter if has_head else None)
+            if self.drafter.head_path is not None or self.publisher.version > 0:
+                with self.publisher.loaded() as drafter:
+                    drafter.export(folder / "final", self._quality)
 
     # Checkpoints
 
@@ -306,7 +305,6 @@ class LongTailIdleCallback(RolloutCallback):
             "drift": self._drift.state_dict(),
             "budget": self.budget.state_dict(),
             "plan": self._plan.state_dict(),
-            "history": {iteration: dict(values) for iteration, values in self.record.history.items()},
         }
 
     @override
@@ -317,7 +315,6 @@ class LongTailIdleCallback(RolloutCallback):
         self.budget.load_state_dict(state_dict["budget"])
         self._resumed = Plan.restore(state_dict["plan"])
         self.drafter.load_frozen(state_dict.get("target", {}))
-        self.record.history = {int(iteration): dict(values) for iteration, values in state_dict["history"].items()}
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Draw all pictures of a run with one palette and one frame; matplotlib loads when drawing."""
+"""Draw pictures with one palette and one frame."""
 
 from __future__ import annotations
 
