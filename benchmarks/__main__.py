@@ -16,6 +16,7 @@ BENCHMARKS = {
     "step_time": "benchmarks.micro.step_time",
     "update": "benchmarks.micro.update",
     "selector_regret": "benchmarks.simulation.selector_regret",
+    "training_budget": "benchmarks.simulation.training_budget",
 }
 
 

@@ -1,4 +1,4 @@
-"""A run whose drafter is trained by a budget, simulated: learning that is not the forecast's model of it."""
+"""Simulate a run whose drafter is trained by a budget; its learning is not the model that a forecast fits."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ ERROR = 0.02  # of a measured acceptance
 
 @dataclass
 class World:
-    """One setting; tokens per step rise as 1 + (best - 1) * skill / (skill + 1), and the policy's moves cost skill.
+    """Describes a run; tokens per step rise as 1 + (best - 1) * skill / (skill + 1), and the policy's moves cost skill.
 
     Args:
         best: Tokens per step that a head can reach.
@@ -34,11 +34,14 @@ class World:
     idle_share: float = 0.0
 
     def acceptance(self, skill: float) -> float:
+        """Return the tokens per step of a head of that skill."""
         return 1 + (self.best - 1) * skill / (skill + 1)
 
 
 @dataclass
 class Outcome:
+    """Holds a run's seconds, those of them that training cost, and the share trained on by iteration."""
+
     seconds: float
     cost: float
     shares: list[float]
