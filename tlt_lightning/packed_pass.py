@@ -117,14 +117,14 @@ def _one_by_one(
     """Return attention within each sequence alone, (1, N, heads, D), of (1, heads, N, D) each."""
     results = []
     for start, stop in pairwise(starts):
-        parts = [part[:, :, start:stop] for part in (query, key, value)]
+        q, k, v = (part[:, :, start:stop] for part in (query, key, value))
         mask = None
         if window is not None and stop - start > window:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device).tril()
             mask = mask.triu(1 - window)
         results.append(
             nn.functional.scaled_dot_product_attention(
-                *parts, attn_mask=mask, is_causal=mask is None, enable_gqa=True, **options
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, **options
             )
         )
     return torch.cat(results, 2).transpose(1, 2)

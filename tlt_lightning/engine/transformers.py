@@ -136,15 +136,15 @@ class TransformersEngine(RolloutEngine):
         """Return whether a stop string ends in the text after its first `min_tokens` tokens."""
         if not sampling.stop_strings:
             return False
-        text, start = self._tokenizer.decode(token_ids), len(self._tokenizer.decode(token_ids[: sampling.min_tokens]))
+        text, begun = (str(self._tokenizer.decode(ids)) for ids in (token_ids, token_ids[: sampling.min_tokens]))
+        start = len(begun)
         return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in sampling.stop_strings)
 
     def _response(self, request: Request, tokens: Tensor, logps: Tensor, sampling: Sampling) -> Response:
         ends = torch.isin(tokens, torch.tensor([*self._end_token_ids, *sampling.stop_token_ids], device=tokens.device))
         if sampling.stop_strings:
-            ends |= torch.tensor([self._is_ended(tokens[: n + 1].tolist(), sampling) for n in range(len(tokens))]).to(
-                ends
-            )
+            is_ended = [self._is_ended(tokens[: n + 1].tolist(), sampling) for n in range(len(tokens))]
+            ends |= torch.tensor(is_ended, device=ends.device)
         stopped = bool(ends.any())
         length = int(ends.int().argmax()) + 1 if stopped else len(tokens)
         return Response(
