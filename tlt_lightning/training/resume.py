@@ -56,9 +56,10 @@ def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     if is_within(epochs):
         num_steps = checkpoint["global_step"] - saved["update"]["first_step"]  # each of one batch
-        _rewind(checkpoint["loops"]["fit_loop"], num_steps, is_last=num_steps == saved["num_batches"])
-        saved |= {"is_within": num_steps > 0, "is_updated": num_steps == saved["num_batches"]}
-        if num_steps == saved["num_batches"] and not saved["update"]["validated"]:
+        is_updated = num_steps == saved["num_batches"]
+        _rewind(checkpoint["loops"]["fit_loop"], num_steps, is_last=is_updated)
+        saved |= {"is_within": num_steps > 0, "is_updated": is_updated}
+        if is_updated and not saved["update"]["validated"]:
             # A validation that was due is run anew; Lightning takes it for done unless it had begun.
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["current"].update(dict.fromkeys(_COUNTS, 0))
