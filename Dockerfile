@@ -4,13 +4,14 @@
 #     fit -c recipes/base.yaml -c recipes/quickstart.yaml -c recipes/speculation.yaml --trainer.accelerator gpu
 FROM vllm/vllm-openai:v0.32.0
 
-COPY pyproject.toml README.md LICENSE /tmp/source/
-COPY recipes /tmp/source/recipes
-COPY tlt_lightning /tmp/source/tlt_lightning
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE source/
+COPY recipes source/recipes
+COPY tlt_lightning source/tlt_lightning
 # vLLM is in the image, and so is the one torch it works with: the build fails rather than replaces it.
-RUN uv pip freeze --system | grep '^torch==' > /tmp/torch.txt \
-    && uv pip install --system --no-cache --constraint /tmp/torch.txt "/tmp/source[eagle3]" \
-    && rm -r /tmp/source /tmp/torch.txt
+RUN uv pip freeze --system | grep '^torch==' > torch.txt \
+    && uv pip install --system --no-cache --constraint torch.txt "./source[eagle3]" \
+    && rm -r source torch.txt
 
 RUN useradd --create-home tlt && install --directory --owner=tlt /home/tlt/outputs
 USER tlt
