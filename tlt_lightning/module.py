@@ -167,7 +167,7 @@ class RLModule(L.LightningModule):
 
     @property
     def networks(self) -> Networks:
-        """What reads the batches."""
+        """Return the networks that read the batches."""
         assert self.policy is not None, "`networks` before `configure_model`"
         return Networks(self.policy, self.critic, self._reference, self._tap)
 

@@ -13,10 +13,10 @@ MAX_TOKENS, MAX_CHARS = 1600, 4000
 """Most tokens that are shown of a response, and characters of its prompt and of its answer."""
 
 Span = tuple[str, int, int]
-"""Who wrote the tokens, the first, and the one behind the last.
+"""Writer of some tokens, the first of them, and the one behind the last.
 
-Who is a drafter, whose draft was kept; the empty string for the policy; or `-` and a drafter for a token of the policy
-in the place of a draft that was refused.
+The writer is a drafter, whose draft was kept; the empty string for the policy; or `-` and a drafter for a token of the
+policy in the place of a draft that was refused.
 """
 UNFINISHED = "\ufffd"
 """The character that a tokenizer decodes a part of a character to."""

@@ -58,7 +58,7 @@ class Publication:
 
     @property
     def measured(self) -> MeasuredTraining:
-        """What training has gained, for a budget."""
+        """Return the gain of training, for a budget."""
         return MeasuredTraining(
             before=self.before.acceptance_length,
             after=self.after.acceptance_length,

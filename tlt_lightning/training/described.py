@@ -16,7 +16,7 @@ INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """Names the function by which `load_from_checkpoint` makes objects of their descriptions again."""
 
 ENDINGS = ("", "_enabled", "_path", "_config")
-"""What an attribute may add to the name of the argument that it keeps."""
+"""Endings that an attribute may add to the name of the argument that it keeps."""
 
 
 def keep_arguments(module: L.LightningModule | L.LightningDataModule, arguments: Mapping[str, Any]) -> None:
