@@ -22,11 +22,11 @@ FLOORS = [
     {"engine"},
     {"hooks", "metrics", "checks", "training"},
     {"data", "guard"},
-    {"module", "export", "tasks"},
+    {"module", "tasks"},
     {"drafter", "callbacks"},
     {"long_tail"},
     {"gallery"},
-    {"cli", "starter", "__main__"},
+    {"commands", "__main__"},
 ]
 # Arrows that run up, by what they point at; docs/architecture.md has a sentence for each.
 UP = {"tlt_lightning.data.batch", "tlt_lightning.data.dynamic_sampling"}

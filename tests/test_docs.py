@@ -20,7 +20,7 @@ import tlt_lightning
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import RewardTerm
 from tlt_lightning.__main__ import main
-from tlt_lightning.cli import run_cli
+from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.speculation import SelectorState
 
 ROOT = Path(__file__).parents[1]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.callbacks.completions_writer import CompletionsWriter as CompletionsWriter
     from tlt_lightning.callbacks.progress_bar import RolloutProgressBar as RolloutProgressBar
     from tlt_lightning.callbacks.run_report import RunReport as RunReport
+    from tlt_lightning.commands.export import export_policy as export_policy
     from tlt_lightning.data.batch import Prompt as Prompt
     from tlt_lightning.data.batch import Rollout as Rollout
     from tlt_lightning.data.batch import RolloutBatch as RolloutBatch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.engine.transformers import TransformersEngine as TransformersEngine
     from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
     from tlt_lightning.engine.vllm.speculation import Speculation as Speculation
-    from tlt_lightning.export import export_policy as export_policy
     from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
     from tlt_lightning.hidden_states import PolicyText as PolicyText
     from tlt_lightning.hooks import IdleWindow as IdleWindow

@@ -51,23 +51,23 @@ def _run(arguments: list[str]) -> None:
         case [] | ["-h" | "--help"]:
             print(HELP, end="")
         case ["export", *arguments]:
-            from tlt_lightning.export import run_export
+            from tlt_lightning.commands.export import run_export
 
             run_export(arguments)
         case ["recipes"]:
-            from tlt_lightning.starter import run_recipes
+            from tlt_lightning.commands.starter import run_recipes
 
             run_recipes()
         case ["init", *arguments]:
-            from tlt_lightning.starter import run_init
+            from tlt_lightning.commands.starter import run_init
 
             run_init(arguments)
         case ["drafter", *arguments]:
-            from tlt_lightning.cli import run_drafter_cli
+            from tlt_lightning.commands.cli import run_drafter_cli
 
             run_drafter_cli(arguments)
         case _:
-            from tlt_lightning.cli import run_cli
+            from tlt_lightning.commands.cli import run_cli
 
             run_cli()
 

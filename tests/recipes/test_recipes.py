@@ -18,12 +18,12 @@ from tests.support.rows import (
     HUMANEVAL_GOOD,
 )
 from tlt_lightning.checks import check_trainer
-from tlt_lightning.cli import run_cli
+from tlt_lightning.commands.cli import run_cli
+from tlt_lightning.commands.starter import RECIPES as RECIPE_FILES
+from tlt_lightning.commands.starter import read_recipes, write_start
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool
-from tlt_lightning.starter import RECIPES as RECIPE_FILES
-from tlt_lightning.starter import read_recipes, write_start
 
 RECIPES = read_recipes()
 # Those of a policy run alone; a draft head's is tested in tests/drafter/test_data.py.

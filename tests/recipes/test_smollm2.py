@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.rl_runs import Recorder
 from tlt_lightning import RewardTerm
-from tlt_lightning.cli import run_cli
+from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

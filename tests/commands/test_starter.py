@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_lightning.starter import read_recipes, run_init, run_recipes
+from tlt_lightning.commands.starter import read_recipes, run_init, run_recipes
 
 
 def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tlt_lightning.__main__ import HELP, main
-from tlt_lightning.cli import follow_root, get_close_options, run_cli
+from tlt_lightning.commands.cli import follow_root, get_close_options, run_cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def options(policy: str, prompts: str, root: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 REWARD = '''"""Rewards of your own; `mine.yaml` names them."""
 
