@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tlt_lightning.long_tail.budget import MeasuredIteration, MeasuredTraining, TrainingBudget
+from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
+from tlt_lightning.long_tail.publication import Publication
 
 ERROR = 0.02  # of a measured acceptance
 
@@ -59,9 +61,8 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
             seen = max(1.0, after + rng.gauss(0, ERROR))
             bound = seen - before - 1.28 * ERROR
             published = bound > 0
-            budget.note_training(
-                MeasuredTraining(before=before, after=seen, gain=seen - before, bound=bound, is_published=published)
-            )
+            old, new = (DraftQuality((length - 1,), (), (), (), 1) for length in (before, seen))
+            budget.note_publication(Publication(old, new, seen - before, bound, published, has_diverged=False))
             if published:
                 served, is_cold = trained, False
             cost += 0.1

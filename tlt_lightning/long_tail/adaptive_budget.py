@@ -9,8 +9,9 @@ from typing import Any
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_positive, check_share
-from tlt_lightning.long_tail.budget import MeasuredIteration, MeasuredTraining, TrainingBudget
+from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.forecast import GainForecast
+from tlt_lightning.long_tail.publication import Publication
 
 _NUM_SHARES = 8  # each half the one before
 _NEWEST = 0.5  # weight of the newest iteration in running means
@@ -86,15 +87,16 @@ class AdaptiveBudget(TrainingBudget):
         return self._balance if self._means else self.trial * elapsed
 
     @override
-    def note_training(self, training: MeasuredTraining) -> None:
-        ahead = log(training.after / training.before)
-        error = (training.gain - training.bound) / training.before
+    def note_publication(self, publication: Publication) -> None:
+        before = publication.before.acceptance_length
+        ahead = log(publication.after.acceptance_length / before)
+        error = (publication.gain - publication.bound) / before
         self._certain = max(0.0, self._certain - (_LUCK * error if error < inf else 0.0))
         believed = self._forecast.observe(ahead, 0.1 if error == inf else error)
-        if training.is_published or training.has_diverged:
+        if publication.is_published or publication.has_diverged:
             self._forecast.settle()
-        if training.is_published:
-            self._certain += min(believed, log(1 + training.bound / training.before))
+        if publication.is_published:
+            self._certain += min(believed, log(1 + publication.bound / before))
             self._rest, self._patience = 0, _FIRST_REST
 
     @override

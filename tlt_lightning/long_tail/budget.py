@@ -11,6 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least
+from tlt_lightning.long_tail.publication import Publication
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +39,6 @@ class MeasuredIteration:
     acceptance: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTraining:
-    """Says what training gained since the last decision about publishing, on held-out text.
-
-    Args:
-        before: Tokens per engine step of the published weights.
-        after: Those of the trained weights.
-        gain: What the trained weights gain on all pooled text.
-        bound: Lower bound of that gain.
-        is_published: True if the trained weights are in force from now on.
-        has_diverged: True if training starts over from the published ones.
-    """
-
-    before: float
-    after: float
-    gain: float
-    bound: float
-    is_published: bool
-    has_diverged: bool = False
-
-
 class TrainingBudget(ABC):
     """Decides on the tokens of training in each iteration; workers that see the same numbers decide the same."""
 
@@ -82,7 +62,7 @@ class TrainingBudget(ABC):
         """Return the most seconds of training outside idle windows, `elapsed` seconds into the iteration."""
         return inf
 
-    def note_training(self, training: MeasuredTraining) -> None:  # noqa: B027 - a fixed one learns nothing
+    def note_publication(self, publication: Publication) -> None:  # noqa: B027 - a fixed one learns nothing
         """Learn from a decision about publishing, before `decide` of the same iteration."""
 
     def note_iteration(self, iteration: MeasuredIteration) -> None:  # noqa: B027 - likewise

@@ -32,7 +32,8 @@ from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import join, split
 from tlt_lightning.long_tail.plan import Plan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
-from tlt_lightning.long_tail.publishing import DrafterPublisher, Publication
+from tlt_lightning.long_tail.publication import Publication
+from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
@@ -186,7 +187,7 @@ class LongTailIdleCallback(RolloutCallback):
     def _decide(self, trainer: L.Trainer) -> Plan:
         """Publish what was trained if it is better, and decide how much this iteration trains."""
         if (publication := self._publish()) is not None:
-            self.budget.note_training(publication.measured)
+            self.budget.note_publication(publication)
         remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
         share = self.budget.decide(trainer.current_epoch, remaining)
         metrics = {**({} if publication is None else publication.metrics()), **self.budget.metrics()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
-from tlt_lightning.drafter.quality import DraftQuality, quality_of
+from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.engine.host_copy import HostCopy
-from tlt_lightning.long_tail.budget import MeasuredTraining
 from tlt_lightning.long_tail.buffer import keys_of
+from tlt_lightning.long_tail.publication import Publication
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 
 log = logging.getLogger(__name__)
@@ -34,56 +33,6 @@ _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of 
 _Z = 1.2816  # one-sided 90%
 _LOST = 0.5  # share of the published gain over no drafts; a trainee without it has diverged
 _PATIENCE = 3  # decisions in a row
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """Says what was decided about the weights trained since the last decision.
-
-    Args:
-        before: Quality of the published weights on held-out text of now.
-        after: Quality of the trained weights on the same text.
-        gain: Tokens per engine step that the trained weights gain, on all pooled text.
-        bound: Lower bound of that gain, 90% certain; minus infinity with text of a single prompt.
-        is_published: True if the trained weights are in force from now on.
-        has_diverged: True if training starts over from the published weights.
-    """
-
-    before: DraftQuality
-    after: DraftQuality
-    gain: float
-    bound: float
-    is_published: bool
-    has_diverged: bool
-
-    @property
-    def measured(self) -> MeasuredTraining:
-        """Return the gain of training, for a budget."""
-        return MeasuredTraining(
-            before=self.before.acceptance_length,
-            after=self.after.acceptance_length,
-            gain=self.gain,
-            bound=self.bound,
-            is_published=self.is_published,
-            has_diverged=self.has_diverged,
-        )
-
-    @property
-    def quality(self) -> DraftQuality:
-        """Quality of the weights in force."""
-        return self.after if self.is_published else self.before
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers under the loggers' names."""
-        metrics = {
-            **self.quality.metrics(),
-            "drafter/acceptance_before": self.before.acceptance_length,
-            "drafter/acceptance_after": self.after.acceptance_length,
-            "drafter/acceptance_gain": self.gain,
-            "drafter/published": float(self.is_published),
-            "drafter/started_over": float(self.has_diverged),
-        }
-        return metrics if self.bound == -inf else {**metrics, "drafter/acceptance_gain_bound": self.bound}
 
 
 class DrafterPublisher:
