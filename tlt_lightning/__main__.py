@@ -76,15 +76,16 @@ def sentence_of(error: Exception) -> str | None:
     """Return the sentence of an error in what the user gave; None for what needs its traceback.
 
     Sentences of this package name their argument in backticks. jsonargparse wraps those of a constructor into a list,
-    one a type that the argument may have.
+    one a type that the argument may have, and puts what a package asks for, which is not installed, below its class.
     """
     is_users = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     room = frames[-1].partition(".")[0] if frames else ""
     if not is_users or "`" not in str(error) or room not in ("tlt_lightning", "jsonargparse"):
         return None
-    listed = re.findall(r"^\s*- (.*`.*)$", str(error), re.MULTILINE) if room == "jsonargparse" else []
-    return "\n".join(listed) or str(error)
+    lines = r"^\s*- (.*`.*|Problem with .*:\n +[^- ].*`.*)$"
+    listed = re.findall(lines, str(error), re.MULTILINE) if room == "jsonargparse" else []
+    return "\n".join(" ".join(each.split()) for each in listed) or str(error)
 
 
 if __name__ == "__main__":

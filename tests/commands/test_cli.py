@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 
 from tlt_lightning.__main__ import HELP, main
 from tlt_lightning.commands.cli import follow_root, get_close_options, run_cli
@@ -88,6 +89,12 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
         ("--trainer.max_steps=3", "error: `Trainer(max_steps=3)` counts optimizer steps"),
         ("--data.train.path=nowhere.jsonl", "error: `path` 'nowhere.jsonl' does not exist"),
         ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
+        ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' has to be a folder that `save_pretrained` wrote"),
+        (
+            "--trainer.logger=lightning.pytorch.loggers.WandbLogger",
+            "error: Problem with given class_path 'lightning.pytorch.loggers.WandbLogger': Requirement 'wandb-nowhere' "
+            "not met. HINT: Try running `pip install -U 'wandb-nowhere'`\n",
+        ),
     ],
 )
 def test_an_error_of_the_user_ends_with_its_sentence(
@@ -100,6 +107,7 @@ def test_an_error_of_the_user_ends_with_its_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)  # `main` changes it
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb-nowhere"))
     monkeypatch.setattr(sys, "argv", ["tlt-lightning", "fit", *options(policy_path, prompts_path, tmp_path), wrong])
     with pytest.raises(SystemExit) as raised:
         main()
