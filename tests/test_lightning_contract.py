@@ -21,6 +21,7 @@ from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.checks import check_trainer
 from tlt_lightning.objectives import GRPO, DrGRPO, SequenceMeanTokenSumNorm
+from tlt_lightning.training.critic import CriticConfig
 
 Paths = tuple[str, str, Path]
 
@@ -165,6 +166,25 @@ def test_spawned_processes_are_refused(strategy: str) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False)
     with pytest.raises(MisconfigurationException, match=r"spawned or forked.*also in a notebook.*`ddp` in a script"):
         check_trainer(trainer)
+
+
+def test_spawning_is_refused_before_what_is_spawned_is_pickled(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module = make_module(policy_path)  # whose optimizer is a lambda, which cannot be pickled
+    with pytest.raises(MisconfigurationException, match=r"spawns its processes, as `ddp_spawn`.*`ddp` in a script"):
+        make_trainer(root, devices=2, strategy="ddp_spawn").fit(module, make_data(prompts_path, NeverLoaded()))
+
+
+@pytest.mark.parametrize("argument", ["policy", "reference", "critic.path"])
+def test_a_model_that_is_nowhere_is_refused_before_anything_loads(argument: str, paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    nowhere = str(root / "nowhere")
+    given = {"critic": CriticConfig(path=nowhere)} if argument == "critic.path" else {argument: nowhere}
+    module = RLModule(**{"policy": policy_path, "objective": GRPO(), **given})
+    with pytest.raises(
+        ValueError, match=rf"^`model\.{argument}` '.*nowhere' has to be a folder .* or a model of the hub"
+    ):
+        make_trainer(root).fit(module, make_data(prompts_path, NeverLoaded()))
 
 
 # Configuration

@@ -6,6 +6,8 @@ import logging
 import re
 from collections.abc import Mapping
 from math import isfinite
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -22,11 +24,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Sampling
+    from tlt_lightning.module import RLModule
     from tlt_lightning.objectives.base import PolicyObjective
 
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("32-true", "bf16-mixed")
+STRATEGIES = "Use `auto` on one device, also in a notebook, and `ddp` in a script on several."
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -48,7 +52,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             f"`Trainer(strategy=...)` is {type(strategy).__name__}"
             f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
-            "Use `auto` on one device, also in a notebook, and `ddp` in a script on several."
+            f"{STRATEGIES}"
         )
     device = strategy.root_device
     if device.type == "cuda" and device.index != trainer.local_rank:
@@ -69,6 +73,15 @@ def check_trainer(trainer: L.Trainer) -> None:
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
+        )
+
+
+def check_not_spawned() -> None:
+    """Raise MisconfigurationException if a process is being spawned, before what it gets is pickled and may fail to."""
+    if get_spawning_popen() is not None:
+        raise MisconfigurationException(
+            "`Trainer(strategy=...)` spawns its processes, as `ddp_spawn` does, and a policy's module cannot be "
+            f"handed to them. {STRATEGIES}"
         )
 
 
@@ -199,6 +212,29 @@ def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float
                 "Resume from the last checkpoint, which is older, with a lower learning rate, or clip gradients "
                 "(`trainer.gradient_clip_val`)."
             )
+
+
+def check_models(module: RLModule) -> None:
+    """Raise ValueError if a path or hub name of the module has no config that transformers can read."""
+    from transformers import AutoConfig
+
+    critic = module.critic_config
+    paths = {
+        "policy": module.policy_path,
+        "reference": module.reference_path,
+        "critic.path": None if critic is None else critic.path,
+    }
+    for argument, path in paths.items():
+        if path is None:
+            continue
+        try:
+            AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`model.{argument}` {path!r} has to be a folder that `save_pretrained` wrote, looked for from "
+                f"{Path.cwd()}, or a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
 
 def check_context(policy: str, max_model_len: int) -> None:

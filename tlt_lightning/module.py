@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_type
-from tlt_lightning.checks import check_has_data, check_trainer
+from tlt_lightning.checks import check_has_data, check_not_spawned, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
@@ -24,19 +24,12 @@ from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, stream_weights
+from tlt_lightning.training import optimization
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.networks import Networks
-from tlt_lightning.training.optimization import (
-    apply_changed,
-    backward_alone,
-    check_builds,
-    clip_apart,
-    settings_of,
-    with_schedule,
-)
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.resume import Requeue, UpdateState, check_lora, hand_over, is_within, take_up
 from tlt_lightning.training.throughput import log_work
@@ -81,7 +74,7 @@ class RLModule(L.LightningModule):
         keep_arguments(self, locals())
         check_type("policy", policy, str, "Save a model with `save_pretrained` and give its folder.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
-        check_builds(optimizer)
+        optimization.check_builds(optimizer)
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "
@@ -110,6 +103,11 @@ class RLModule(L.LightningModule):
         self._optimizer_settings: list[dict[str, Any]] = []
         self._saved: dict[str, Any] | None = None  # of the run that is resumed
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        check_not_spawned()
+        return super().__getstate__()
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -149,16 +147,16 @@ class RLModule(L.LightningModule):
             critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = self.optimizer(groups)
-        self._optimizer_settings = settings_of(optimizer)
+        self._optimizer_settings = optimization.settings_of(optimizer)
         self.save_hyperparameters({"optimizer": made_of(optimizer, optimizer.defaults)})
-        return with_schedule(optimizer, self.lr_scheduler)
+        return optimization.with_schedule(optimizer, self.lr_scheduler)
 
     @override
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         if gradient_clip_val:
-            clip_apart(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            optimization.clip_apart(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def policy_weights(self) -> NamedTensors:
         """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""
@@ -202,7 +200,7 @@ class RLModule(L.LightningModule):
         self.zero_grad()
         *others, last = batch
         for part in others:
-            backward_alone(self.trainer, self._loss(part))
+            optimization.backward_alone(self.trainer, self._loss(part))
         log_work(self.iteration_log, self.networks.trained, batch)
         return self._loss(last)
 
@@ -261,7 +259,7 @@ class RLModule(L.LightningModule):
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
         self._finish_iteration()
         if self._saved is not None:
-            apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
+            optimization.apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
             if self._saved["is_within"]:
                 self.iteration_log.load_state_dict(self._saved["log"])
                 self._update = UpdateState(**self._saved["update"])

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_type
-from tlt_lightning.checks import check_context, check_trainer, warn_of_filters
+from tlt_lightning.checks import check_context, check_models, check_trainer, warn_of_filters
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
@@ -144,6 +144,7 @@ class RolloutDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         check_trainer(self._trainer)
+        check_models(self._module)
         self._settings = self._given_settings
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
