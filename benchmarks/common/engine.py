@@ -39,8 +39,8 @@ class BenchEngine(VLLMEngine):
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
         return replace(super()._engine_args(policy, max_model_len, seed), **self.arguments)
 
-    def _params(self, sampling: Sampling, max_tokens: int | None) -> Any:
-        params = super()._params(sampling, max_tokens)
+    def _params(self, sampling: Sampling, request: Request) -> Any:
+        params = super()._params(sampling, request)
         if self.ignores_ends:
             params.ignore_eos, params.stop_token_ids = True, []
         return params

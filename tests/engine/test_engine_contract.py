@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from transformers import GenerationConfig
 
 from tests.conftest import save_policy
-from tlt_lightning.engine import Request, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from tlt_lightning.engine import Request, Response, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.policy import causal_lm, load_policy, load_tokenizer, stream_weights
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
 MAX_MODEL_LEN = 96
+WRITTEN = Response(0, [3, 4], [-1.0, -1.0], "unfinished", (0,))
 # vLLM's attention for GPUs multiplies float32 numbers as TF32.
 TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-4
 
@@ -229,6 +231,88 @@ def test_progress_counts_every_request_and_token(engine: RolloutEngine, policy: 
     assert seen[-1].longest == max(len(response.token_ids) for response in responses)
 
 
+def stopped_after_first(engine: RolloutEngine, asked: list[Request], **sampling: Any) -> list[Response]:
+    """Stop all others once the first response is there."""
+    responses = []
+    for response in engine.generate(asked, Sampling(max_tokens=24, **sampling), seed=0):
+        if not responses:
+            engine.stop([request.id for request in asked])
+        responses.append(response)
+    return sorted(responses, key=lambda response: response.request_id)
+
+
+def uneven() -> list[Request]:
+    """One short response; the others have prompts of another length, so that no engine writes them with it."""
+    short = Request(id=0, prompt_ids=PROMPTS[0], max_tokens=3)
+    return [short, *(Request(id=i, prompt_ids=PROMPTS[2], group=1) for i in range(1, 5))]
+
+
+def test_a_stopped_response_is_continued_to_what_it_would_have_been(
+    engine: RolloutEngine, policy: torch.nn.Module
+) -> None:
+    stopped = stopped_after_first(engine, uneven(), temperature=0)
+    assert [response.is_unfinished for response in stopped] == [False, True, True, True, True]
+    assert all(len(response.token_ids) == len(response.logps) < 24 for response in stopped[1:])
+    rest = [replace(request, written=stopped[request.id]) for request in uneven()[1:]]
+    engine.update_weights(stream_weights(policy), 1)  # the cache is rebuilt
+    seen: list[RolloutProgress] = []
+    whole = list(engine.generate(rest, Sampling(max_tokens=24, temperature=0), seed=0, on_progress=seen.append))
+    expected = greedy_by_hand(policy, PROMPTS[2], 24)
+    for response in whole:
+        before = stopped[response.request_id]
+        assert response.token_ids == expected
+        assert list(response.logps[: len(before.logps)]) == list(before.logps)
+        written = [count for _, count in response.segments]
+        assert sum(written) == len(expected)
+        if before.token_ids:
+            assert response.segments == ((0, len(before.token_ids)), (1, len(expected) - len(before.token_ids)))
+    assert seen[-1].longest == len(expected)
+
+
+def test_logps_of_a_continued_response_are_those_of_its_distribution(
+    engine: RolloutEngine, policy: torch.nn.Module
+) -> None:
+    stopped = stopped_after_first(engine, uneven())
+    rest = [replace(request, written=stopped[request.id]) for request in uneven()[1:]]
+    for response in engine.generate(rest, Sampling(max_tokens=24, min_tokens=20), seed=1):
+        ids = torch.tensor([[*PROMPTS[2], *response.token_ids]])
+        with torch.no_grad():
+            logits = policy(input_ids=ids).logits[0, len(PROMPTS[2]) - 1 : -1].clone()
+        start = len(stopped[response.request_id].token_ids)
+        logits[start : max(start, 20), 1] = -torch.inf  # where `min_tokens` of the whole response forbids the end
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.token_ids)[:, None]).squeeze(-1)
+        assert 20 < len(response.token_ids) == len(response.logps) <= 24
+        assert response.segments == ((0, len(response.token_ids)),)  # by the same weights
+        assert list(response.logps) == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_requests_are_added_to_a_rollout_that_runs(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    written = {}
+    for response in engine.generate(requests()[:4], Sampling(max_tokens=8, temperature=0), seed=0):
+        if not written:
+            engine.add(requests()[4:])
+        written[response.request_id] = response.token_ids
+    assert written == {r.id: greedy_by_hand(policy, list(r.prompt_ids), 8) for r in requests()}
+
+
+def test_the_seed_of_a_request_decides_its_text_alone(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    def write(numbers: range, seed: int) -> dict[int, Any]:
+        asked = [replace(requests()[i], seed=100 + i) for i in numbers]
+        return {r.request_id: r.token_ids for r in engine.generate(asked, Sampling(max_tokens=8), seed=seed)}
+
+    together = write(range(6), seed=0)
+    assert len({str(tokens) for tokens in together.values()}) > 3
+    assert write(range(4, 6), seed=9) == {i: together[i] for i in (4, 5)}
+
+
+def test_nobody_adds_to_a_rollout_that_is_over(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    run(engine, Sampling(max_tokens=4))
+    with pytest.raises(RuntimeError, match="`add` found nobody reading"):
+        engine.add(requests())
+    with pytest.raises(RuntimeError, match="`stop` found nobody reading"):
+        engine.stop([0])
+
+
 def test_giving_up_in_the_middle_leaves_a_usable_engine(engine: RolloutEngine, policy: torch.nn.Module) -> None:
     expected = run(engine, Sampling(max_tokens=16, temperature=0))
     stream = engine.generate(requests(), Sampling(max_tokens=16), seed=0)
@@ -246,6 +330,7 @@ def test_giving_up_in_the_middle_leaves_a_usable_engine(engine: RolloutEngine, p
         ({"prompt_ids": [-1, 3]}, r"token -1 .*0 to 31"),
         ({"prompt_ids": PROMPTS[0], "id": 0}, "repeats ids"),
         ({"prompt_ids": PROMPTS[0], "max_tokens": 0}, "response of 0 tokens"),
+        ({"prompt_ids": PROMPTS[0], "max_tokens": 2, "written": WRITTEN}, "response of 0 tokens"),
     ],
 )
 def test_a_request_that_cannot_be_answered_leaves_a_usable_engine(

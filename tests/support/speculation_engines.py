@@ -1,8 +1,10 @@
 """Policies, heads and engines of the speculation tests; a selector that does what a test says."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head, train_head
-from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine import Request, Response, RolloutProgress, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
@@ -128,3 +130,22 @@ def write(engine: VLLMEngine, requests: list[Request], sampling: Sampling = GREE
     """The responses' tokens, in the order of the requests."""
     responses = {response.request_id: response for response in engine.generate(requests, sampling, seed=seed)}
     return [list(responses[request.id].token_ids) for request in requests]
+
+
+def write_in_pieces(
+    engine: VLLMEngine, requests: list[Request], sampling: Sampling, num_steps: int, seed: int = 0
+) -> list[Response]:
+    """The responses, all stopped after every `num_steps` engine steps and continued in a rollout of its own."""
+    written: dict[int, Response] = {}
+    while open_requests := [r for r in requests if r.id not in written or written[r.id].is_unfinished]:
+        steps = itertools.count(1)
+
+        def stop(progress: RolloutProgress, steps: Iterator[int] = steps) -> None:
+            if next(steps) == num_steps:
+                engine.stop([request.id for request in requests])
+
+        asked = [replace(request, written=written.get(request.id)) for request in open_requests]
+        for response in engine.generate(asked, sampling, seed=seed, on_progress=stop):
+            written[response.request_id] = response
+        seed += 1000
+    return [written[request.id] for request in requests]

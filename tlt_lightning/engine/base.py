@@ -6,7 +6,7 @@ Nothing here knows about vLLM, CUDA or the Trainer; `engine/vllm/` and `engine/t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +74,18 @@ class Request:
         id: Unique within one `generate` call; the response carries it back.
         prompt_ids: Token ids of the prompt.
         group: Requests with the same group answer the same prompt (siblings).
-        max_tokens: Limit for this request alone; None uses `Sampling.max_tokens`.
+        max_tokens: Limit for this request alone, `written` included; None uses `Sampling.max_tokens`.
+        written: An unfinished response to go on with; the new response holds it, too. None begins anew.
+        seed: Noise of this request alone: the same weights write the same text whatever runs beside it, as far as the
+            engine's arithmetic and its drafts allow. None draws from the rollout's noise.
     """
 
     id: int
     prompt_ids: Sequence[int]
     group: int = 0
     max_tokens: int | None = None
+    written: Response | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,10 @@ class Response:
         request_id: The `Request.id` it answers.
         token_ids: The response, with its end-of-sequence token if that was sampled.
         logps: Log-probability of each token in the distribution sampled from, after temperature and `Sampling.filters`.
-        finish_reason: "stop" (end-of-sequence, a stop token or a stop string) or "length".
-        policy_versions: Versions of the weights that wrote it, oldest first; one unless weights moved in flight.
+        finish_reason: "stop" (end-of-sequence, a stop token or a stop string), "length", or "unfinished" (taken out
+            by `RolloutEngine.stop`).
+        policy_versions: Versions of the weights that wrote it, oldest first; one unless it was continued.
+        version_tokens: Tokens that each of them wrote; empty if one wrote all.
         drafts: The drafts verified for it, in order. After the kept tokens of each comes one of the policy's own; the
             last draft's may reach past the end. All tokens between drafts were decoded plainly.
     """
@@ -102,7 +109,18 @@ class Response:
     logps: Sequence[float]
     finish_reason: str
     policy_versions: tuple[int, ...]
+    version_tokens: tuple[int, ...] = ()
     drafts: Sequence[VerifiedDraft] = field(default=(), compare=False)  # the same text may come by other drafts
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if it was stopped, and may be continued."""
+        return self.finish_reason == "unfinished"
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Version of the weights and tokens they wrote, oldest first."""
+        return tuple(zip(self.policy_versions, self.version_tokens or (len(self.token_ids),), strict=True))
 
     @property
     def num_kept(self) -> dict[str, int]:
@@ -178,6 +196,21 @@ class RolloutEngine(ABC):
             seed: Makes the rollout reproducible: the same weights, requests and seed give the same responses.
             on_progress: Called after each engine step; must return quickly.
         """
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests to the `generate` that is being read; they begin with its next engine step."""
+        raise RuntimeError(f"{type(self).__name__} takes no requests while it writes.")
+
+    def stop(self, ids: Collection[int]) -> None:
+        """Stop requests of the `generate` that is being read; those that have ended are left alone.
+
+        It yields what they have written, as responses that are `unfinished`. An engine that writes batches to their
+        end stops only requests that have not begun.
+        """
+        raise RuntimeError(f"{type(self).__name__} cannot stop requests.")
+
+    can_stop = False
+    """Whether it has `add` and `stop`, which all schedules but the synchronous one need."""
 
     @abstractmethod
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:

@@ -1,33 +1,43 @@
-"""Check requests before an engine takes them."""
+"""Check requests before an engine takes them; join what it writes with what was written before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from tlt_lightning.engine.base import Request
+from tlt_lightning.engine.base import Request, Response, Sampling
 
 
-def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_size: int) -> None:
+def check_requests(
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    taken: Collection[int] = (),
+) -> None:
     """Raise ValueError for unanswerable requests; an unknown token would break a GPU for good.
 
     Args:
         requests: What is to be written.
+        sampling: How it is sampled.
         max_model_len: Tokens of prompt and response that the engine was set up for.
         vocab_size: Tokens that the policy can read.
+        taken: Ids of requests that it writes already.
     """
-    if len({request.id for request in requests}) < len(requests):
+    if len({request.id for request in requests} - {*taken}) < len(requests):
         raise ValueError(f"`requests` repeats ids: {len(requests)} requests; number them, responses carry the id back.")
     for request in requests:
-        prompt = request.prompt_ids
+        prompt = text_of(request)
         if not 1 <= len(prompt) < max_model_len:
             raise ValueError(
                 f"`requests` has a prompt of {len(prompt)} tokens (id {request.id}); it must have at least 1 and leave "
                 f"room for a response in `max_model_len`, which is {max_model_len}: shorten it, or set up for more."
             )
-        if request.max_tokens is not None and request.max_tokens < 1:
+        if limit_of(request, sampling) < 1:
             raise ValueError(
-                f"`requests` asks for a response of {request.max_tokens} tokens (id {request.id}); `max_tokens` must "
-                "be at least 1, or None for the limit of `sampling`."
+                f"`requests` asks for a response of {limit_of(request, sampling)} tokens (id {request.id}); "
+                "`max_tokens` must be at least 1 beyond what is written, or None for the limit of `sampling`."
             )
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
@@ -35,3 +45,52 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_siz
                 f"`requests` has a prompt with token {token} (id {request.id}); the policy's vocabulary is 0 to "
                 f"{vocab_size - 1}: use the policy's own tokenizer."
             )
+        if request.written is not None and sampling.stop_strings:
+            raise ValueError(
+                f"`requests` continues a response (id {request.id}) and `sampling.stop_strings` is "
+                f"{sampling.stop_strings}: one across the seam would be missed. Use `stop_token_ids`."
+            )
+
+
+def num_written(request: Request) -> int:
+    """Return the tokens that the response had when the request was made."""
+    return 0 if request.written is None else len(request.written.token_ids)
+
+
+def text_of(request: Request) -> list[int]:
+    """Return what the engine reads: the prompt, and what is written of the response."""
+    return [*request.prompt_ids, *(() if request.written is None else request.written.token_ids)]
+
+
+def limit_of(request: Request, sampling: Sampling) -> int:
+    """Return the most tokens that are still to be written."""
+    limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+    return limit - num_written(request)
+
+
+def joined(request: Request, response: Response) -> Response:
+    """Return the whole response to a request that was continued by `response`, and any other as it is."""
+    before = request.written
+    if before is None:
+        return response
+    if not response.token_ids:
+        return replace(before, request_id=request.id, finish_reason=response.finish_reason)
+    segments = [*before.segments, *response.segments]
+    if before.segments[-1][0] == response.segments[0][0]:  # the weights have not moved
+        segments[len(before.segments) - 1 : len(before.segments) + 1] = [
+            (response.segments[0][0], before.segments[-1][1] + response.segments[0][1])
+        ]
+    start = len(before.token_ids)
+    return replace(
+        response,
+        token_ids=[*before.token_ids, *response.token_ids],
+        logps=[*before.logps, *response.logps],
+        policy_versions=tuple(version for version, _ in segments),
+        version_tokens=tuple(count for _, count in segments) if len(segments) > 1 else (),
+        drafts=[*before.drafts, *((start + at, *draft) for at, *draft in response.drafts)],
+    )
+
+
+def not_begun(request: Request, version: int) -> Response:
+    """Return the response to a request that was stopped before the engine took it up."""
+    return joined(request, Response(request.id, [], [], "unfinished", (version,)))

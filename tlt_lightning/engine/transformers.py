@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.requests import check_requests
+from tlt_lightning.engine.requests import check_requests, joined, limit_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 
@@ -27,14 +27,20 @@ class TransformersEngine(RolloutEngine):
     Never speculates. For machines without vLLM, and the reference that other engines are tested against.
 
     Args:
-        batch_size: Requests generated together; a batch runs until its longest response is done.
+        batch_size: Requests generated together; a batch runs until its longest response is done. Requests with a seed
+            of their own are a batch each.
     """
+
+    can_stop = True
 
     def __init__(self, batch_size: int = 64) -> None:
         check_at_least("batch_size", batch_size, 1)
         self.batch_size = batch_size
         self._model: PreTrainedModel | None = None
         self._policy_version = -1
+        self._sampling: Sampling | None = None  # of the `generate` that is being read
+        self._waiting: list[Request] = []
+        self._leaving: set[int] = set()  # ids of requests that are to stop
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
@@ -65,27 +71,55 @@ class TransformersEngine(RolloutEngine):
     ) -> Iterator[Response]:
         if self._model is None or self._policy_version < 0:
             raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
-        check_requests(requests, max_model_len=self._max_model_len, vocab_size=self._model.config.vocab_size)
-        counter, num_left, numbers = ProgressCounter(), len(requests), EngineRandom(seed)
-        for batch, limit in self._batches(requests, sampling):
-            with numbers.in_force():
-                responses = self._generate_batch(batch, limit, sampling)
-            num_left -= len(batch)
-            if on_progress is not None:
-                on_progress(counter.after_step(responses, waiting=num_left))
-            yield from responses
+        self._waiting, self._sampling = [], sampling
+        counter, numbers = ProgressCounter(), EngineRandom(seed)
+        try:
+            self.add(requests)
+            while self._waiting:
+                if self._leaving:
+                    responses = [not_begun(r, self._policy_version) for r in self._waiting if r.id in self._leaving]
+                    self._waiting = [request for request in self._waiting if request.id not in self._leaving]
+                    self._leaving.clear()
+                else:
+                    batch, limit = self._next_batch(sampling)
+                    own = batch[0].seed
+                    with (numbers if own is None else EngineRandom(own)).in_force():
+                        responses = self._generate_batch(batch, limit, sampling)
+                if on_progress is not None:
+                    on_progress(counter.after_step(responses, waiting=len(self._waiting)))
+                yield from responses
+        finally:
+            self._sampling = None
+            self._leaving.clear()
 
-    def _batches(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[list[Request], int]]:
-        """Yield batches of one prompt length and limit, so without padding, and the limit."""
+    @override
+    def add(self, requests: Sequence[Request]) -> None:
+        if self._model is None or self._sampling is None:
+            raise RuntimeError("`add` found nobody reading `generate`; call it between two of its responses.")
+        sizes = {"max_model_len": self._max_model_len, "vocab_size": self._model.config.vocab_size}
+        check_requests(requests, self._sampling, **sizes, taken=[request.id for request in self._waiting])
+        self._waiting += requests
 
-        def shape(request: Request) -> tuple[int, int]:
-            room = self._max_model_len - len(request.prompt_ids)
-            return len(request.prompt_ids), min(request.max_tokens or sampling.max_tokens, room)
+    @override
+    def stop(self, ids: Collection[int]) -> None:
+        if self._sampling is None:
+            raise RuntimeError("`stop` found nobody reading `generate`; call it between two of its responses.")
+        self._leaving |= {request.id for request in self._waiting} & {*ids}
 
-        for (_, limit), same in groupby(sorted(requests, key=shape), key=shape):
-            batch = list(same)
-            for start in range(0, len(batch), self.batch_size):
-                yield batch[start : start + self.batch_size], limit
+    def _next_batch(self, sampling: Sampling) -> tuple[list[Request], int]:
+        """Take a batch of one prompt length and limit, so without padding; return it with the limit."""
+
+        def shape(request: Request) -> tuple[int, int, int, bool]:
+            length = len(text_of(request))
+            limit = min(limit_of(request, sampling), self._max_model_len - length)
+            return length, limit, num_written(request), request.seed is not None
+
+        self._waiting.sort(key=shape)
+        first = shape(self._waiting[0])
+        same = list(takewhile(lambda request: shape(request) == first, self._waiting))
+        batch = same[: 1 if first[-1] else self.batch_size]
+        del self._waiting[: len(batch)]
+        return batch, first[1]
 
     @torch.no_grad()
     def _generate_batch(self, batch: Sequence[Request], limit: int, sampling: Sampling) -> list[Response]:
@@ -93,7 +127,7 @@ class TransformersEngine(RolloutEngine):
 
         assert self._model is not None
         model = self._model
-        input_ids = torch.tensor([list(request.prompt_ids) for request in batch], device=model.device)
+        input_ids = torch.tensor([text_of(request) for request in batch], device=model.device)
         is_training, own_config = model.training, model.generation_config
         model.eval()
         # Whatever the checkpoint asks for beside `Sampling` (a repetition penalty, say) would change what is sampled.
@@ -108,7 +142,7 @@ class TransformersEngine(RolloutEngine):
                 top_p=sampling.top_p if sampling.temperature > 0 else None,
                 top_k=sampling.top_k if sampling.temperature > 0 else None,
                 min_p=(sampling.min_p or None) if sampling.temperature > 0 else None,
-                min_new_tokens=min(sampling.min_tokens, limit),
+                min_new_tokens=min(max(sampling.min_tokens - num_written(batch[0]), 0), limit),
                 stopping_criteria=[self._stops(sampling, input_ids.shape[1])],
                 eos_token_id=[*self._end_token_ids, *sampling.stop_token_ids],
                 pad_token_id=self._end_token_ids[0],
@@ -147,10 +181,11 @@ class TransformersEngine(RolloutEngine):
             ends |= torch.tensor(is_ended, device=ends.device)
         stopped = bool(ends.any())
         length = int(ends.int().argmax()) + 1 if stopped else len(tokens)
-        return Response(
+        response = Response(
             request_id=request.id,
             token_ids=tokens[:length].tolist(),
             logps=logps[:length].tolist(),
             finish_reason="stop" if stopped else "length",
             policy_versions=(self._policy_version,),
         )
+        return joined(request, response)

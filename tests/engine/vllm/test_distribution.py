@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head
-from tests.support.speculation_engines import ScriptedSelector, engine_of
+from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
 from tlt_lightning.engine import Request, Response, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -177,6 +177,17 @@ def test_every_text_is_as_likely_as_it_should_be(setup: Setup, record_property: 
             assert stats["speculation/acceptance_length"] > 1
             assert "graphs" not in setup.name or stats["speculation/graph_hits"] > 0
     assert uniform_p(values) > 1e-3, sorted(values)
+
+
+def test_stopped_and_continued_texts_are_as_likely_as_they_should_be(setup: Setup) -> None:
+    sampling = Sampling(max_tokens=HORIZON)
+    logps = text_logps(setup.policy, sampling)
+    cycle(setup, None)
+    requests = [Request(id=i, prompt_ids=PROMPT) for i in range(NUM_DRAWS)]
+    responses = write_in_pieces(setup.engine, requests, sampling, num_steps=5)  # others wait meanwhile
+    assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
+    for response in responses:
+        assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8, "temperature": 0.7}])

@@ -18,6 +18,7 @@ from tests.support.speculation_engines import (
     save_trained_head,
     siblings,
     write,
+    write_in_pieces,
 )
 from tlt_lightning.engine import Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -120,6 +121,18 @@ def test_responses_say_which_of_their_tokens_were_drafted_and_by_whom(setup: Set
             assert any(len(text) == 1 + drafted and text[: len(beginning)] == beginning for text in texts)
         for (at, *_, kept), (following, *_) in pairwise(response.drafts):
             assert at + kept + 1 <= following
+
+
+def test_responses_stopped_and_continued_are_those_written_at_once(setup: Setup) -> None:
+    setup.selector.at_random(2)
+    responses = write_in_pieces(setup.engine, siblings(), GREEDY, num_steps=7)
+    assert [list(response.token_ids) for response in responses] == expected(setup, siblings())
+    for response in responses:
+        assert len(response.logps) == len(response.token_ids)
+        for (at, *_, kept), (following, *_) in pairwise(response.drafts):
+            assert at + kept + 1 <= following < len(response.token_ids)
+    if "random" not in setup.name:
+        assert sum(sum(response.num_kept.values()) for response in responses) > len(responses)
 
 
 def test_limits_and_stops_inside_accepted_drafts(setup: Setup) -> None:

@@ -6,8 +6,9 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,6 +82,7 @@ class VLLMEngine(RolloutEngine):
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None
         self._writer: RequestWriter | None = None  # writes with the live engine
+        self._sampling: Sampling | None = None  # of the `generate` that is being read
         self._set_up_for: tuple[str, int, int] | None = None
         self._policy_version = _NO_WEIGHTS
         self._asleep = False
@@ -249,14 +251,14 @@ class VLLMEngine(RolloutEngine):
         if self._speculative is None or not self._speculative.controller.selector.wants_calibration:
             return
         room = self._live.vllm_config.model_config.max_model_len - calibration.PROMPT_LENGTH
-        params = self._params(Sampling(), min(room, 256))
+        params = self._params(Sampling(max_tokens=min(room, 256)), Request(id=0, prompt_ids=()))
         params.stop_token_ids, params.ignore_eos = [], True
         writer, version = self._writer, self._policy_version
         assert writer is not None
 
         def decode(number: int) -> Generator[list[Response], None, None]:
             requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(calibration.random_prompts(number))]
-            return writer.steps(requests, {None: params}, EngineRandom(0), version)
+            return writer.steps(requests, lambda _: params, EngineRandom(0), version)
 
         try:
             self._speculative.calibrate(decode, self.max_num_seqs)
@@ -294,6 +296,8 @@ class VLLMEngine(RolloutEngine):
 
     # Writing
 
+    can_stop = True
+
     @override
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
@@ -301,19 +305,40 @@ class VLLMEngine(RolloutEngine):
         if self._policy_version == _NO_WEIGHTS:
             raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
         self.check_sampling(sampling)
-        config = self._live.vllm_config.model_config
-        check_requests(requests, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
-        params = {limit: self._params(sampling, limit) for limit in {request.max_tokens for request in requests}}
+        self._check(requests, sampling)
         writer, counter = self._writer, ProgressCounter()
         assert writer is not None
+        params = partial(self._params, sampling)
         steps = writer.steps(requests, params, EngineRandom(seed), self._policy_version)
+        self._sampling = sampling
         try:
             for finished in steps:
                 if on_progress is not None:
                     on_progress(writer.progress(counter, finished))
                 yield from finished
         finally:
+            self._sampling = None
             steps.close()
 
-    def _params(self, sampling: Sampling, max_tokens: int | None) -> SamplingParams:
-        return sampling_params(sampling, max_tokens, self._end_token_ids)
+    @override
+    def add(self, requests: Sequence[Request]) -> None:
+        writer = self._writing("add")
+        self._check(requests, self._sampling or Sampling(), taken=writer.ids)
+        writer.add(requests)
+
+    @override
+    def stop(self, ids: Collection[int]) -> None:
+        self._writing("stop").stop(ids)
+
+    def _writing(self, call: str) -> RequestWriter:
+        if self._writer is None or self._sampling is None:
+            raise RuntimeError(f"`{call}` found nobody reading `generate`; call it between two of its responses.")
+        return self._writer
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling, taken: Collection[int] = ()) -> None:
+        config = self._live.vllm_config.model_config
+        sizes = {"max_model_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
+        check_requests(requests, sampling, **sizes, taken=taken)
+
+    def _params(self, sampling: Sampling, request: Request) -> SamplingParams:
+        return sampling_params(sampling, request, self._end_token_ids)

@@ -227,6 +227,17 @@ def scheduler_of(engine: LLMEngine) -> Scheduler:
     return reach(engine, "engine_core.engine_core.scheduler")
 
 
+def abort(engine: LLMEngine, request_ids: list[str]) -> list[Any]:
+    """Abort requests by their callers' names; return vLLM's outputs of what they have written."""
+    from vllm.v1.engine import FinishReason
+
+    processor = reach(engine, "output_processor")
+    states = [processor.request_states[processor.external_req_ids[name][0]] for name in request_ids]
+    outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+    engine.abort_request(request_ids)
+    return outputs
+
+
 def worker_of(engine: LLMEngine) -> Any:
     """Return the worker of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.model_executor.driver_worker.worker")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampling, VerifiedDraft
 from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.requests import joined, limit_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
+from tlt_lightning.engine.vllm.internals import abort
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 from tlt_lightning.speculation.strategy import OFF
 
@@ -30,39 +32,59 @@ class RequestWriter:
 
     def __init__(self, engine: LLMEngine, scheduler: Any, speculative: SpeculativeRunner | None) -> None:
         self._engine, self._scheduler, self._speculative = engine, scheduler, speculative
+        self._coming: list[Request] = []  # added, and not yet handed to the engine
+        self._leaving: set[int] = set()  # ids of requests that are to stop
+        self._running: dict[int, Request] = {}  # those in the engine, by id
+        self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
+
+    @property
+    def ids(self) -> set[int]:
+        """Ids of the requests that are to be written."""
+        return {*self._running, *(request.id for request in self._coming)}
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Begin these requests with the next engine step."""
+        self._coming += requests
+
+    def stop(self, ids: Collection[int]) -> None:
+        """Yield what these requests have written, before the next engine step; leave alone those that have ended."""
+        self._leaving |= self.ids & {*ids}
 
     def steps(
         self,
         requests: Sequence[Request],
-        params: Mapping[int | None, SamplingParams],
+        params: Callable[[Request], SamplingParams],
         numbers: EngineRandom,
         policy_version: int,
     ) -> Generator[list[Response], None, None]:
-        """Yield the responses of each engine step; between steps random numbers are the caller's.
-
-        `params` are those of each request's own limit of tokens; None is a request without one.
-        """
+        """Yield the responses of each engine step, and of each stop; meanwhile random numbers are the caller's."""
         engine, speculative = self._engine, self._speculative
         is_async = engine.vllm_config.scheduler_config.async_scheduling
         if speculative is not None:
             speculative.begin_rollout()
         try:
-            with numbers.in_force():
-                self._add(requests, params)
-            ended = time.perf_counter()
-            while engine.has_unfinished_requests():
+            self.add(requests)
+            ended = 0.0
+            while self._coming or engine.has_unfinished_requests():
+                if self._coming:
+                    with numbers.in_force():
+                        self._begin(params)
                 started = time.perf_counter()
-                pause = started - ended if is_async else 0.0
+                pause = started - ended if is_async and ended else 0.0
                 with numbers.in_force():
                     outputs: Any = engine.step()
                 ended = time.perf_counter()
                 if speculative is not None:
                     speculative.controller.account(ended - started, pause)
                 drafts = {} if speculative is None else speculative.verified_for
-                yield [response_of(output, policy_version, drafts) for output in outputs if output.finished]
+                yield [self._ended(output, policy_version, drafts) for output in outputs if output.finished]
+                if self._leaving:
+                    yield self._stopped(policy_version, drafts)
         finally:
-            if engine.has_unfinished_requests():  # the caller gave up, or an exception passed through
-                engine.abort_request([str(request.id) for request in requests])
+            if self._running:  # the caller gave up, or an exception passed through
+                engine.abort_request([str(number) for number in self._running])
+            for held in (self._coming, self._leaving, self._running, self._before):
+                held.clear()
             if speculative is not None:
                 speculative.end_rollout()
 
@@ -75,33 +97,52 @@ class RequestWriter:
         return counter.after_step(
             finished,
             waiting=len(scheduler.waiting) - len(set_back),
-            running=[request.num_output_tokens for request in (*scheduler.running, *set_back)],
+            running=[
+                request.num_output_tokens + self._before.get(request.request_id, 0)
+                for request in (*scheduler.running, *set_back)
+            ],
             strategy=OFF if controller is None else controller.strategy,
             acceptance_length=1.0 if controller is None else controller.counters.acceptance_length,
         )
 
-    def _add(self, requests: Sequence[Request], params: Mapping[int | None, SamplingParams]) -> None:
+    def _begin(self, params: Callable[[Request], SamplingParams]) -> None:
+        requests = self._coming.copy()
+        self._coming.clear()
+        self._running.update((request.id, request) for request in requests)
         for request in requests:
-            prompt: Any = {"prompt_token_ids": list(request.prompt_ids)}
-            internal_id = self._engine.add_request(str(request.id), prompt, params[request.max_tokens])
+            prompt: Any = {"prompt_token_ids": text_of(request)}
+            internal_id = self._engine.add_request(str(request.id), prompt, params(request))
+            if request.written is not None:
+                self._before[internal_id] = num_written(request)
             if self._speculative is not None:
                 tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
                 self._speculative.add(str(request.id), internal_id, tokens)
 
+    def _ended(self, output: RequestOutput, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
+        return joined(self._running.pop(int(output.request_id)), response_of(output, version, drafts))
 
-def sampling_params(sampling: Sampling, max_tokens: int | None, end_token_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's sampling parameters; `max_tokens` None takes the limit of `sampling`."""
+    def _stopped(self, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> list[Response]:
+        waiting = [request for request in self._coming if request.id in self._leaving]
+        self._coming = [request for request in self._coming if request.id not in self._leaving]
+        running = abort(self._engine, [str(number) for number in self._running if number in self._leaving])
+        self._leaving.clear()
+        return [self._ended(output, version, drafts) for output in running] + [not_begun(r, version) for r in waiting]
+
+
+def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequence[int]) -> SamplingParams:
+    """Return vLLM's sampling parameters of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    limit = max_tokens or sampling.max_tokens
+    limit = limit_of(request, sampling)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        min_tokens=min(sampling.min_tokens, limit),
+        min_tokens=min(max(sampling.min_tokens - num_written(request), 0), limit),
         max_tokens=limit,
+        seed=request.seed,
         stop_token_ids=[*end_token_ids, *sampling.stop_token_ids],
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
@@ -122,7 +163,7 @@ def response_of(output: RequestOutput, policy_version: int, drafts: Mapping[str,
         request_id=int(output.request_id),
         token_ids=completion.token_ids,
         logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
-        finish_reason=completion.finish_reason,
+        finish_reason="unfinished" if completion.finish_reason == "abort" else completion.finish_reason,
         policy_versions=(policy_version,),
         drafts=drafts.get(output.request_id, ()),
     )
