@@ -128,7 +128,7 @@ def test_learning_selectors_come_back_when_the_drafter_recovers(make):
 def test_new_drafter_is_tried_soon():
     def steps_until_on(is_announced: bool) -> int:
         steps = Steps(CostModelSelector(), batch=16)
-        steps.run(0.02, 600)
+        steps.run(0.02, 620)  # a probe is over, the next one not due
         if is_announced:
             steps.state = SelectorState(16, 500.0, drafter_version=1)
         return next(step for step in range(2000) if steps.run(0.9, 1) != [OFF])

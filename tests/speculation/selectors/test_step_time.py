@@ -78,6 +78,16 @@ def test_pauses_hardly_move_it():
     assert model.seconds(8, Strategy(3), 500.0) < 1.05 * before
 
 
+def test_a_few_steps_faster_than_measured_are_believed() -> None:
+    model, cases = StepTimeModel(("learned",)), [(b, s, 350.0) for b in BATCHES for s in STRATEGIES]
+    model.calibrate([MeasuredStep(*case, H200.step(*case) * (1 if case[1].is_off else 3), 0.1) for case in cases])
+    true = H200.step(8, Strategy(3), 350.0)
+    assert model.seconds(8, Strategy(3), 350.0) > 2.6 * true
+    for _ in range(16):
+        model.update(8, Strategy(3), 350.0, true)
+    assert model.seconds(8, Strategy(3), 350.0) < 1.9 * true
+
+
 def test_slower_machine_is_followed():
     model = learn(H200.step, 600)
     for _ in range(900):

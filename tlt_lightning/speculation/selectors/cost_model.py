@@ -28,6 +28,9 @@ from tlt_lightning.speculation.strategy import (
 PROBE_STEPS = 8
 """Steps of one probe, and between two decisions whether to probe: enough to see a rejection rate, and cheap."""
 
+CHECK_STEPS = 2
+"""Steps of a probe where the budget cannot pay for a whole one: enough to see that an arm is faster than believed."""
+
 DOUBT_STEPS = 4
 """Plain steps of unspent budget that widen the uncertainty by one standard deviation."""
 
@@ -136,19 +139,22 @@ class CostModelSelector(StrategySelector):
         self._is_probing = False
         if self._until_decision < 0:
             self._until_decision = PROBE_STEPS - 1
-            probe = self._worth_probing(state, rates, best)
-            if probe is not None:
-                best, self._is_probing = probe, True
+            for num_steps in (PROBE_STEPS, CHECK_STEPS):
+                probe = self._worth_probing(state, rates, best, num_steps)
+                if probe is not None:
+                    best, self._is_probing, self._until_decision = probe, True, num_steps - 1
+                    break
         self._switch_to(best)
         return best
 
     @override
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
         self._credit += self.exploration * seconds
-        if self._settling:
-            self._settle(state, strategy, seconds)
-        else:
+        excess = seconds - self.step_time.seconds(state.batch_size, strategy, state.mean_context)
+        if not self._settling or excess < 0:  # faster than believed in spite of a catch-up
             self.step_time.update(state.batch_size, strategy, state.mean_context, seconds)
+        if self._settling:
+            self._settle(excess)
         for drafter, acceptance in self.acceptance.items():
             if drafter == strategy.drafter and not strategy.is_off:
                 acceptance.update(strategy.num_draft_tokens, num_emitted)
@@ -202,22 +208,24 @@ class CostModelSelector(StrategySelector):
         self._is_warm = arm.is_learned
         self._current = arm
 
-    def _settle(self, state: SelectorState, strategy: Strategy, seconds: float) -> None:
+    def _settle(self, excess: float) -> None:
         """Learn the catch-up's cost: seconds beyond the model's of the first steps after a switch."""
-        self._excess += seconds - self.step_time.seconds(state.batch_size, strategy, state.mean_context)
+        self._excess += excess
         self._settling -= 1
         if not self._settling:
             self.catch_up_seconds += CATCH_UP_GAIN * (max(0.0, self._excess) - self.catch_up_seconds)
 
-    def _worth_probing(self, state: SelectorState, rates: dict[Strategy, float], best: Strategy) -> Strategy | None:
-        """Return the arm that may beat `best` by most and whose trial the budget can pay; pay."""
+    def _worth_probing(
+        self, state: SelectorState, rates: dict[Strategy, float], best: Strategy, num_steps: int
+    ) -> Strategy | None:
+        """Return the arm that may beat `best` by most, if the budget can pay for `num_steps` of it; pay."""
         # The longer nothing was worth its price, the more we doubt, so a model that is sure and wrong is found out.
         doubt = 1 + self._credit * rates[best] / DOUBT_STEPS
         found, most, price = None, rates[best] * (1 + self.margin), 0.0
         for arm, rate in rates.items():
             seconds, spread = self.step_time.estimate(state.batch_size, arm, state.mean_context)
             hoped = self._emitted(arm, doubt) / seconds * (1 + doubt * spread)
-            cost = PROBE_STEPS * seconds * max(0.0, 1 - rate / rates[best]) + self._switch_seconds(arm)
+            cost = num_steps * seconds * max(0.0, 1 - rate / rates[best]) + self._switch_seconds(arm)
             if self._is_warm and not arm.is_learned:
                 cost += self.catch_up_seconds  # to come back
             if arm != best and hoped > most and cost <= self._credit:

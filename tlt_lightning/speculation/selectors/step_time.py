@@ -44,7 +44,10 @@ LEAST_UNITS = 0.05
 """No step is cheaper: far from anything seen, negative costs can come out."""
 
 MAX_SURPRISE = 3.0
-"""Standard deviations beyond which a step counts no more than at this bound: pauses must not move the model."""
+"""Standard deviations beyond which a slow step counts no more than at this bound: pauses must not move the model.
+
+Fast ones count in full, as nothing makes a step faster than it is: so a wrong cost is corrected within a probe.
+"""
 
 
 class StepTimeModel:
@@ -121,7 +124,7 @@ class StepTimeModel:
         With features x of predicted cost c = w.x, covariance P and noise s, in relative units r = x / c::
 
             a = r.P.r / s^2                                 how much less is known of this step than it tells
-            w += P r / (s^2 (1 + a)) * (seconds / c - 1)    Kalman's gain times the surprise, which is bounded
+            w += P r / (s^2 (1 + a)) * (seconds / c - 1)    Kalman's gain times the surprise, bounded above
             P -= P r r' P * b / (s^2 (1 + a b)),  b = keep - (1 - keep) / a
 
         b = 1 forgets nothing, and b < 0 where a step tells nothing new: P then grows, along r alone.
@@ -136,7 +139,7 @@ class StepTimeModel:
         spread = self._covariance @ relative
         known = float(relative @ spread) / noise**2  # prior variance over noise variance
         bound = MAX_SURPRISE * noise * sqrt(1 + known)
-        surprise = min(max(seconds / (self.scale * predicted) - 1, -bound), bound)
+        surprise = min(seconds / (self.scale * predicted) - 1, bound)
         self._weights += surprise / (noise**2 * (1 + known)) * spread
         if known > 0:
             gain = self.keep - (1 - self.keep) / known
