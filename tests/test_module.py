@@ -307,6 +307,30 @@ def test_trainer_settings_work(settings: dict, policy_path: str, prompts_path: s
     assert all(tensor.isfinite().all() for tensor in after.values())
 
 
+def test_mixed_precision_keeps_updates_that_are_too_small_for_bfloat16(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    seen: set[torch.dtype] = set()
+
+    class Types(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            layer = causal_lm(pl_module.policy).model.layers[0].mlp.up_proj
+            layer.register_forward_hook(
+                lambda layer, inputs, output: seen.add(output.dtype) if layer.training else None
+            )
+
+    module = make_module(policy_path, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-6, weight_decay=0.0))
+    before = make_and_load(policy_path)
+    trainer = make_trainer(tmp_path, Types(), precision="bf16-mixed", max_epochs=1)
+    trainer.fit(module, make_data(prompts_path))
+    name = "model.layers.0.mlp.up_proj.weight"
+    old, new = before[name], weights(module)[name]
+    assert torch.bfloat16 in seen
+    assert new.dtype == torch.float32
+    assert (new != old).float().mean() > 0.9
+    assert (new.bfloat16() != old.bfloat16()).float().mean() < 0.1
+
+
 def test_gradient_checkpointing_gives_the_same_update(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     results = []
     for checkpointing in (False, True):
