@@ -176,6 +176,27 @@ def test_another_learning_rate_on_resume_is_used_and_said(
     assert not all(torch.equal(tensor, other[name]) for name, tensor in same.items())
 
 
+def test_states_of_8_bits_resume_exactly_with_rates_that_are_tensors(
+    paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchao.optim import AdamW8bit  # seconds to import
+
+    def settings(lr: float) -> dict[str, Any]:
+        return {"optimizer": lambda groups: AdamW8bit(groups, lr=lr)}
+
+    path = paths[2] / "within.ckpt"
+    with torch.compiler.set_stance("force_eager"):  # its compiled step takes half a minute to make
+        whole, _, trainer = run(paths, SaveAt(path, "batch", 3), module=settings(3e-3))
+        resumed, _, _ = run(paths, module=settings(3e-3), ckpt=path)
+        states = [type(each["exp_avg"]).__name__ for each in trainer.optimizers[0].state.values()]
+        assert "OptimState8bit" in states
+        assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+        assert "Resumed with" not in caplog.text
+        _, _, trainer = run(paths, module=settings(3e-4), ckpt=path)
+    assert "another `lr` of the optimizer: 0.0003 instead of 0.003" in caplog.text
+    assert trainer.optimizers[0].param_groups[0]["lr"].item() == pytest.approx(3e-4)
+
+
 def test_settings_that_change_what_comes_are_named_on_resume(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
     path = checkpoint_of(paths)
     with caplog.at_level(logging.WARNING):

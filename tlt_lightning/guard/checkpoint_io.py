@@ -108,11 +108,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
             remove_parts(path)
 
     @override
-    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
+        # Lightning's own default is a function, with which torch loads no tensor that holds others (8-bit states).
         self.wait()
         check_readable(path)
         try:
-            checkpoint = super().load_checkpoint(path, *args, **options)
+            checkpoint = super().load_checkpoint(path, map_location, **options)
             part = read_part(path, checkpoint[TOKEN], self._rank) if self._rank and TOKEN in checkpoint else None
             return checkpoint if part is None else checkpoint | {OWN: part}
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:

@@ -190,16 +190,24 @@ def _give_storage(model: nn.Module) -> None:
 
 def _optimizer_bytes(build: OptimizerCallable) -> tuple[float, float]:
     """Return bytes of state, and temporary bytes of a step, for each trained number."""
-    parameter = nn.Parameter(torch.zeros(4096))
+    parameter = nn.Parameter(torch.zeros(2**18))
     parameter.grad = torch.ones_like(parameter)
     optimizer = build([{"params": [parameter]}])
-    optimizer.step()
+    with torch.compiler.set_stance("force_eager"):  # as 8-bit ones would be, for this one step
+        optimizer.step()
     tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor) and value.dim()]
-    state = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / parameter.numel()
+    state = sum(map(_stored_bytes, tensors)) / parameter.numel()
     group = optimizer.param_groups[0]
     # torch's `foreach` steps, the default on CUDA, hold one more copy of the parameters.
     is_foreach = "foreach" in group and group["foreach"] is not False and not group.get("fused")
     return state, 4.0 if is_foreach else 0.0
+
+
+def _stored_bytes(tensor: Tensor) -> float:
+    """Return what a tensor takes; one that is quantised holds tensors of codes, scales and a table."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return float(tensor.numel() * tensor.element_size())
+    return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def check_memory(module: Any, passes: Passes, available: float, *, engine_bytes: float, engine_sleeps: bool) -> None:

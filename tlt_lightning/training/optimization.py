@@ -65,11 +65,17 @@ def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
 
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:
-    """Return the primitive settings of an optimizer's groups: learning rates, decay, ..."""
+    """Return the primitive settings of an optimizer's groups: learning rates, also those kept as tensors, decay, ..."""
+    kinds = bool | int | float | str
     return [
-        {name: value for name, value in group.items() if isinstance(value, bool | int | float | str)}
+        {name: _plain(value) for name, value in group.items() if name != "params" and isinstance(_plain(value), kinds)}
         for group in optimizer.param_groups
     ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a float32 number, as 8-bit optimizers keep a learning rate, as it was given, and all else as it is."""
+    return float(f"{value.item():.7g}") if isinstance(value, Tensor) and not value.dim() else value
 
 
 def apply_changed(trainer: L.Trainer, saved: Sequence[Settings], wanted: Sequence[Settings]) -> None:
@@ -89,7 +95,8 @@ def apply_changed(trainer: L.Trainer, saved: Sequence[Settings], wanted: Sequenc
                 continue
             log.warning("Resumed with another `%s` of the optimizer: %s instead of %s.", name, new[name], old[name])
             if name != "lr" or not schedulers or not old["lr"]:
-                group[name] = new[name]
+                kept = group[name]
+                group[name] = kept.fill_(new[name]) if isinstance(kept, Tensor) else new[name]
                 continue
             factor = new["lr"] / old["lr"]
             group["lr"] *= factor
