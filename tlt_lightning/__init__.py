@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.engine.base import Sampling as Sampling
     from tlt_lightning.engine.transformers import TransformersEngine as TransformersEngine
     from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
+    from tlt_lightning.engine.vllm.quantization.settings import Quantization as Quantization
     from tlt_lightning.engine.vllm.speculation import Speculation as Speculation
     from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
     from tlt_lightning.hidden_states import PolicyText as PolicyText

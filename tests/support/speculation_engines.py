@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head, train_head
-from tlt_lightning.engine import Request, Response, RolloutProgress, Sampling, VLLMEngine
+from tlt_lightning.engine import Quantization, Request, Response, RolloutProgress, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
@@ -100,6 +100,7 @@ def engine_of(
     enforce_eager: bool = True,
     sleep: bool = False,  # vLLM allows one engine that can sleep per process
     dtype: Literal["float32", "bfloat16"] = "float32",
+    quantization: Quantization | None = None,
 ) -> Iterator[VLLMEngine]:
     """A live engine that holds the policy's weights; only one may live at a time."""
     engine = VLLMEngine(
@@ -109,6 +110,7 @@ def engine_of(
         enforce_eager=enforce_eager,
         sleep=sleep,
         speculation=speculation,
+        quantization=quantization,
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     try:

@@ -13,7 +13,7 @@ from torch import nn
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.collate import collate
 from tlt_lightning.engine.base import RolloutEngine, Sampling
-from tlt_lightning.engine.probe import check_agreement
+from tlt_lightning.engine.probe import EIGHT_BIT, check_agreement
 from tlt_lightning.policy import response_logps
 
 
@@ -73,6 +73,8 @@ def _beginning(rollout: Rollout, num_tokens: int) -> Rollout:
 
 def _coarser(trainer: L.Trainer, policy: nn.Module, engine: RolloutEngine) -> str:
     """Return the coarser of the engine's and the trainer's types; TF32 counts as bfloat16."""
+    if engine.compute_dtype in EIGHT_BIT:
+        return engine.compute_dtype
     is_full = str(trainer.precision).startswith(("32", "64")) and torch.get_float32_matmul_precision() == "highest"
     is_full &= all(parameter.dtype.itemsize >= 4 for parameter in policy.parameters())
     return "float32" if is_full and engine.compute_dtype == "float32" else "bfloat16"

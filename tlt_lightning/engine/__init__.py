@@ -3,10 +3,12 @@
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.engine.vllm.engine import EngineParts, VLLMEngine
+from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
 
 __all__ = [
     "EngineParts",
+    "Quantization",
     "Request",
     "Response",
     "RolloutEngine",

@@ -12,14 +12,17 @@ from tlt_lightning.engine.architectures import WAY_OUT
 
 log = logging.getLogger(__name__)
 
-TOLERANCES = {"float32": 5e-3, "bfloat16": 0.1}
+TOLERANCES = {"float32": 5e-3, "bfloat16": 0.1, "fp8": 0.4, "int8": 0.4}
 """Bound the mean absolute difference of token log-probs, in nats, by the coarser type in use.
 
-Right engines stay below a tenth of it: 2e-6 in float32, some 0.01 in bfloat16. Experts in a wrong layout differ by 0.02
-in a tiny random model, attention dropout by 0.1.
+Right engines stay below a tenth of it in 16 bit and more: 2e-6 in float32, some 0.01 in bfloat16. Experts in a wrong
+layout differ by 0.02 in a tiny random model, attention dropout by 0.1. In 8 bit a trained tiny model differs by 0.005,
+one of large random weights by 0.1 (int8) to 0.3 (fp8).
 """
 
-LOUD_KL = 0.02
+EIGHT_BIT = ("fp8", "int8")
+
+LOUD_KL, LOUD_KL_8_BIT = 0.02, 0.1
 """Warn above this `mismatch/kl` of an iteration, in nats a token; bfloat16 alone makes up to 0.005."""
 
 _CAUSES = f"vLLM may not run this architecture rightly, or a callback changed the policy unseen. {WAY_OUT}"
@@ -34,7 +37,8 @@ def check_agreement(
         engine: Log-probs of each response's tokens when they were sampled.
         trainer: Log-probs of the same tokens under the policy, (B, T).
         mask: 1 at tokens of a response, (B, T).
-        dtype: The coarser of the types that engine and trainer compute in; bfloat16 stands for float16 too.
+        dtype: The coarser of the types that engine and trainer compute in; bfloat16 stands for float16 too, and a type
+            of 8 bit for an engine that quantizes.
         when: What has just happened, for the message.
     """
     sampled = torch.tensor([value for row in engine for value in row])
@@ -49,14 +53,15 @@ def check_agreement(
     return mean
 
 
-def warn_of_mismatch(kl: float, iteration: int) -> None:
-    """Warn if an iteration's `mismatch/kl` is larger than rounding explains."""
-    if kl > LOUD_KL:
+def warn_of_mismatch(kl: float, iteration: int, dtype: str = "bfloat16") -> None:
+    """Warn if an iteration's `mismatch/kl` is larger than rounding to `dtype`, the engine's, explains."""
+    limit = LOUD_KL_8_BIT if dtype in EIGHT_BIT else LOUD_KL
+    if kl > limit:
         log.warning(
             "Iteration %d: `mismatch/kl` is %.3g nats a token, where rounding explains %.2g: the engine samples from "
             "another policy than the one that is trained. %s.",
             iteration,
             kl,
-            LOUD_KL,
+            limit,
             _CAUSES,
         )

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from tlt_lightning.checks import check_policy_is_whole
+from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import warn_of_mismatch
 from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
 from tlt_lightning.training.throughput import peak_flops, utilisation
@@ -47,7 +48,8 @@ class CloseIteration(L.Callback):
         pl_module.iteration_metrics = metrics = pl_module.iteration_log.close(trainer)
         metrics |= utilisation(metrics, trainer.world_size, peak_flops(pl_module.device))
         check_policy_is_whole(pl_module, metrics)
-        warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1)
+        engine: RolloutEngine = trainer.datamodule.engine  # type: ignore[attr-defined]
+        warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1, engine.compute_dtype)
         log_of_iteration(pl_module, metrics)
         before, self._weights = self._weights, sample_of(self._trained)
         if trainer.is_global_zero:

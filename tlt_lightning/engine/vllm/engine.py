@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_positive
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
@@ -24,6 +24,7 @@ from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
+from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
@@ -54,6 +55,8 @@ class VLLMEngine(RolloutEngine):
         sleep: Free the engine's memory while the policy is trained, so that both use the whole GPU in turn; no effect
             on a CPU. vLLM allows one such engine per process: to `fit` and then `validate` in one, set it to false.
         speculation: How to speculate; None decodes plainly.
+        quantization: `fp8` or `int8` computes the linear layers in 8 bit, for which `dtype` must be one of 16 bit; a
+            `Quantization` says which of them. None leaves all as they are.
     """
 
     def __init__(
@@ -65,12 +68,12 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         sleep: bool = True,
         speculation: Speculation | None = None,
+        quantization: Literal["fp8", "int8"] | Quantization | None = None,
     ) -> None:
         check_at_least("max_num_seqs", max_num_seqs, 1)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
-        if kv_cache_gib is not None and kv_cache_gib <= 0:
-            raise ValueError(f"`kv_cache_gib` must be positive, or None to derive it, got {kv_cache_gib}.")
+        check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -78,6 +81,7 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.sleeps = sleep
         self.speculation = speculation
+        self.quantization = Quantization.of(quantization, dtype)
         self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None
@@ -119,6 +123,7 @@ class VLLMEngine(RolloutEngine):
         from vllm.v1.engine.llm_engine import LLMEngine
 
         check_head_size(policy, internals.supported_head_sizes())
+        self.quantization.check(self._shapes)
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
             internals.claim_sleep_mode()
@@ -136,7 +141,7 @@ class VLLMEngine(RolloutEngine):
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)
-        self.compute_dtype = str(internals.reach(self._engine, "vllm_config.model_config.dtype")).split(".")[-1]
+        self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, head, graphs)
@@ -164,6 +169,7 @@ class VLLMEngine(RolloutEngine):
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             **({} if self.speculation is None else self.speculation.engine_args(is_v2=internals.runs_v2())),
+            **self.quantization.engine_args(),
         )
 
     @override

@@ -71,6 +71,12 @@ REQUIRED: dict[str, str] = {
     "model_executor.models.transformers.base.Base": (
         "_decorate_cls_for_torch_compile(cls, dynamic_arg_dims, enable_if, is_encoder)"
     ),
+    # Quantization while weights arrive.
+    "model_executor.layers.quantization.online.base": "_ONLINE_LINEAR_METHODS",
+    "model_executor.layers.quantization.online.base.OnlineQuantizationConfig": "quantized_layer_summaries",
+    "model_executor.kernels.linear": (
+        "init_int8_linear_kernel(is_channelwise, is_static_input_scheme, input_symmetric, module_name)"
+    ),
     "v1.sample.rejection_sampler": (
         "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to); _expand"
     ),

@@ -1,0 +1,169 @@
+"""8-bit rollouts: layers compute what their 8-bit weights say, updates requantize them in place, drafts stay lossless.
+
+The policy that is sampled from is the quantized one, and its log-probs are returned: they are what every text of a tiny
+vocabulary is counted against. On a GPU the same runs with CUDA graphs.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import save_policy
+from tests.engine.vllm.test_distribution import HORIZON, NUM_DRAWS, PROMPT, VOCAB, chi_square_p
+from tests.support.architectures import save_architecture
+from tests.support.eagle_head import make_head, save_head
+from tests.support.speculation_engines import (
+    ScriptedSelector,
+    engine_of,
+    save_endless_policy,
+    save_trained_head,
+    siblings,
+    write,
+)
+from tlt_lightning.engine import Quantization, Request, Response, Sampling, VLLMEngine
+from tlt_lightning.engine.vllm.quantization.int8_linear import quantized_by_channel
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import load_policy, policy_shapes, stream_weights
+
+pytestmark = pytest.mark.vllm
+
+Kind = Literal["fp8", "int8"]
+ON_GPU = torch.cuda.is_available()
+ONLY_GPU = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("small")
+    return str(save_policy(path, vocab_size=VOCAB, num_hidden_layers=4, initializer_range=0.1))
+
+
+def rounded(x: Tensor, kind: Kind, levels: int = 127) -> Tensor:
+    """What 8 bits with a scale a row leave of `x`, in float32."""
+    x = x.float()
+    if kind == "fp8":
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+    scale = x.abs().amax(-1, keepdim=True) / levels
+    return (x / scale).round() * scale
+
+
+def linear(engine: VLLMEngine, name: str) -> Any:
+    return engine.inspect().model_runner.get_model().get_submodule(name)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_layers_compute_in_8_bit_with_the_newest_weights(policy: str, kind: Kind) -> None:
+    module = load_policy(policy)
+    quantization = Quantization(kind, layers_in_16_bit=["model.layers.0.*"])
+    with engine_of(policy, None, dtype="bfloat16", quantization=quantization) as engine:
+        assert engine.compute_dtype == kind
+        before = write(engine, siblings(prompts=[PROMPT]))
+        addresses = [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.3)
+        engine.update_weights(stream_weights(module), 1)
+        assert [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()] == addresses
+        for layer in range(4):
+            own, theirs = module.get_submodule(f"model.layers.{layer}.mlp.down_proj"), f"model.layers.{layer}.mlp"
+            quantized = linear(engine, f"{theirs}.down_proj")
+            x = torch.randn(5, own.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+            found = quantized.quant_method.apply(quantized, x.to(engine.inspect().model_runner.device))
+            weight = own.weight.detach().bfloat16()
+            wanted = rounded(x, kind) @ rounded(weight, kind, levels=127 if ON_GPU else 63).T if layer else x @ weight.T
+            assert (found.float().cpu() - wanted.float()).norm() < 0.006 * wanted.float().norm()
+        assert write(engine, siblings(prompts=[PROMPT])) != before
+        engine.update_weights(stream_weights(load_policy(policy)), 2)
+        assert write(engine, siblings(prompts=[PROMPT])) == before
+
+
+GRAPHS = [pytest.param((kind, True), id=f"{kind}, graphs", marks=ONLY_GPU) for kind in ("fp8", "int8")]
+CACHE = [pytest.param(("fp8 with an fp8 cache", True), id="fp8 with an fp8 cache, graphs", marks=ONLY_GPU)]
+
+
+@pytest.fixture(params=[("fp8", False), ("int8", False), *GRAPHS, *CACHE], ids=lambda param: param[0])
+def speculating(request: pytest.FixtureRequest, policy: str, tmp_path: Path) -> Iterator[VLLMEngine]:
+    kind, has_graphs = request.param
+    quantization = Quantization(kind.split()[0], kv_cache="fp8" if "cache" in kind else "auto")
+    head = save_head(make_head(policy, seed=3), tmp_path)
+    selector = ScriptedSelector(longest=3)
+    speculation = Speculation(
+        selector=selector, head=head, max_draft_tokens=3, steps_per_choice=1, draft_sampling="probabilistic"
+    )
+    settings: Any = {"dtype": "bfloat16", "max_num_seqs": 128, "enforce_eager": not has_graphs}
+    with engine_of(policy, speculation, quantization=quantization, **settings) as engine:
+        engine.inspect().controller.alarm.window = 10**9  # the head is meant to be wrong
+        yield engine
+
+
+def draw(engine: VLLMEngine, seed: int) -> list[Response]:
+    requests = [Request(id=i, prompt_ids=PROMPT) for i in range(NUM_DRAWS)]
+    return list(engine.generate(requests, Sampling(max_tokens=HORIZON), seed=seed))
+
+
+def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(speculating: VLLMEngine) -> None:
+    selector: Any = speculating.speculation.selector  # type: ignore[union-attr]
+    plain = draw(speculating, seed=1) + draw(speculating, seed=2)
+    selector.at_random(0)
+    drafted = draw(speculating, seed=3) + draw(speculating, seed=4)
+    assert speculating.stats()["speculation/acceptance_length"] > 1
+    logps = defaultdict(list)
+    for response in plain:
+        logps[tuple(response.token_ids)].append(sum(response.logps))
+    for response in drafted:  # in bfloat16, whose rounding depends on how many tokens a pass reads
+        text = tuple(response.token_ids)
+        if text in logps:
+            assert sum(response.logps) == pytest.approx(fmean(logps[text]), abs=0.25)
+        logps[text].append(sum(response.logps))
+    probabilities = {text: math.exp(fmean(values)) for text, values in logps.items()}
+    assert 0.9 < sum(probabilities.values()) < 1.03
+    for responses in (plain, drafted):
+        assert chi_square_p(Counter(tuple(each.token_ids) for each in responses), probabilities) > 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_update_after_a_sleep_brings_the_same_texts(kind: Kind, tmp_path: Path) -> None:
+    policy = save_endless_policy(tmp_path / "policy")
+    head = save_trained_head(policy, tmp_path / "head")
+    command = [sys.executable, "-m", "tests.support.sleeping_engine", policy, head, kind]
+    finished = subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True)
+    line = next(line for line in finished.stdout.splitlines() if line.startswith("RESULT "))
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["accepted"][1] == pytest.approx(found["accepted"][0], rel=0.15)
+    same = [one[:8] == other[:8] for one, other in zip(*found["texts"], strict=True)]
+    assert sum(same) >= 0.75 * len(same)  # rounding depends on how many tokens a pass reads
+
+
+def test_int8_weights_fill_their_levels_in_every_channel() -> None:
+    weight = torch.randn(7, 40).bfloat16()
+    weight[3] = 0
+    quantized, scale = quantized_by_channel(weight, 63)
+    assert quantized.abs().amax(1).tolist() == [63, 63, 63, 0, 63, 63, 63]
+    assert ((quantized * scale - weight).abs() <= 0.501 * scale).all()
+
+
+def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`dtype` must be `bfloat16`.*'float32'"):
+        VLLMEngine(dtype="float32", quantization="fp8")
+    with pytest.raises(ValueError, match=r"`quantization\.weights` must be one of fp8, int8 or None, got 'fp4'"):
+        Quantization("fp4")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a list of patterns"):
+        Quantization("fp8", "model.layers.0.*")
+    with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', which is the name of no linear layer.*q_proj"):
+        Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
+    experts = save_architecture("qwen3_moe", tmp_path)
+    with pytest.raises(ValueError, match="not proven for a mixture of experts"):
+        Quantization("fp8").check(policy_shapes(str(experts)))

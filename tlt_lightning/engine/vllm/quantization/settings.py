@@ -1,0 +1,134 @@
+"""Set which of the policy's layers vLLM computes in 8 bit, and check that it can."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, Literal
+
+from tlt_lightning.engine.vllm.internals import reach
+
+log = logging.getLogger(__name__)
+
+_SPECS = {"fp8": "fp8_per_channel_static", "int8": "int8_per_channel_static"}  # vLLM's names
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Rolls out in 8 bit: vLLM quantizes the linear layers itself whenever weights arrive.
+
+    Weights have one scale for each output channel, activations one for each token, found anew in every pass. So no
+    calibration is needed, and scales follow the weights. Embeddings, norms and the language model's head stay in 16
+    bit, and so does the drafter's head.
+
+    Args:
+        weights: Type of weights and activations: `fp8` (e4m3; GPUs from Ada and Hopper on have the kernels), or `int8`,
+            which older GPUs and CPUs run as well. None leaves both in 16 bit.
+        layers_in_16_bit: Patterns of layers that stay in 16 bit, by their Hugging Face names: `model.layers.0.*`,
+            `*.down_proj`. vLLM fuses some layers (`q_proj`, `k_proj`, `v_proj`; `gate_proj`, `up_proj`): name all
+            of them or none.
+        kv_cache: `fp8` halves the bytes of a token's keys and values, which are cut at 448 in size; their scale is 1.
+    """
+
+    weights: Literal["fp8", "int8"] | None = "fp8"
+    layers_in_16_bit: Sequence[str] = ()
+    kv_cache: Literal["auto", "fp8"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.weights not in (*_SPECS, None):
+            raise ValueError(
+                f"`quantization.weights` must be one of {', '.join(_SPECS)} or None, got {self.weights!r}."
+            )
+        if isinstance(self.layers_in_16_bit, str):
+            raise TypeError(f"`quantization.layers_in_16_bit` is a list of patterns, got {self.layers_in_16_bit!r}.")
+
+    @classmethod
+    def of(cls, given: Literal["fp8", "int8"] | Quantization | None, dtype: str) -> Quantization:
+        """Return what an engine with weights of type `dtype` was given, by its short name or whole.
+
+        Raises ValueError for a type that has no layers in 8 bit beside it.
+        """
+        found = given if isinstance(given, cls) else cls(given)
+        if found != cls(None) and dtype == "float32":
+            raise ValueError("`dtype` must be `bfloat16` or `float16` beside `quantization`, got 'float32'.")
+        return found
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError for a policy or a machine that cannot be quantized so.
+
+        Args:
+            shapes: Of the policy's tensors, by their Hugging Face names.
+        """
+        if self.weights is None:
+            return
+        if any(".experts." in name for name in shapes):
+            raise ValueError(
+                "`quantization` is not proven for a mixture of experts, as this policy is; set `quantization: null`."
+            )
+        for pattern in self.layers_in_16_bit:
+            if not any(fnmatch(layer, pattern) for layer in linear_layers(shapes)):
+                raise ValueError(
+                    f"`quantization.layers_in_16_bit` has {pattern!r}, which is the name of no linear layer; they "
+                    f"are called like {', '.join(linear_layers(shapes)[:7])}."
+                )
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        """Raise ValueError with vLLM's reasons unless this build has a kernel for this machine."""
+        import torch
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.kernels import linear
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        try:
+            with set_current_vllm_config(VllmConfig()):
+                if self.weights == "int8":
+                    linear.init_int8_linear_kernel(
+                        is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="a check"
+                    )
+                else:
+                    linear.init_fp8_linear_kernel(
+                        activation_quant_key=quant_utils.kFp8DynamicTokenSym,
+                        weight_quant_key=quant_utils.kFp8StaticChannelSym,
+                        weight_shape=(1024, 1024),
+                        input_dtype=torch.bfloat16,
+                        out_dtype=torch.bfloat16,
+                    )
+        except ValueError as error:
+            other = next(name for name in _SPECS if name != self.weights)
+            raise ValueError(
+                f"`quantization` {self.weights!r} cannot run here: {error} Take {other!r}, or null for 16 bit."
+            ) from None
+
+    def engine_args(self) -> dict[str, Any]:
+        """Return vLLM's engine arguments."""
+        if self.weights is None:
+            return {"kv_cache_dtype": self.kv_cache}
+        if self.weights == "int8":
+            from tlt_lightning.engine.vllm.quantization.int8_linear import install
+
+            install()
+        config = {"linear": {"weight": _SPECS[self.weights]}, "ignore": list(self.layers_in_16_bit)}
+        return {"quantization": "online", "quantization_config": config, "kv_cache_dtype": self.kv_cache}
+
+    def compute_dtype(self, engine: Any) -> str:
+        """Return the type that bounds how closely a live engine's log-probs agree; log what is in 8 bit."""
+        if self.weights is None:
+            return (
+                "fp8" if self.kv_cache == "fp8" else str(reach(engine, "vllm_config.model_config.dtype")).split(".")[1]
+            )
+        quantized = "; ".join(reach(engine, "vllm_config.quant_config.quantized_layer_summaries"))
+        kept = "".join(f", {pattern}" for pattern in self.layers_in_16_bit)
+        log.info("Layers in %s: %s; in 16 bit: embedding, norms, head%s", self.weights, quantized, kept)
+        return self.weights
+
+
+def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return the names of the linear layers that can be quantized, in the policy's order."""
+    return [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and ".layers." in name and name.endswith(".weight")
+    ]
