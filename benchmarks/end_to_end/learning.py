@@ -1,37 +1,113 @@
-"""Train a recipe on several seeds and table its held-out accuracy before and after.
+"""Train a recipe on several seeds, with and without overlays, and picture reward and held-out accuracy.
 
-`python -m benchmarks learning --recipe recipes/quickstart_smollm2.yaml`. Each seed is a run of the command line, in
-`outputs/learning/<recipe>_<seed>`; `--tiny` runs one iteration of each.
+    python -m benchmarks learning --recipe recipes/quickstart_smollm2.yaml
+    python -m benchmarks learning --recipe A.yaml B.yaml --arms plain siblings=recipes/speculation.yaml
+
+Each run is one of the command line, in `outputs/learning/<recipe>_<arm>_<seed>`; `--tiny` runs one iteration of each.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.common import plots
 from benchmarks.common.arguments import ROOT, parser_of
 from benchmarks.common.results import about, heading, save, table
 
+CURVES = (
+    "reward/mean",
+    "val/accuracy",
+    "time/iteration",
+    "time/rollout",
+    "rollout/length_mean",
+    "speculation/acceptance_length",
+)
+"""Metrics by iteration that the results keep, where a run has them."""
+
 
 def main(arguments: list[str]) -> None:
-    """Run every seed in turn, and write the results after each."""
+    """Run every arm and seed, and write the results after each arm."""
     parser = parser_of(__doc__)
     parser.add_argument("--recipe", nargs="+", required=True, help="recipe files, in the order of `-c`")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", default=["plain"], help="names, each with its overlays: NAME=FILE[,FILE]")
+    parser.add_argument("--at-once", action="store_true", help="run the seeds of an arm side by side, on one device")
     args = parser.parse_args(arguments)
     name, runs = Path(args.recipe[-1]).stem, []
-    for seed in args.seeds:
-        folder = ROOT / f"outputs/learning/{name}_{seed}"
-        files = [part for file in args.recipe for part in ("-c", file)]
-        command = [sys.executable, "-m", "tlt_lightning", "fit", *files, "--seed_everything", str(seed)]
-        command += ["--trainer.default_root_dir", str(folder), *["--trainer.max_epochs", "1"] * args.tiny]
-        subprocess.run(command, cwd=ROOT, check=True)
-        run = json.loads((folder / "summary.json").read_text())
-        before, after = run["held_out_accuracy_before"], run["held_out_accuracy_after"]
-        run["gain"] = None if None in (before, after) else after - before
-        runs.append({column.removeprefix("held_out_"): value for column, value in run.items()})
-        record = about(name, args.note, args.seed)
-        report = heading("Learning", record) + table(list(runs[0]), [list(run.values()) for run in runs])
-        save(args.out / f"learning_{name}", {**record, "runs": runs}, report)
+    for arm, _, overlays in (part.partition("=") for part in args.arms):
+        files = [*args.recipe, *filter(None, overlays.split(","))]
+        started = []
+        for seed in args.seeds:
+            folder = ROOT / f"outputs/learning/{name}_{arm}_{seed}"
+            command = [sys.executable, "-m", "tlt_lightning", "fit", *(part for file in files for part in ("-c", file))]
+            command += ["--seed_everything", str(seed), "--trainer.default_root_dir", str(folder)]
+            started.append((seed, folder, subprocess.Popen([*command, *["--trainer.max_epochs", "1"] * args.tiny])))
+            if not args.at_once:
+                started[-1][-1].wait()
+        for seed, folder, process in started:
+            if process.wait():
+                raise SystemExit(f"arm {arm!r}, seed {seed}, failed: {' '.join(map(str, process.args))}")
+            runs.append({"arm": arm, **read_run(folder), "seed": seed})
+        record = {**about(name, args.note, args.seed, on_cpu=False), "runs": runs}
+        report = heading("Learning", record) + table(*rows_of(runs))
+        save(args.out / f"learning_{name}", record, report)
+        picture(runs, args.out / f"learning_{name}.png")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the summary of a run, and its curves as lists of (iteration, value)."""
+    run = json.loads((folder / "summary.json").read_text())
+    newest = max(folder.glob("csv/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+    curves: dict[str, list[tuple[int, float]]] = {metric: [] for metric in CURVES}
+    if run["held_out_accuracy_before"] is not None:
+        curves["val/accuracy"].append((0, run["held_out_accuracy_before"]))
+    with newest.open() as file:
+        for row in csv.DictReader(file):
+            for metric, curve in curves.items():
+                if row.get(metric):
+                    curve.append((int(row["step"]) + 1, float(row[metric])))
+    return run | {"curves": {metric: curve for metric, curve in curves.items() if curve}}
+
+
+def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return header and rows of the table: one run a row."""
+    header = ["arm", "seed", "iterations", "accuracy before", "after", "reward, first fifth", "last fifth"]
+    rows = []
+    for run in runs:
+        rewards = [value for _, value in run["curves"]["reward/mean"]]
+        fifth = max(1, len(rewards) // 5)
+        rows.append(
+            [run["arm"], run["seed"], run["iterations"]]
+            + [run["held_out_accuracy_before"], run["held_out_accuracy_after"]]
+            + [statistics.mean(rewards[:fifth]), statistics.mean(rewards[-fifth:])]
+            + [
+                statistics.median(value for _, value in run["curves"][time])
+                for time in ("time/iteration", "time/rollout")
+            ]
+            + [run["seconds"]]
+        )
+    return [*header, "median s per iteration", "of it rollout", "seconds in all"], rows
+
+
+def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw reward and held-out accuracy over iterations: a line for each arm's mean, thin ones for its seeds."""
+    figure, panels = plots.frame(2)
+    colours = dict(zip(dict.fromkeys(run["arm"] for run in runs), plots.COLOURS, strict=False))
+    for panel, metric, label in zip(panels, CURVES, ("mean reward", "held-out accuracy"), strict=False):
+        panel.set_ylabel(label, fontsize=9)
+        for arm, colour in colours.items():
+            curves = [dict(run["curves"].get(metric, [])) for run in runs if run["arm"] == arm]
+            shared = sorted(set.intersection(*map(set, curves)))
+            for curve in curves:
+                panel.plot(shared, [curve[x] for x in shared], color=colour, alpha=0.25, linewidth=0.8)
+            means = [statistics.mean(curve[x] for curve in curves) for x in shared]
+            panel.plot(shared, means, color=colour, label=arm, linewidth=1.8, marker="o" * (len(shared) < 10) or None)
+    panels[0].legend(frameon=False, fontsize=9)
+    plots.save(figure, path)

@@ -1,29 +1,56 @@
-"""The table of a recipe over seeds, from the summaries that the runs leave."""
+"""Table, curves and picture of a recipe over seeds and arms, from the files that the runs leave."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from benchmarks.end_to_end import learning
 
+METRICS = "step,reward/mean,val/accuracy,time/iteration,time/rollout\n0,0.1,,3.0,1.0\n1,,0.5,,\n1,0.3,,5.0,2.0\n"
 
-def test_each_seed_is_a_run_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
 
-    def run(command: list[str], **options: Any) -> None:
-        started.append(command)
+class FinishedRun:
+    """Leaves what a run of the command line leaves, at once."""
+
+    started: ClassVar[list[list[str]]] = []
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        self.args = command
+        self.started.append(command)
         folder = Path(command[command.index("--trainer.default_root_dir") + 1])
-        folder.mkdir(parents=True)
         seed = int(command[command.index("--seed_everything") + 1])
+        (folder / "csv/version_0").mkdir(parents=True)
+        (folder / "csv/version_0/metrics.csv").write_text(METRICS)
         summary = {"seed": seed, "held_out_accuracy_before": 0.25, "held_out_accuracy_after": 0.5 + seed / 8}
-        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "summary.json").write_text(json.dumps({**summary, "iterations": 2, "seconds": 9.0}))
 
+    def wait(self) -> int:
+        """Return the exit status: success."""
+        return 0
+
+
+@pytest.mark.parametrize("at_once", [[], ["--at-once"]])
+def test_each_arm_and_seed_is_a_run_and_a_row(at_once: list[str], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(learning, "ROOT", tmp_path)
-    monkeypatch.setattr(learning.subprocess, "run", run)
-    learning.main(["--recipe", "a.yaml", "b.yaml", "--seeds", "1", "2", "--out", str(tmp_path)])
-    assert [command[3:8] for command in started] == [["fit", "-c", "a.yaml", "-c", "b.yaml"]] * 2
+    monkeypatch.setattr(learning.subprocess, "Popen", FinishedRun)
+    monkeypatch.setattr(FinishedRun, "started", [])
+    arms = ["--arms", "plain", "head=c.yaml,d.yaml"]
+    recipe = ["--recipe", "a.yaml", "b.yaml", "--seeds", "1", "2"]
+    learning.main([*recipe, *arms, *at_once, "--out", str(tmp_path)])
+    files = [[part for part in command[4:12] if part.endswith(".yaml")] for command in FinishedRun.started]
+    assert files == [["a.yaml", "b.yaml"]] * 2 + [["a.yaml", "b.yaml", "c.yaml", "d.yaml"]] * 2
     runs = json.loads((tmp_path / "learning_b.json").read_text())["runs"]
-    assert [(run["seed"], run["accuracy_after"], run["gain"]) for run in runs] == [(1, 0.625, 0.375), (2, 0.75, 0.5)]
-    assert "| 2 | 0.25 | 0.75 | 0.5 |" in (tmp_path / "learning_b.md").read_text()
+    assert [(run["arm"], run["seed"]) for run in runs] == [("plain", 1), ("plain", 2), ("head", 1), ("head", 2)]
+    assert runs[0]["curves"]["reward/mean"] == [[1, 0.1], [2, 0.3]]
+    assert runs[0]["curves"]["val/accuracy"] == [[0, 0.25], [2, 0.5]]
+    assert "| head | 2 | 2 | 0.25 | 0.75 | 0.1 | 0.3 | 4 | 1.5 | 9 |" in (tmp_path / "learning_b.md").read_text()
+    assert (tmp_path / "learning_b.png").stat().st_size > 10_000
+
+
+def test_a_run_that_fails_ends_the_benchmark_with_its_command(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    monkeypatch.setattr(learning.sys, "executable", "false")
+    with pytest.raises(SystemExit, match="arm 'plain', seed 1, failed: false -m tlt_lightning fit"):
+        learning.main(["--recipe", "a.yaml", "--seeds", "1", "--out", str(tmp_path)])
