@@ -1,17 +1,22 @@
 """Rolls out before and after a sleep, in a process of its own: vLLM allows one engine that can sleep in each.
 
-`python -m tests.support.sleeping_engine POLICY HEAD [WEIGHTS]` prints acceptance lengths and texts as a line of JSON.
+`python -m tests.support.sleeping_engine POLICY HEAD [WEIGHTS]` prints acceptance lengths, texts and the bytes that
+closing the sleeping engine gave back, while others held nearly all of the device, as one line of JSON.
 """
 
 import json
 import sys
 from typing import Any
 
+import torch
+
 from tests.support.speculation_engines import ScriptedSelector, engine_of, siblings, write
 from tlt_lightning.engine import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation.strategy import Strategy
+
+ROOM = 40 * 2**20  # less than the KV cache has, more than one layer of it
 
 
 def main(policy: str, head: str, weights: Any = None) -> None:
@@ -29,7 +34,13 @@ def main(policy: str, head: str, weights: Any = None) -> None:
             engine.sleep()
             engine.wake()
             engine.update_weights(stream_weights(load_policy(policy)), version)
-    print("RESULT " + json.dumps({"accepted": accepted, "texts": texts}))
+        engine.sleep()
+        held = torch.empty(torch.cuda.mem_get_info()[0] - ROOM, dtype=torch.uint8, device="cuda")
+        free = torch.cuda.mem_get_info()[0]
+    given_back = torch.cuda.mem_get_info()[0] - free
+    del held
+    again = torch.ones(1, device="cuda").item()  # the device still works
+    print("RESULT " + json.dumps({"accepted": accepted, "texts": texts, "given_back": given_back, "again": again}))
 
 
 if __name__ == "__main__":

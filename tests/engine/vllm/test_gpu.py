@@ -174,9 +174,11 @@ def test_a_first_pass_without_a_graph_of_its_size_drafts_as_well(paths: Paths) -
     assert accepted[1] == pytest.approx(accepted[0], rel=0.05)
 
 
-def test_sleep_keeps_the_head(paths: Paths) -> None:
+def test_sleep_keeps_the_head_and_a_sleeper_is_closed_on_a_full_device(paths: Paths) -> None:
     command = [sys.executable, "-m", "tests.support.sleeping_engine", *paths]
-    finished = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True)
+    finished = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    assert "CUDA Error" not in finished.stderr
     line = next(line for line in finished.stdout.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
     for texts in found["texts"]:
@@ -184,3 +186,5 @@ def test_sleep_keeps_the_head(paths: Paths) -> None:
     before, after = found["accepted"]
     assert before > 1.3
     assert after == pytest.approx(before, rel=0.1)
+    assert found["given_back"] >= 0
+    assert found["again"] == 1

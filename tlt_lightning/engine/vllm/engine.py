@@ -174,8 +174,6 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def close(self) -> None:
-        if self._asleep and self._engine is not None:
-            self.wake()  # vLLM cannot unmap memory that sleep has unmapped already
         engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
         self._policy_version, self._asleep = _NO_WEIGHTS, False
         if self._speculative is not None:

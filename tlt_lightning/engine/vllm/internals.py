@@ -136,6 +136,10 @@ REQUIRED: dict[str, str] = {
         "build(common_prefix_len, common_attn_metadata, fast_build); max_num_splits; num_heads_kv; device"
     ),
     "v1.attention.backends.flash_attn.FlashAttentionImpl": _CACHE_UPDATE,
+    # Memory that sleeps.
+    "device_allocator.cumem": "create_and_map(allocation_handle)",
+    "device_allocator.cumem.CuMemAllocator": "pointer_to_data; _python_free_callback(ptr)",
+    "device_allocator.AllocationData": "handle; is_asleep",
 }
 
 

@@ -18,6 +18,7 @@ from tlt_lightning.engine.vllm import engine as engine_module
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import (
     PATCHES,
+    asleep_free,
     cpu_experts,
     cpu_logprob_compile,
     cpu_temperatures,
@@ -143,6 +144,24 @@ def test_workspaces_are_dropped_right_before_each_capture(monkeypatch: pytest.Mo
         torch.cuda.graph.__enter__(object.__new__(torch.cuda.graph))
     undo()
     assert done == ["dropped", "captures"] * 2
+
+
+@pytest.mark.vllm
+def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls alone: no CPU has such memory; tests/engine/vllm/test_gpu.py closes a sleeping engine."""
+    from vllm.device_allocator import AllocationData, cumem
+
+    mapped: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cumem, "create_and_map", mapped.append)
+    undo = asleep_free.PATCH.apply()
+    allocator = cumem.CuMemAllocator()
+    undo()  # as `close` does, before what it held is collected
+    handles = {pointer: (0, 2**21, pointer, 7) for pointer in (1, 2)}
+    for pointer, handle in handles.items():
+        allocator.pointer_to_data[pointer] = AllocationData(handle, "weights", is_asleep=pointer == 2)
+    assert [allocator.python_free_callback(pointer) for pointer in handles] == list(handles.values())
+    assert mapped == [handles[2]]
 
 
 @pytest.mark.gpu

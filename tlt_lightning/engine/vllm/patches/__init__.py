@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 
 from tlt_lightning.engine.vllm.patches import (
+    asleep_free,
     cpu_experts,
     cpu_logprob_compile,
     cpu_temperatures,
@@ -26,6 +27,7 @@ PATCHES: tuple[Patch, ...] = (
     drafter_first_pass.PATCH,
     flash_splits.PATCH,
     hugging_face_classes.PATCH,
+    asleep_free.PATCH,
 )
 
 

@@ -1,0 +1,46 @@
+"""Free the memory of a sleeping engine without waking it.
+
+vLLM's allocator unmaps what it frees, and cannot unmap what `sleep` has unmapped already. Waking the whole engine first
+takes memory that the trainer may hold by then. Here each allocation is mapped alone, right before it is unmapped for
+good: the most that is ever taken is the largest one, one layer's keys and values or one large weight.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tlt_lightning.engine.vllm.internals import is_cpu_build
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+
+log = logging.getLogger(__name__)
+
+
+def _apply() -> Undo:
+    from vllm.device_allocator import cumem
+
+    free = cumem.CuMemAllocator._python_free_callback
+
+    @wraps(free)
+    def free_awake(allocator: Any, pointer: int) -> Any:
+        data = allocator.pointer_to_data[pointer]
+        if data.is_asleep:
+            try:
+                cumem.create_and_map(data.handle)
+            except RuntimeError as error:  # raised through the caller, which is C, it would keep Python's lock
+                log.warning("The device had no memory to free what a sleeping engine holds (%s).", error)
+            data.is_asleep = False
+        return free(allocator, pointer)
+
+    return replace(cumem.CuMemAllocator, "_python_free_callback", free_awake)
+
+
+PATCH = Patch(
+    why="Memory that is freed while its engine sleeps is unmapped twice: closing a sleeper breaks the allocator.",
+    versions="0.32, CUDA",
+    is_needed=lambda: not is_cpu_build() and torch.version.hip is None,
+    apply=_apply,
+)
