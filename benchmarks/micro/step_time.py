@@ -6,7 +6,9 @@ On a GPU, a model of 7B shape with random weights and an EAGLE-3 head, both made
 
 `--tiny` runs the same on a CPU within a minute, to see that it works. Each part runs in a process of its own. With
 random weights no draft is accepted, which changes no step's cost. Parts: the `plain` engine; one with a head and the
-graphs that its selector can reach (`bucketed`); one with `full`, all that vLLM would capture.
+graphs that its selector can reach (`bucketed`); one with `full`, all that vLLM would capture. `--tensor-parallel 2`
+makes each an engine over two GPUs, and `--shape 32b` takes a policy of Qwen2.5-32B's shape; where NVLink multicast is
+off, set VLLM_ALLREDUCE_USE_SYMM_MEM=0 and VLLM_ALLREDUCE_USE_FLASHINFER=0.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,14 @@ SEVEN_B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151643,
     "bos_token_id": 151643,
+}
+THIRTY_TWO_B: dict[str, Any] = {
+    **SEVEN_B,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
 }
 TINY_SHAPE: dict[str, Any] = {
     **SEVEN_B,
@@ -176,6 +186,11 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
         ks = {"plain": (0,), "full": KS}.get(part, reached)
         script = step_times(selector, scale, batch, ks, result["step_ms"])
         engine.follow(requests, max_model_len - scale.context, script)
+    if (controller := engine.inspect().controller) is not None and engine.num_ranks > 1:
+        began = time.perf_counter()
+        for _ in range(1000):
+            controller.agreement.decide(lambda: OFF)
+        result["agreement_ms"] = time.perf_counter() - began
     result |= engine.describe()
     engine.close()
     return result
@@ -200,9 +215,12 @@ def render(results: dict[str, Any], scale: Scale) -> list[str]:
     lines += [f"Random weights, head with the full vocabulary; ms per step, fastest of {scale.rounds} x {scale.steps}."]
     for part, error in results["failed"].items():
         lines += [f"Failed: {part}, `{error}`."]
+    lines += [f"Tensor parallel: {scale.engine.get('tensor_parallel', 1)}."]
     for part in [part for part in POOLS if part in results]:
         found = results[part]
         lines += ["", f"## {part.capitalize()} graph pool", "", *step_table(results, part, scale)]
+        if "agreement_ms" in found:
+            lines += ["", f"Agreement of the ranks, in every step above: {found['agreement_ms']:.3f} ms.", ""]
         if found.get("graphs"):
             lines += [f"Graphs, {found['start_seconds']:.0f} s from start to ready:", "", found["graphs"], ""]
     return lines
@@ -224,13 +242,20 @@ def main(arguments: Sequence[str]) -> None:
     """Measure all parts, each in a process of its own, and write `step_time.json` and `.md`."""
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--shape", choices=("7b", "32b"), default="7b", help="whose shape the policy has")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine")
     args = parser.parse_args(arguments)
+    num_ranks, name = args.tensor_parallel, "tiny" if args.tiny else f"{args.shape} shape"
     scale = TINY_SCALE if args.tiny else LARGE_SCALE
-    results: dict[str, Any] = {"about": about("tiny" if args.tiny else "7b shape", args.note, args.seed), "failed": {}}
+    if name == "32b shape":
+        scale = replace(scale, shape=THIRTY_TWO_B)
+    scale = replace(scale, engine={**scale.engine, "tensor_parallel": num_ranks})
+    results: dict[str, Any] = {"about": about(name, args.note, args.seed), "failed": {}}
+    file = args.out / ("step_time" if num_ranks == 1 else f"step_time_tp{num_ranks}")
     for part in args.parts:
         try:
-            results[part] = run_apart(run_part, part, scale)
+            results[part] = run_apart(run_part, part, scale, num_ranks=num_ranks)
         except Exception as error:  # the other parts must not be lost with it
             results["failed"][part] = f"{type(error).__name__}: {error}"
-        save(args.out / "step_time", results, render(results, scale))
+        save(file, results, render(results, scale))
     print("\n".join(render(results, scale)))

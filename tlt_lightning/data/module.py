@@ -145,6 +145,8 @@ class RolloutDataModule(L.LightningDataModule):
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         check_trainer(self._trainer)
         check_models(self._module)
+        if self.engine.num_ranks > 1:
+            raise MisconfigurationException("`engine.tensor_parallel` must be 1 here: every rank rolls out its own.")
         self._settings = self._given_settings
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)

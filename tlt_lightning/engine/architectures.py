@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WAY_OUT = (
     "`data.engine: tlt_lightning.TransformersEngine` rolls out with the trainer's own model, slower, whatever the "
@@ -82,6 +83,28 @@ def check_head_size(policy: str, supported: Sequence[int]) -> None:
             f"`policy` {policy!r} has attention heads of size {size}; vLLM's CPU build runs only {list(supported)}. "
             f"{WAY_OUT}."
         )
+
+
+def check_divides(policy: str, head: str | None, num_ranks: int) -> None:
+    """Raise ValueError unless the attention heads and MLPs of policy and head split evenly over `num_ranks`."""
+    from transformers import PretrainedConfig
+
+    for argument, path in (("policy", policy), ("speculation.head", head)):
+        if path is None:
+            continue
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        fits = {
+            "num_attention_heads": heads % num_ranks == 0,
+            "num_key_value_heads": kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0,
+            "intermediate_size": config.get("intermediate_size", num_ranks) % num_ranks == 0,
+        }
+        if wrong := [f"`{name}` {config.get(name, heads)}" for name, is_even in fits.items() if not is_even]:
+            raise ValueError(
+                f"`tensor_parallel` {num_ranks} does not divide `{argument}` {path!r}, of {' and '.join(wrong)}: every "
+                "rank holds an equal part of them; choose a number that divides them."
+            )
 
 
 def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -175,7 +175,7 @@ class RolloutEngine(ABC):
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         """Load the engine for a policy, given by path or hub name.
 
-        `max_model_len` counts tokens of prompt and response; `seed` is this worker's.
+        `max_model_len` counts tokens of prompt and response; `seed` is this engine's.
         """
 
     def check_sampling(self, sampling: Sampling) -> None:  # noqa: B027 - most engines can do all
@@ -238,6 +238,9 @@ class RolloutEngine(ABC):
 
     sleeps = True
     """Whether `sleep` gives all of them back."""
+
+    num_ranks: int = 1
+    """Neighbouring ranks that are one engine: each calls every method, with the same requests, sampling and seeds."""
 
     @property
     @abstractmethod

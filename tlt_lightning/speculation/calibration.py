@@ -16,10 +16,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from statistics import median
 
 from typing_extensions import override
 
+from tlt_lightning.speculation.agreement import Agreement
 from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
@@ -106,6 +108,30 @@ def random_prompts(number: int) -> list[list[int]]:
 def batch_sizes(max_num_seqs: int) -> list[int]:
     """Return the batch sizes to measure, each four times the last, and the largest."""
     return sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs})
+
+
+def lead(decode: Decode, agreement: Agreement) -> Decode:
+    """Return `decode`, of which the other ranks of the engine `follow` every beginning, step and end."""
+
+    def led(number: int) -> Generator[object, None, None]:
+        agreement.decide(lambda: number)
+        try:
+            with closing(decode(number)) as steps:
+                while True:
+                    agreement.decide(lambda: True)
+                    yield next(steps, None)
+        finally:
+            agreement.decide(lambda: False)
+
+    return led
+
+
+def follow(decode: Decode, agreement: Agreement) -> None:
+    """Decode as the engine's first rank does, which measures, until it decides for no further batch."""
+    while number := agreement.decide(lambda: 0):
+        with closing(decode(number)) as steps:
+            while agreement.decide(lambda: False):
+                next(steps, None)
 
 
 def measure_steps(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, LookupDrafter, Source
@@ -67,6 +69,8 @@ class StrategyController:
         alarm: Silences the head when its acceptance collapses.
         trace: Takes one row a step; None keeps none.
         is_cold: The head has no weights worth trying before the first `weights_changed` that names them.
+        agreement: Whose selector chooses, where several ranks are one engine. All of them learn, each by its own clock,
+            so that a run may go on with other ranks.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class StrategyController:
         alarm: AcceptanceAlarm | None = None,
         trace: StepTrace | None = None,
         is_cold: bool = False,
+        agreement: Agreement = ALONE,
     ) -> None:
         self.selector = selector
         self.steps_per_choice = steps_per_choice
@@ -85,6 +90,7 @@ class StrategyController:
         self.alarm = alarm or AcceptanceAlarm()
         self.trace = trace
         self.is_cold = is_cold
+        self.agreement = agreement
         self.drafter_version = -1
         self.counters = SpeculationCounters()
         self.strategy = OFF
@@ -136,7 +142,7 @@ class StrategyController:
         )
         verifies = self.strategy
         if self._steps_left == 0:
-            choice = self.selector.select(state)
+            choice = self.agreement.decide(partial(self.selector.select, state))
             self._choice = OFF if choice.is_off else choice
             self._steps_left = self.steps_per_choice
         self._steps_left -= 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.eagle3_files import canonical_name
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ class HeadWeights:
         engine: The live engine.
         head: The head's module in it.
         shapes: Names and shapes of the tensors the head was saved with.
+        agreement: Of the ranks that are the engine.
     """
 
-    def __init__(self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.engine, self.head, self.shapes = engine, head, shapes
+    def __init__(
+        self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]], agreement: Agreement = ALONE
+    ) -> None:
+        self.engine, self.head, self.shapes, self.agreement = engine, head, shapes, agreement
         self._kept, self._is_kept = HostCopy(), False
 
     @property
@@ -45,8 +49,8 @@ class HeadWeights:
 
     @property
     def shares_output(self) -> bool:
-        """True if the head's output layer is the policy's own."""
-        return self.head.lm_head is getattr(self._policy, "lm_head", None)
+        """True if the head's output layer is the policy's own; a rank that holds padding alone cannot tell."""
+        return self.agreement.decide(lambda: self.head.lm_head is getattr(self._policy, "lm_head", None))
 
     def update(self, named_tensors: NamedTensors) -> None:
         """Replace the trainable weights in place.
@@ -63,8 +67,10 @@ class HeadWeights:
         check_tensors(tensors, self.shapes, shares_head=self.shares_output)
         _load(self.engine, self.head, tensors)
         self._is_kept = False
-        for name, expected in _by_module(tensors):
-            held = held_weight(self.head.get_submodule(name))[: expected.shape[0]]
+        for name, parts in _by_module(tensors):
+            module = self.head.get_submodule(name)
+            expected = torch.cat(own_parts(module, parts))
+            held = held_weight(module)[: expected.shape[0]]
             if not torch.equal(held, expected.to(held.device, held.dtype)):
                 raise RuntimeError(f"The head's {name!r} does not hold the weights that `update_drafter` was given.")
 
@@ -131,16 +137,32 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
         reload.finalize_layerwise_reload(drafter, config.speculative_config.draft_model_config)
 
 
-def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and expected weights of vLLM's modules, which stack several saved tensors."""
+def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield names of vLLM's modules, each with the saved tensors that it stacks."""
     stacks: dict[str, list[Tensor]] = {}
     order = {name: index for index, name in enumerate(_STACKED)}
     for name in sorted(tensors, key=lambda name: order.get(name.split(".")[-2], 0)):
         module, _, leaf = name.removesuffix(".weight").rpartition(".")
         path = f"{module}.{_STACKED.get(leaf, leaf)}" if module else leaf
         stacks.setdefault(path if path == "lm_head" else f"model.{path}", []).append(tensors[name])
-    for path, parts in stacks.items():
-        yield path, torch.cat(parts)
+    yield from stacks.items()
+
+
+def own_parts(module: Any, parts: list[Tensor]) -> list[Tensor]:
+    """Return of the saved tensors that `module` stacks what it holds on this rank of a tensor-parallel engine."""
+    rank, num_ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+    if num_ranks == 1:
+        return parts
+    if hasattr(module, "shard_indices"):  # an output layer, whose vocabulary is padded
+        held = module.shard_indices
+        return [parts[0][held.org_vocab_start_index : held.org_vocab_end_index]]
+    if parts[0].dim() == 1 or not hasattr(module, "output_size_per_partition"):
+        return parts  # a norm or `fc`, whole on each rank
+    if module.input_size_per_partition < module.input_size:
+        return [parts[0].chunk(num_ranks, dim=1)[rank]]
+    # Ranks that are more than the keys' heads share them.
+    shared = [1, *[getattr(module, "num_kv_head_replicas", 1)] * (len(parts) - 1)]
+    return [part.chunk(num_ranks // by)[rank // by] for part, by in zip(parts, shared, strict=True)]
 
 
 @torch.inference_mode()
@@ -148,5 +170,5 @@ def held_weight(module: Any) -> Tensor:
     """Return a layer's weight, (outputs, inputs); read by use where the CPU packs weights."""
     if module.weight.numel():
         return module.weight
-    columns = module(torch.eye(module.input_size, dtype=module.weight.dtype))
-    return (columns[0] if isinstance(columns, tuple) else columns).T
+    inputs = torch.eye(getattr(module, "input_size_per_partition", module.input_size), dtype=module.weight.dtype)
+    return module.quant_method.apply(module, inputs).T  # calling the module would add up what other ranks hold

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from math import prod
@@ -25,6 +25,7 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
+from tlt_lightning.engine.vllm.rank_group import check_split, join_ranks
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
@@ -57,6 +58,9 @@ class VLLMEngine(RolloutEngine):
         speculation: How to speculate; None decodes plainly.
         quantization: `fp8` or `int8` computes the linear layers in 8 bit, for which `dtype` must be one of 16 bit; a
             `Quantization` says which of them. None leaves all as they are.
+        tensor_parallel: Neighbouring ranks that are one engine, each with its part of every weight and of the cache,
+            for policies that are too large or too slow on one device. It must divide the devices of a node.
+        compare_steps: Compare before every step what its ranks have scheduled, to find faults that hang an engine.
     """
 
     def __init__(
@@ -69,8 +73,11 @@ class VLLMEngine(RolloutEngine):
         sleep: bool = True,
         speculation: Speculation | None = None,
         quantization: Literal["fp8", "int8"] | Quantization | None = None,
+        tensor_parallel: int = 1,
+        compare_steps: bool = False,
     ) -> None:
         check_at_least("max_num_seqs", max_num_seqs, 1)
+        check_at_least("tensor_parallel", tensor_parallel, 1)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
         check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
@@ -82,6 +89,8 @@ class VLLMEngine(RolloutEngine):
         self.sleeps = sleep
         self.speculation = speculation
         self.quantization = Quantization.of(quantization, dtype)
+        self.num_ranks = tensor_parallel
+        self.compare_steps = compare_steps
         self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None
@@ -95,7 +104,7 @@ class VLLMEngine(RolloutEngine):
     def planned_bytes(self, policy: str, device_bytes: float) -> float:
         if self.kv_cache_gib is None:
             return self.gpu_memory_utilization * device_bytes
-        width = 4 if self.dtype == "float32" else 2
+        width = (4 if self.dtype == "float32" else 2) / self.num_ranks
         return width * sum(prod(shape) for shape in policy_shapes(policy).values()) + self.kv_cache_gib * 2**30
 
     # Life
@@ -118,6 +127,7 @@ class VLLMEngine(RolloutEngine):
         self._shapes = policy_shapes(policy)
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
+        check_split(policy, None if self.speculation is None else self.speculation.head, self.num_ranks)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -143,9 +153,10 @@ class VLLMEngine(RolloutEngine):
         internals.check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
+        agreement, comparison = join_ranks(self._engine, graphs, compare=self.compare_steps)
         if self.speculation is not None:
-            self._speculative = self.speculation.install(self._engine, head, graphs)
-        self._writer = RequestWriter(self._engine, internals.scheduler_of(self._engine), self._speculative)
+            self._speculative = self.speculation.install(self._engine, head, graphs, agreement)
+        self._writer = RequestWriter(self._engine, internals.scheduler_of(self._engine), self._speculative, comparison)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
@@ -163,6 +174,7 @@ class VLLMEngine(RolloutEngine):
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,
             enable_sleep_mode=self._can_sleep,
+            tensor_parallel_size=self.num_ranks,
             distributed_executor_backend="tlt_lightning.engine.vllm.executor.RankExecutor",
             skip_tokenizer_init=True,
             generation_config="vllm",
@@ -207,15 +219,7 @@ class VLLMEngine(RolloutEngine):
 
     def inspect(self) -> EngineParts:
         """Return the live parts; raise RuntimeError unless the engine is set up."""
-        engine, speculative = self._live, self._speculative
-        return EngineParts(
-            engine=engine,
-            scheduler=internals.scheduler_of(engine),
-            model_runner=internals.model_runner_of(engine),
-            controller=None if speculative is None else speculative.controller,
-            speculative_runner=speculative,
-            graphs=None if speculative is None else speculative.graphs,
-        )
+        return EngineParts.of(self._live, self._speculative)
 
     @property
     def _can_sleep(self) -> bool:
@@ -252,20 +256,14 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def warm_up(self) -> None:
-        if self._speculative is None or not self._speculative.controller.selector.wants_calibration:
+        if self._speculative is None or not self._speculative.wants_calibration:
             return
         room = self._live.vllm_config.model_config.max_model_len - calibration.PROMPT_LENGTH
         params = self._params(Sampling(max_tokens=min(room, 256)), Request(id=0, prompt_ids=()))
         params.stop_token_ids, params.ignore_eos = [], True
-        writer, version = self._writer, self._policy_version
-        assert writer is not None
-
-        def decode(number: int) -> Generator[list[Response], None, None]:
-            requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(calibration.random_prompts(number))]
-            return writer.steps(requests, lambda _: params, EngineRandom(0), version)
-
+        assert self._writer is not None
         try:
-            self._speculative.calibrate(decode, self.max_num_seqs)
+            self._speculative.calibrate(partial(self._writer.write_freely, params), self.max_num_seqs)
         finally:
             self._live.reset_prefix_cache()
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from typing_extensions import override
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
+from tlt_lightning.engine.vllm.rank_group import RankGroup
 
 
 class RankExecutor(UniProcExecutor):
-    """Runs one engine a rank, independent of all others.
+    """Runs this rank's worker: an engine of its own, or its part of one that neighbouring ranks are together.
 
     vLLM's own executor takes the first visible GPU, and calls every engine rank 0: under DDP all engines would share
     one GPU, and one cache of code that is compiled for a single device.
     """
+
+    on_step: Callable[[SchedulerOutput], None] | None = None
+    """Called with each step before it runs."""
 
     @override
     def _distributed_args(self) -> tuple[str, int, int]:
@@ -24,7 +32,18 @@ class RankExecutor(UniProcExecutor):
         return init_method, rank, device if is_cpu_build() else torch.cuda.current_device()
 
     @override
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        if self.on_step is not None:
+            self.on_step(scheduler_output)
+        return super().execute_model(scheduler_output, non_block)
+
+    @override
     def determine_available_memory(self) -> list[int]:
+        """Return the bytes of keys and values, the same on all ranks of an engine: they schedule alike."""
+        own = self._usable_memory()
+        return own if self.parallel_config.world_size == 1 else [RankGroup().smallest(min(own))]
+
+    def _usable_memory(self) -> list[int]:
         """Return free bytes for keys and values, at most what all requests at full length fill.
 
         vLLM takes all it may, for prefixes that a server meets again. New weights make prefixes worthless; memory that

@@ -46,7 +46,8 @@ REQUIRED: dict[str, str] = {
     "v1.worker.worker_base.WorkerWrapperBase": "worker",
     "v1.worker.gpu_worker.Worker": "model_runner; vllm_config",
     "v1.kv_cache_interface.FullAttentionSpec": "max_memory_usage_bytes(vllm_config); page_size_bytes",
-    "distributed.parallel_state": "destroy_distributed_environment(); _WORLD",
+    "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group()",
+    "distributed.parallel_state.GroupCoordinator": "ranks; rank_in_group; cpu_group",
     "v1.core.sched.scheduler.Scheduler": (
         "running; waiting; requests; max_num_running_reqs; kv_cache_manager; block_size; dynamic_sd_lookup; "
         "schedule(throttle_prefills); update_draft_token_ids(draft_token_ids); "

@@ -12,7 +12,9 @@ from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import joined, limit_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm.internals import abort
+from tlt_lightning.engine.vllm.rank_group import StepComparison
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+from tlt_lightning.speculation.calibration import random_prompts
 from tlt_lightning.speculation.strategy import OFF
 
 if TYPE_CHECKING:
@@ -28,10 +30,18 @@ class RequestWriter:
         engine: vLLM's own, with current weights whenever something is written.
         scheduler: Of that engine.
         speculative: Runner of drafts in that engine; None writes plainly.
+        comparison: Compares what the ranks of that engine do; None trusts them.
     """
 
-    def __init__(self, engine: LLMEngine, scheduler: Any, speculative: SpeculativeRunner | None) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        scheduler: Any,
+        speculative: SpeculativeRunner | None,
+        comparison: StepComparison | None = None,
+    ) -> None:
         self._engine, self._scheduler, self._speculative = engine, scheduler, speculative
+        self._comparison = comparison
         self._coming: list[Request] = []  # added, and not yet handed to the engine
         self._leaving: set[int] = set()  # ids of requests that are to stop
         self._running: dict[int, Request] = {}  # those in the engine, by id
@@ -80,6 +90,8 @@ class RequestWriter:
                 yield [self._ended(output, policy_version, drafts) for output in outputs if output.finished]
                 if self._leaving:
                     yield self._stopped(policy_version, drafts)
+            if self._comparison is not None:
+                self._comparison.end()
         finally:
             if self._running:  # the caller gave up, or an exception passed through
                 engine.abort_request([str(number) for number in self._running])
@@ -87,6 +99,11 @@ class RequestWriter:
                 held.clear()
             if speculative is not None:
                 speculative.end_rollout()
+
+    def write_freely(self, params: SamplingParams, number: int) -> Generator[list[Response], None, None]:
+        """Write so many responses to random prompts, to see what engine steps cost."""
+        requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(random_prompts(number))]
+        return self.steps(requests, lambda _: params, EngineRandom(0), policy_version=0)
 
     def progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         """Count an engine step that finished these responses."""

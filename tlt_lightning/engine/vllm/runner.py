@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tlt_lightning.engine.base import VerifiedDraft
+from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
-from tlt_lightning.speculation.calibration import CalibrationSelector, Decode, FillerDrafter, measure_steps
+from tlt_lightning.speculation.calibration import (
+    CalibrationSelector,
+    Decode,
+    FillerDrafter,
+    follow,
+    lead,
+    measure_steps,
+)
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, Source
 from tlt_lightning.speculation.strategy import Strategy
@@ -56,6 +64,18 @@ class EngineParts:
     speculative_runner: SpeculativeRunner | None = None
     graphs: PlannedGraphs | None = None
 
+    @classmethod
+    def of(cls, engine: Any, speculative: SpeculativeRunner | None) -> EngineParts:
+        """Return those of a live engine and the runner of its drafts, if it has one."""
+        return cls(
+            engine=engine,
+            scheduler=internals.scheduler_of(engine),
+            model_runner=internals.model_runner_of(engine),
+            controller=None if speculative is None else speculative.controller,
+            speculative_runner=speculative,
+            graphs=None if speculative is None else speculative.graphs,
+        )
+
 
 class SpeculativeRunner(ABC):
     """Carries out the controller's strategies in vLLM's scheduler, model runner and drafter.
@@ -83,20 +103,32 @@ class SpeculativeRunner(ABC):
         self._plan: StepPlan | None = None
         self._lookups: dict[str, LookupDraft] = {}  # verified in the step that is scheduled next
 
+    @property
+    def wants_calibration(self) -> bool:
+        """True while measured steps would help the selector."""
+        return self.controller.agreement.decide(lambda: self.controller.selector.wants_calibration)
+
     def calibrate(self, decode: Decode, max_num_seqs: int) -> None:
         """Measure steps of `decode`, up to `max_num_seqs` requests; leave only keys and values."""
         mine, graphs = self.controller, self.graphs
+        agreement, steps = mine.agreement, []
         dial = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses())
         self.controller = StrategyController(
             dial,
             steps_per_choice=1,
             lookups=FillerDrafter(siblings=True, ngram=True),
             alarm=AcceptanceAlarm(window=sys.maxsize),  # random texts are not what the head was trained on
+            agreement=agreement,
         )
         try:
-            steps = measure_steps(dial, decode, mine.selector, max_num_seqs)
+            if agreement.is_first:
+                steps = measure_steps(dial, lead(decode, agreement), mine.selector, max_num_seqs)
+                agreement.decide(lambda: 0)
+            else:
+                follow(decode, agreement)
         finally:
             self.controller = mine
+        steps = agreement.decide(lambda: steps)
         if steps:
             mine.selector.calibrate(steps)
 

@@ -17,6 +17,7 @@ from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool, GraphPool, arms_by_batch
@@ -159,13 +160,16 @@ class Speculation:
             "async_scheduling": is_async,
         }
 
-    def install(self, engine: LLMEngine, head: HeadShape | None, graphs: PlannedGraphs | None) -> SpeculativeRunner:
+    def install(
+        self, engine: LLMEngine, head: HeadShape | None, graphs: PlannedGraphs | None, agreement: Agreement = ALONE
+    ) -> SpeculativeRunner:
         """Speculate in a live engine for as long as it lives.
 
         Args:
             engine: An engine started with these arguments.
             head: The head's shape, from `check`.
             graphs: The graphs it captured by plan; None if it has none.
+            agreement: Of the ranks that are the engine.
         """
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -179,8 +183,9 @@ class Speculation:
             self.selector,
             steps_per_choice=self.steps_per_choice,
             lookups=LookupDrafter(siblings=self.siblings, ngram=self.ngram) if looks_up else None,
-            trace=None if self.trace is None else StepTrace(self.trace),
+            trace=None if self.trace is None or not agreement.is_first else StepTrace(self.trace),
             is_cold=self.cold_head,
+            agreement=agreement,
         )
         model_runner, has_head = internals.model_runner_of(engine), head is not None
         runner: SpeculativeRunner = (
@@ -189,7 +194,7 @@ class Speculation:
             else RunnerV1(model_runner, controller, has_head=has_head)
         )
         if head is not None:
-            runner.weights = HeadWeights(engine, runner.head, head.tensors)
+            runner.weights = HeadWeights(engine, runner.head, head.tensors, agreement)
         if graphs is not None and graphs.plan is not None:
             graphs.attach(model_runner)
             log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))

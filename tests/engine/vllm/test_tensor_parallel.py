@@ -1,0 +1,78 @@
+"""An engine over two ranks writes what an engine of one writes, whatever their clocks say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import save_policy
+from tests.support.eagle_head import make_head, save_head
+from tests.support.rank_processes import run_ranks
+from tests.support.speculation_engines import PROMPTS, greedy_texts, save_endless_policy, save_trained_head
+from tlt_lightning.engine.vllm import rank_group
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("ranks")
+    policy, other = (save_endless_policy(out / name, seed=seed) for name, seed in (("policy", 0), ("other", 7)))
+    head = save_head(make_head(policy, seed=3), out / "head")
+    better = save_trained_head(policy, out / "better")
+    ended = run_ranks("tests.support.tensor_parallel", out, policy, other, head, better, str(out))
+    assert ended.statuses == [0, 0], ended.stderr[-3000:]
+    found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    texts = {name: greedy_texts(path, 64) for name, path in (("greedy", policy), ("other", other))}
+    found[0]["expected"] = {
+        name: [text[len(PROMPTS[0]) :][: 64 - 5 * i] for i in range(12) for text in [whole[i % 4]]]
+        for name, whole in texts.items()
+    }
+    return found
+
+
+def test_greedy_text_is_that_of_the_policy_under_any_drafts(ranks: list[dict[str, Any]]) -> None:
+    expected = ranks[0]["expected"]
+    for rank in ranks:
+        assert rank["other"] == expected["other"]
+        assert rank["greedy"] == rank["with a better head"] == expected["greedy"]
+    assert expected["other"] != expected["greedy"]
+    assert ranks[0]["sampled"] == ranks[1]["sampled"]
+
+
+def test_one_rank_chooses_and_all_learn(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["chosen"] > 20
+    assert ranks[1]["chosen"] == 0
+    assert min(rank["learned"] for rank in ranks) > 0
+    assert ranks[0]["measured"] == ranks[1]["measured"] != []
+
+
+def test_a_new_head_arrives_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["stats"]["speculation/drafter_version"] == 1
+        assert rank["stats"]["speculation/acceptance_length"] > 1.3
+
+
+def test_ranks_that_schedule_different_steps_end_with_an_error(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "have parted at the next engine step" in rank["parted"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides", "message"),
+    [
+        (2, {}, "does not divide the 1 of this run"),
+        (4, {}, "does not divide `policy` .*`num_attention_heads` 2"),
+        (2, {"intermediate_size": 33}, "`intermediate_size` 33"),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 36}, "`num_key_value_heads` 2"),
+    ],
+)
+def test_what_does_not_split_is_refused_before_it_loads(
+    num_ranks: int, overrides: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = save_policy(tmp_path, **{"hidden_size": 24 if num_ranks == 3 else 64, **overrides})
+    if overrides or num_ranks == 4:
+        monkeypatch.setattr(rank_group, "count_ranks", lambda: 12)
+    with pytest.raises(ValueError, match=message):
+        rank_group.check_split(str(policy), None, num_ranks)

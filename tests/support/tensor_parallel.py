@@ -1,0 +1,83 @@
+"""Run by test_tensor_parallel.py, once per rank: one engine over two processes, whose clocks disagree."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from typing_extensions import override
+
+from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
+from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.speculation.agreement import ALONE
+from tlt_lightning.speculation.strategy import MeasuredStep, Strategy
+
+
+class ClockSelector(ScriptedSelector):
+    """Chooses by the clock, and by a look at which rank it is."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(("learned", "sibling", "mixed"))
+        self.num_chosen, self.measured = 0, list[MeasuredStep]()
+        self.script = lambda state: self.choose(rank)
+
+    def choose(self, rank: int) -> Strategy:
+        self.num_chosen += 1
+        return self.all_arms[(time.perf_counter_ns() + rank) % len(self.all_arms)]
+
+    @property
+    @override
+    def wants_calibration(self) -> bool:
+        return not self.measured
+
+    @override
+    def calibrate(self, steps: Sequence[MeasuredStep]) -> None:
+        self.measured = list(steps)
+
+
+def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    selector = ClockSelector(rank)
+    engine = VLLMEngine(
+        dtype="float32",
+        kv_cache_gib=0.0625,
+        max_num_seqs=8,
+        enforce_eager=True,
+        speculation=Speculation(selector=selector, head=head, siblings=True, steps_per_choice=1),
+        tensor_parallel=2,
+        compare_steps=True,
+    )
+    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    found: dict[str, Any] = {}
+    engine.update_weights(stream_weights(load_policy(other_policy)), 0)
+    found["other"] = write(engine, siblings())
+    engine.update_weights(stream_weights(load_policy(policy)), 1)
+    engine.warm_up()
+    found["measured"] = [[step.batch_size, repr(step.strategy), step.seconds] for step in selector.measured]
+    found["greedy"] = write(engine, siblings())
+    engine.update_drafter(load_file(Path(better_head) / "model.safetensors").items(), 1)
+    found["with a better head"] = write(engine, siblings())
+    found["stats"] = {name: n for name, n in engine.stats().items() if not name.endswith("_per_s")}
+    found["sampled"] = write(engine, siblings(), Sampling(max_tokens=64), seed=3)
+    found["chosen"], found["learned"] = selector.num_chosen, len(selector.records)
+    controller = engine.inspect().controller
+    assert controller is not None
+    if rank == 1:
+        controller.agreement = ALONE
+        selector.script = lambda state: Strategy(2)
+    else:
+        selector.script = lambda state: Strategy(4)
+        controller.agreement = ALONE
+    try:
+        write(engine, siblings(), GREEDY)
+    except RuntimeError as error:
+        found["parted"] = str(error)
+    engine.close()
+    (Path(out) / f"rank{rank}.json").write_text(json.dumps(found))
