@@ -8,7 +8,16 @@ import torch
 from tlt_lightning import metrics as metrics_module
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.engine import Response
-from tlt_lightning.metrics import IterationLog, PassAtK, combine, end_step, log_rollouts, pass_at_k, tail_share
+from tlt_lightning.metrics import (
+    IterationLog,
+    PassAtK,
+    PeakMemory,
+    combine,
+    end_step,
+    log_rollouts,
+    pass_at_k,
+    tail_share,
+)
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
@@ -123,6 +132,47 @@ def test_stages_add_up_to_the_iteration(clock: list[float]) -> None:
         log.lap(stage)
     assert combine([log.read()]) == {"time/iteration": 4.0, "time/a": 3.0, "time/b": 1.0}
     assert log.seconds("a") == 3.0
+
+
+def test_the_peak_of_a_stage_is_the_largest_of_its_parts_and_of_the_ranks() -> None:
+    class Peaks(PeakMemory):  # here is no GPU
+        def __init__(self, *peaks: float | None) -> None:
+            self.left = list(peaks)
+
+        def take(self) -> float | None:
+            return self.left.pop(0)
+
+    trainer: Any = SimpleNamespace(world_size=1)
+    logs = IterationLog(), IterationLog(), IterationLog()
+    for log, peaks in zip(logs, ((3.0, 7.0, 1.0, 2.0), (5.0, 6.0, 1.0, 4.0), (None,) * 4), strict=True):
+        log.peak_memory = Peaks(*(peak and peak * 2**30 for peak in peaks))
+        for stage in ("rollout", "update", "rollout"):
+            log.lap(stage)
+    assert IterationLog().peak_memory.take() is None
+    metrics = combine([log.read() for log in logs])
+    peaks = {name: value for name, value in metrics.items() if name.startswith("memory/")}
+    assert peaks == {"memory/peak_rollout": 5.0, "memory/peak_update": 7.0}
+    logs[0].close(trainer)
+    logs[0].open()
+    logs[0].lap("update")
+    assert logs[0].close(trainer)["memory/peak_update"] == 2.0
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_stage_is_what_the_device_held_in_it() -> None:
+    gib = 2**30
+    torch.cuda.init()
+    peak = PeakMemory()
+    kept = torch.empty(gib, dtype=torch.uint8, device="cuda")
+    peak.take()
+    before = torch.cuda.memory_allocated()
+    del kept
+    first = torch.empty(gib // 2, dtype=torch.uint8, device="cuda")
+    with peak.followed():  # nothing is unmapped, and what was held before counts
+        del first
+        torch.cuda.empty_cache()
+    assert peak.take() == pytest.approx(before, abs=2**24)
+    assert peak.take() == pytest.approx(torch.cuda.memory_allocated(), abs=2**24)
 
 
 def test_what_is_done_apart_is_taken_from_the_stage_around_it(clock: list[float]) -> None:

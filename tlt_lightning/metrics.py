@@ -142,8 +142,49 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
     return 1.0 - start / trace[-1][0]
 
 
+class PeakMemory:
+    """Measures the most that the GPU of this process has held since it was asked last, in bytes.
+
+    PyTorch goes on counting the tensors of an engine that sleeps, whose memory is unmapped: `followed` finds out how
+    much that is, and takes it off.
+    """
+
+    def __init__(self) -> None:
+        self._most, self._unmapped = 0.0, 0.0
+
+    @property
+    def _is_measured(self) -> bool:  # asking would claim memory of a GPU that the run does not use
+        return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+    def take(self) -> float | None:
+        """Return the peak since the last call, None without a GPU."""
+        if not self._is_measured:
+            return None
+        self._note()
+        most, self._most = self._most, 0.0
+        return most
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what an engine unmaps or maps in the block, as it falls asleep or wakes."""
+        before = self._count()
+        yield
+        self._unmapped += self._count() - before
+
+    def _count(self) -> float:
+        """Return bytes that are free or PyTorch's: what is unmapped is both."""
+        if not self._is_measured:
+            return 0.0
+        self._note()
+        return float(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+
+    def _note(self) -> None:
+        self._most = max(self._most, torch.cuda.max_memory_allocated() - self._unmapped)
+        torch.cuda.reset_peak_memory_stats()
+
+
 class IterationLog:
-    """Logs an iteration's numbers on one rank, and the time of its stages.
+    """Logs an iteration's numbers on one rank, and the time and the most memory of its stages.
 
     Whoever knows a number writes it, from the start of training to the last batch's end; `RLModule` then closes the log
     and hands the metrics to the loggers, `trainer.callback_metrics` and `on_iteration_end`. A number may come several
@@ -161,12 +202,15 @@ class IterationLog:
     def __init__(self) -> None:
         self.by_rank: list[dict[str, float]] = []
         """Numbers of each rank in the iteration that was closed last."""
+        self.peak_memory = PeakMemory()
         self.clear()
 
     def clear(self) -> None:
         """Drop everything and begin with an iteration now."""
         self._numbers: dict[str, tuple[str, list[float | Tensor]]] = {}
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        self.peak_memory.take()
         self._last = time.perf_counter()
         self._is_open = True
 
@@ -188,9 +232,11 @@ class IterationLog:
             self.mean(name, value)
 
     def lap(self, stage: str) -> None:
-        """Charge the time since the last lap to `stage`, so that stages add up to the iteration."""
+        """Charge time and peak memory since the last lap to `stage`: stages add up to the iteration."""
         now = time.perf_counter()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        if (peak := self.peak_memory.take()) is not None:
+            self._peaks[stage] = max(self._peaks.get(stage, 0.0), peak)
         self._last = now
 
     @contextmanager
@@ -209,15 +255,16 @@ class IterationLog:
         return self._seconds.get(stage, 0.0)
 
     def read(self) -> Numbers:
-        """Return this rank's numbers by name, each with its reduction; times in seconds."""
+        """Return this rank's numbers by name, each with its reduction; times in seconds, memory in GiB."""
         numbers = {name: (kind, REDUCTIONS[kind]([float(v) for v in vs])) for name, (kind, vs) in self._numbers.items()}
         seconds = {"iteration": sum(self._seconds.values()), **self._seconds} if self._seconds else {}
-        return numbers | {f"time/{stage}": ("mean", value) for stage, value in seconds.items()}
+        peaks = {f"memory/peak_{stage}": ("max", value / 2**30) for stage, value in self._peaks.items()}
+        return numbers | peaks | {f"time/{stage}": ("mean", value) for stage, value in seconds.items()}
 
     def close(self, trainer: L.Trainer) -> dict[str, float]:
         """Return the iteration's metrics over all ranks, in one collective; `open` begins the next."""
         ranks = [self.read()] * trainer.world_size
-        self._numbers, self._seconds, self._is_open = {}, {}, False
+        self._numbers, self._seconds, self._peaks, self._is_open = {}, {}, {}, False
         if trainer.world_size > 1:
             # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have
             # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.

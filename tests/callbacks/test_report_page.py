@@ -35,6 +35,7 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
     names = ["reward/mean", "reward/a", "reward/b", "val/accuracy", "val/pass@2", "train/loss", "rollout/truncated"]
     names += [f"rollout/length_{name}" for name in ("p50", "p90", "p99", "max")]
     names += [f"time/{name}" for name in ("rollout", "idle", "update", "own_stage")]
+    names += [f"memory/peak_{name}" for name in ("rollout", "update")]
     names += [
         "rollout/tokens_per_s",
         "train/tokens_per_s",
@@ -142,6 +143,7 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
     assert {
         "Where the seconds went",
         "Use of the GPU in the update",
+        "Most memory held on the GPU",
         "Tokens that a drafter proposed",
         "Drift of the policy",
     } <= set(headings)

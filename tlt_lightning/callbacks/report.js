@@ -192,7 +192,8 @@ const seconds = (name) => points(`time/${name}`).reduce((sum, point) => sum + po
 section("Time",
   chart("Where the seconds went", stages.map((name) => line(`time/${name}`, stageColor(name), name, { value: percent(seconds(name) / whole) })), { stacked: true, show: duration, note: "of each iteration, and each stage's share of the run so far" }),
   chart("Speed", [line("rollout/tokens_per_s", "blue", "rollout, tokens written"), line("train/tokens_per_s", "orange", "update, tokens read")], { zero: true, latest: true, note: "per second of one worker" }),
-  chart("Use of the GPU in the update", [line("train/mfu", "orange", "share of its peak in bfloat16")], { zero: true, show: percent, latest: true, height: 130 }));
+  chart("Use of the GPU in the update", [line("train/mfu", "orange", "share of its peak in bfloat16")], { zero: true, show: percent, latest: true, height: 130 }),
+  chart("Most memory held on the GPU", named("memory/peak_").map((name) => line(name, stageColor(name.slice(12)), name.slice(12))), { zero: true, latest: true, note: "GiB, in each stage" }));
 
 // Speculation
 const WHO = { learned: ["blue", "the head"], mixed: ["sky", "head and look-ups"], sibling: ["green", "a sibling"], ngram: ["purple", "an own look-up"], off: ["grey", "off"] };

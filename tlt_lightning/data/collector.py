@@ -12,7 +12,7 @@ from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import IterationLog, tail_share
+from tlt_lightning.metrics import IterationLog, PeakMemory, tail_share
 from tlt_lightning.rewards.pool import RewardPool
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class RolloutCollector:
         log: Takes the time of the stages sync, rollout, idle and reward, failed rewards, and what the engine says.
         idle: Finds out whether other workers still write; None with a single worker.
         probe: Compares the first responses' log-probs with the policy's; None trusts the engine.
+        peak_memory: Follows an engine that sleeps; None measures nothing.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RolloutCollector:
         log: IterationLog,
         idle: IdleWindows | None = None,
         probe: EngineProbe | None = None,
+        peak_memory: PeakMemory | None = None,
     ) -> None:
         self.trainer = trainer
         self.engine = engine
@@ -57,6 +59,7 @@ class RolloutCollector:
         self.log = log
         self.idle = idle
         self.probe = probe
+        self.peak_memory = peak_memory or PeakMemory()
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
@@ -70,7 +73,8 @@ class RolloutCollector:
         if not prompts:
             self._spend_idle_time()
             return []
-        self.engine.wake()
+        with self.peak_memory.followed():
+            self.engine.wake()
         self.weights.sync(self.trainer)
         self.log.lap("sync")
         groups = [(first_group + number, prompt) for number, prompt in enumerate(prompts) for _ in range(group_size)]
@@ -87,7 +91,8 @@ class RolloutCollector:
         if missing := len(requests) - len(rollouts):
             raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
         self.log.lap("rollout")
-        self.engine.sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
+        with self.peak_memory.followed():
+            self.engine.sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
         self.log.lap("sync")
         self._spend_idle_time()
         if self.probe is not None:

@@ -333,6 +333,7 @@ class RolloutDataModule(L.LightningDataModule):
             log,
             self.idle,
             self._probe,
+            self._module.iteration_log.peak_memory,
         )
 
     @property
