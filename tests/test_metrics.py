@@ -72,6 +72,7 @@ def test_tail_share_of_few_requests_is_that_of_the_last(
 def test_metrics_of_a_step_are_sums_over_its_micro_batches() -> None:
     one, three = torch.tensor(1.0), torch.tensor(3.0)
     assert end_step([{"a": one}, {"a": three, "b": three}]) == {"a": 4.0, "b": 3.0}
+    assert end_step([{"a_max": one}, {"a_max": three}, {}]) == {"a_max": 3.0}
 
 
 def test_ranks_are_combined_as_each_number_says_even_where_one_lacks_it() -> None:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from math import comb
 from typing import Any
 
@@ -227,9 +228,9 @@ class IterationLog:
         self._note("sum", name, value)
 
     def update(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Log the mean of each of `metrics`."""
+        """Log the mean of each of `metrics`, or the largest value of a name that ends in `_max`."""
         for name, value in metrics.items():
-            self.mean(name, value)
+            self._note("max" if name.endswith("_max") else "mean", name, value)
 
     def lap(self, stage: str) -> None:
         """Charge time and peak memory since the last lap to `stage`: stages add up to the iteration."""
@@ -310,8 +311,11 @@ def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
 
 
 def end_step(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the sums of the metrics of a step's micro-batches; empty their list."""
+    """Return the sums of the metrics of a step's micro-batches, or their largest (`_max`); empty their list."""
     names, zero = set().union(*parts), torch.zeros(())
-    metrics = {name: sum((part.get(name, zero) for part in parts), zero) for name in names}
+    metrics = {
+        name: reduce(torch.maximum if name.endswith("_max") else torch.add, [part.get(name, zero) for part in parts])
+        for name in names
+    }
     parts.clear()
     return metrics

@@ -1,12 +1,15 @@
 """An objective of pieces: its metrics, its penalties, and what it refuses."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tlt_lightning.metrics import end_step
 from tlt_lightning.objectives import (
     GAE,
     GRPO,
@@ -17,6 +20,7 @@ from tlt_lightning.objectives import (
     KLPenalty,
     LeaveOneOut,
     MaskedImportance,
+    MismatchCorrection,
     OverlongPunishment,
     PlainPolicyGradient,
     ReinforcePlusPlus,
@@ -26,6 +30,8 @@ from tlt_lightning.objectives import (
     TruncatedImportance,
     WhitenedRewardToGo,
 )
+from tlt_lightning.objectives.correction import effective_sample_size, importance_weights
+from tlt_lightning.training.iteration_end import judge_weights
 
 RandomVectors = Callable[..., SimpleNamespace]
 
@@ -56,8 +62,59 @@ def test_the_mismatch_between_engine_and_trainer_is_logged_and_bounded(vectors: 
     assert metrics["mismatch/logp_abs_diff"].item() == pytest.approx(mean(shift.abs()))
     assert metrics["mismatch/kl"].item() == pytest.approx(mean(shift.exp() - 1 - shift))
     assert metrics["mismatch/is_weight_mean"].item() == pytest.approx(mean(shift.exp().clamp(max=2)))
+    assert metrics["mismatch/ratio_max"].item() == pytest.approx(math.exp(2))
+    assert metrics["mismatch/truncated"].item() == pytest.approx(mean((shift > math.log(2)).double()))
     off = GRPO(correction=None).loss(batch, vectors.logps, vectors.entropy, None).metrics
+    assert off["mismatch/ratio_max"].item() == pytest.approx(math.exp(2))
     assert "mismatch/is_weight_mean" not in off
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        TruncatedImportance(),
+        TruncatedImportance(level="sequence", max_weight=3.0),
+        MaskedImportance(),
+        MaskedImportance(level="sequence", keep_above=0.0),
+    ],
+)
+def test_the_effective_sample_is_that_of_the_weights_however_the_step_is_split(
+    vectors: SimpleNamespace, correction: MismatchCorrection
+) -> None:
+    batch = vectors.batch
+    batch.advantages = torch.ones_like(vectors.logps)
+    batch.rollout_logps = batch.old_logps + 0.4 * torch.randn_like(vectors.logps)
+    mask = batch.response_mask.bool()
+    batch = replace(batch, num_loss_tokens=int(mask.sum()), num_loss_sequences=len(mask))
+    objective = GRPO(correction=correction)
+    parts = []
+    for rows in ([0, 1], [2, 3]):
+        part = batch.select(rows)
+        longest = part.response_mask.shape[1]
+        logps, entropy = vectors.logps[rows, :longest], vectors.entropy[rows, :longest]
+        parts.append(objective.loss(part, logps, entropy, None).metrics)
+    weights = correction(batch.old_logps, batch.rollout_logps, mask)[mask]
+    whole = {name: value.item() for name, value in end_step(parts).items()}
+    expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
+    assert effective_sample_size(whole) == pytest.approx(expected.item())
+    ratio = importance_weights(batch.old_logps, batch.rollout_logps, mask, correction.level)
+    assert whole["mismatch/ratio_max"] == pytest.approx(ratio.max().item())
+
+
+def test_a_rollout_that_its_weights_say_is_useless_ends_the_run() -> None:
+    def metrics(mean: float, square: float) -> dict[str, float]:
+        return {"mismatch/ratio_max": 9.0, "mismatch/is_weight_mean": mean, "mismatch/is_weight_square": square}
+
+    fine = metrics(0.9, 0.9)
+    judge_weights(fine, 1)
+    assert fine["mismatch/effective_sample_size"] == pytest.approx(0.9)
+    assert "mismatch/is_weight_square" not in fine
+    for useless in (metrics(0.05, 0.1), metrics(0.0, 0.0)):
+        with pytest.raises(RuntimeError, match=r"Iteration 2: .* at least 0\.1 must.*`quantization: null`"):
+            judge_weights(useless, 2)
+    nothing: dict[str, float] = {"mismatch/ratio_max": 0.0} | dict.fromkeys(list(metrics(0, 0))[1:], 0.0)
+    judge_weights(nothing, 1)  # every response was left out of the loss
+    assert "mismatch/effective_sample_size" not in nothing
 
 
 @pytest.mark.parametrize(("temperature", "is_as_expected"), [(1.0, True), (1.2, False), (0.8, False)])

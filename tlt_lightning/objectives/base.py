@@ -27,7 +27,7 @@ class ObjectiveOutput:
         loss: Scalar to call `backward` on.
         metrics: Detached scalars under their full names (`train/kl`, `mismatch/...`). Each is already normalised like
             the loss, so that the sum over an optimizer step's micro-batches, averaged over ranks, is its value; a
-            micro-batch that leaves one out contributes 0 to it.
+            micro-batch that leaves one out contributes 0 to it. Of a name that ends in `_max` the largest is logged.
     """
 
     loss: Tensor

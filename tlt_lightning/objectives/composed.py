@@ -14,7 +14,7 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import AdvantageEstimator
 from tlt_lightning.objectives.aggregation import Aggregation, token_mean
 from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, PolicyObjective, Reduce, fill, require, upcast
-from tlt_lightning.objectives.correction import MismatchCorrection
+from tlt_lightning.objectives.correction import Level, MismatchCorrection, importance_weights
 from tlt_lightning.objectives.kl import KLPenalty, k3
 from tlt_lightning.objectives.surrogates import Surrogate
 
@@ -95,12 +95,15 @@ class ComposedObjective(PolicyObjective):
         rollout_logps = fill(batch.rollout_logps, mask)
 
         per_token, clipped = self.surrogate(logps, old_logps, advantages, mask)
+        level: Level = "token" if self.correction is None else self.correction.level
+        ratio = importance_weights(old_logps, rollout_logps, mask, level)
         metrics = {
             "train/entropy": token_mean(entropy, batch),
             "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
             "train/approx_kl": token_mean(k3(old_logps, logps), batch),
             "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
             "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
+            "mismatch/ratio_max": ratio.max(),
             # 0 in the mean for tokens drawn from this very policy: the one trace that a wrong sampler leaves in a run.
             "mismatch/surprise": token_mean(-logps - entropy, batch),
         }
@@ -108,6 +111,8 @@ class ComposedObjective(PolicyObjective):
             weights = self.correction(old_logps, rollout_logps, mask)
             per_token = per_token * weights
             metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
+            metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
+            metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)
         if batch.ref_logps is not None:
             metrics["train/kl"] = token_mean(k3(logps, fill(batch.ref_logps, mask)), batch)
         if self.loss_kl is not None:

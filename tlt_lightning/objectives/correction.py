@@ -6,6 +6,7 @@ weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL o
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,9 @@ Level = Literal["token", "sequence"]
 
 class MismatchCorrection(ABC):
     """Weighs tokens by how likely the trainer finds them against how likely the engine did."""
+
+    level: Level = "token"
+    """What a weight belongs to."""
 
     @abstractmethod
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
@@ -42,6 +46,17 @@ def importance_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, l
     if level == "sequence":
         difference = sequence_sum(difference, mask)
     return torch.where(mask, log_ratio(difference, torch.zeros_like(difference)).exp(), 0.0)
+
+
+def effective_sample_size(metrics: Mapping[str, float]) -> float | None:
+    """Return the share of an iteration's tokens that is as good as all of them with their weights (Kish).
+
+    (sum of w)^2 / (n * sum of w^2), from the logged means of w and w^2; None without tokens or correction.
+    """
+    if not metrics.get("mismatch/ratio_max") or "mismatch/is_weight_square" not in metrics:
+        return None
+    square = metrics["mismatch/is_weight_square"]
+    return metrics["mismatch/is_weight_mean"] ** 2 / square if square else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
