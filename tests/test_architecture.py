@@ -18,7 +18,7 @@ MODULES = {
 FLOORS = [
     {"arguments", "seeds"},
     {"speculation"},
-    {"policy", "packed_pass", "hidden_states", "objectives", "rewards"},
+    {"policy", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
     {"engine"},
     {"hooks", "metrics", "checks", "training"},
     {"data", "guard"},

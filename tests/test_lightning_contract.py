@@ -10,12 +10,14 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
 from tlt_lightning import LoRA, RLModule, TransformersEngine
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
@@ -185,6 +187,27 @@ def test_a_model_that_is_nowhere_is_refused_before_anything_loads(argument: str,
         ValueError, match=rf"^`model\.{argument}` '.*nowhere' has to be a folder .* or a model of the hub"
     ):
         make_trainer(root).fit(module, make_data(prompts_path, NeverLoaded()))
+
+
+class OwnCheckpoints(TorchCheckpointIO):
+    """Writes what rank zero has."""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({}, r"TransformersEngine generates with the live policy.*use `VLLMEngine`"),
+        ({"callbacks": [EMAWeightAveraging()]}, r"`WeightAveraging` keeps a copy of the whole policy"),
+        ({"plugins": [OwnCheckpoints()]}, r"plugin OwnCheckpoints writes checkpoints of rank zero alone"),
+        ({"strategy": ModelParallelStrategy()}, r"is ModelParallelStrategy, which is not supported.*or `fsdp2`"),
+    ],
+)
+def test_what_a_sharded_policy_cannot_do_is_refused(trainer: dict[str, Any], message: str, paths: Paths) -> None:
+    _, prompts_path, _ = paths
+    sharded = L.Trainer(**{"accelerator": "cpu", "devices": 2, "strategy": "fsdp2", "logger": False, **trainer})
+    sharded.datamodule = make_data(prompts_path, None if not trainer else make_engine("vllm"))  # type: ignore[attr-defined]
+    with pytest.raises(MisconfigurationException, match=message):
+        check_trainer(sharded)
 
 
 # Configuration

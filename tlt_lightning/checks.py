@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
-import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tlt_lightning.engine.transformers import TransformersEngine
+from tlt_lightning.sharding.units import norm_of
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Sampling
@@ -30,7 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("32-true", "bf16-mixed")
-STRATEGIES = "Use `auto` on one device, also in a notebook, and `ddp` in a script on several."
+STRATEGIES = (
+    "Use `auto` on one device, also in a notebook, and `ddp` in a script on several, or `fsdp2`, which shards policy "
+    "and optimizer over them."
+)
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -48,12 +56,15 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     strategy = trainer.strategy
     launched_per_process = getattr(strategy, "_start_method", None) in (None, "popen")
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or not launched_per_process:
+    known = SingleDeviceStrategy | DDPStrategy | FSDP2Strategy
+    if not isinstance(strategy, known) or not launched_per_process:
         raise MisconfigurationException(
             f"`Trainer(strategy=...)` is {type(strategy).__name__}"
             f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
             f"{STRATEGIES}"
         )
+    if isinstance(strategy, FSDP2Strategy):
+        _check_sharded(trainer)
     device = strategy.root_device
     if device.type == "cuda" and device.index != trainer.local_rank:
         # The code that vLLM compiles is tied to a device, and kept by rank.
@@ -82,6 +93,26 @@ def check_not_spawned() -> None:
         raise MisconfigurationException(
             "`Trainer(strategy=...)` spawns its processes, as `ddp_spawn` does, and a policy's module cannot be "
             f"handed to them. {STRATEGIES}"
+        )
+
+
+def _check_sharded(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException for what needs the whole policy on a rank, or passes that others do not make."""
+    if isinstance(getattr(trainer.datamodule, "engine", None), TransformersEngine):  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            "`data.engine` TransformersEngine generates with the live policy, for which `fsdp2` would have all ranks "
+            "take equally many steps; use `VLLMEngine`, or `strategy: ddp`."
+        )
+    if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            "`WeightAveraging` keeps a copy of the whole policy, and `fsdp2` shards it; drop the callback, or use "
+            "`strategy: ddp`."
+        )
+    io = trainer.strategy.checkpoint_io
+    if type(io) is not TorchCheckpointIO and not hasattr(io, "save_part"):  # which `guard` puts in its place
+        raise MisconfigurationException(
+            f"The plugin {type(io).__name__} writes checkpoints of rank zero alone, and `fsdp2` has every rank write "
+            "its shard; drop the plugin."
         )
 
 
@@ -204,7 +235,7 @@ def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float
     Loss and gradient are known before a step, so what the last step left shows in the weights alone.
     """
     norms = {name: metrics.get(name, 0.0) for name in ("train/loss", "train/grad_norm")}
-    norms["norm of the weights"] = float(torch.nn.utils.get_total_norm([p.detach() for p in module.parameters()]))
+    norms["norm of the weights"] = float(norm_of([p.detach() for p in module.parameters()]))
     for name, value in norms.items():
         if not isfinite(value):
             raise RuntimeError(

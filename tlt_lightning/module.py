@@ -19,17 +19,20 @@ from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.guard.parts import OWN
+from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, stream_weights
+from tlt_lightning.policy import LoRA, stream_weights
+from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training import optimization
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
+from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
-from tlt_lightning.training.networks import Networks
+from tlt_lightning.training.networks import Networks, load_networks
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.resume import Requeue, UpdateState, check_lora, hand_over, is_within, take_up
 from tlt_lightning.training.throughput import log_work
@@ -125,17 +128,17 @@ class RLModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.policy is not None:
             return
-        policy = load_policy(self.policy_path, lora=self.lora, attn_implementation=self.attn_implementation)
-        if self.gradient_checkpointing:
-            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if self.lora is not None:
-                policy.enable_input_require_grads()
-        self.policy = policy
-        if self.objective.needs_critic and self.critic_config is not None:
-            self.critic = Critic(self.critic_config, causal_lm(policy).config.hidden_size)
-        if self.objective.needs_reference:
-            path = self.reference_path or (self.policy_path if self.lora is None else None)
-            self._reference = Reference(path, self.attn_implementation)
+        networks = load_networks(
+            self.policy_path,
+            self.objective,
+            lora=self.lora,
+            reference=self.reference_path,
+            critic=self.critic_config,
+            gradient_checkpointing=self.gradient_checkpointing,
+            attn_implementation=self.attn_implementation,
+            sharding=None if self._trainer is None else sharding_of(self.trainer),
+        )
+        self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
         self._frozen = frozen_names(self)
 
     @override
@@ -184,13 +187,9 @@ class RLModule(L.LightningModule):
         request = self.hidden_state_request
         policy, step = self.networks.policy, self.trainer.global_step
         self._tap = None if request is None else BatchTap(policy, request, batch, step)
-        return self.networks.score(
-            batch,
-            micro_batch_tokens,
-            device=self.device,
-            context=self.trainer.precision_plugin.forward_context,
-            scores_policy=not single_update or self.critic is not None or self.objective.needs_old_logps,
-        )
+        scores_policy = not single_update or self.critic is not None or self.objective.needs_old_logps
+        context, agree = self.trainer.precision_plugin.forward_context, agreement(self.trainer)
+        return self.networks.score(batch, micro_batch_tokens, self.device, context, agree, scores_policy=scores_policy)
 
     # Training
 
@@ -252,7 +251,7 @@ class RLModule(L.LightningModule):
             for parameter in self.policy.parameters():
                 parameter.grad = None
         if gradients := [p.grad for p in self.policy.parameters() if p.grad is not None]:
-            self.iteration_log.mean("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
+            self.iteration_log.mean("train/grad_norm", norm_of(gradients))
 
     @override
     def on_train_start(self) -> None:
@@ -341,6 +340,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_together(checkpoint)
         check_lora(checkpoint["policy"]["lora"], self.lora)
         put_back(self._frozen, checkpoint, self)
         if self._trainer is not None and self.trainer.state.fn == "fit":

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
+from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,16 +84,21 @@ def end_token_ids(path: str) -> list[int]:
     return sorted(set(ids))
 
 
-def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str = "sdpa") -> PreTrainedModel:
+def load_policy(
+    path: str, *, lora: LoRA | None = None, attn_implementation: str = "sdpa", sharding: Sharding | None = None
+) -> PreTrainedModel:
     """Load the causal LM at `path` for training: float32, dropout off, train mode.
 
     With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Raises ValueError if its weights
-    hold NaN, or if its logits are more than the output of a linear layer. Warns if its passes cannot be packed.
+    hold NaN, or if its logits are more than the output of a linear layer. Warns if its passes cannot be packed. With
+    `sharding` the weights stay in their files, in the files' type, until their layer is sharded.
     """
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype if sharding is None else "auto", attn_implementation=attn_implementation
+    )
     _switch_dropout_off(model)
     model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
     _check_head(model, path)
@@ -103,7 +109,10 @@ def load_policy(path: str, *, lora: LoRA | None = None, attn_implementation: str
             *(path, type(model).__name__),
         )
     model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
-    return with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
+    adapted = with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
+    if sharding is not None:
+        sharding.shard(model, dtype)
+    return adapted
 
 
 def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
@@ -220,9 +229,14 @@ def response_logps(
 
     Both at the batch's temperature. Also returns the states (N, H) and their index in (B, T), for a critic.
     """
-    states, targets, index = response_states(model, batch)
-    head = causal_lm(model).get_output_embeddings()
-    logps, entropy = token_logps(head, states, targets, temperature=batch.temperature, chunk_size=chunk_size)
+
+    def compute() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        states, targets, index = response_states(model, batch)
+        head = causal_lm(model).get_output_embeddings()
+        logps, entropy = token_logps(head, states, targets, temperature=batch.temperature, chunk_size=chunk_size)
+        return logps, entropy, states, index
+
+    logps, entropy, states, index = as_forward(causal_lm(model), compute)
     like = batch.rollout_logps
     return scatter(logps, index, like), scatter(entropy, index, like), states, index
 
@@ -230,7 +244,8 @@ def response_logps(
 class PolicyWeights(Iterable[tuple[str, Tensor]]):
     """Streams the policy's weights by Hugging Face name, adapters merged, one at a time.
 
-    Tied weights come once. Merged tensors are fresh copies; all others are the live ones and must not be written.
+    Tied weights come once. Merged tensors are fresh copies; all others are the live ones and must not be written. Of a
+    sharded policy all ranks stream together, and a layer's tensors are empty once the next layer's come.
 
     Args:
         model: The policy, adapters in place.
@@ -238,22 +253,31 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
 
     def __init__(self, model: nn.Module) -> None:
         self.adapters = _adapters(model)
-        self.parameters = {
-            name.replace(".base_layer", ""): parameter
-            for name, parameter in causal_lm(model).named_parameters()
-            if ".lora_" not in name
-        }
+        self.model = causal_lm(model)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all tensors, with nothing merged."""
-        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        parameters = self.model.named_parameters()
+        return {_streamed(name): tuple(each.shape) for name, each in parameters if ".lora_" not in name}
 
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parameters.items():
-            layer = self.adapters.get(name)
-            yield name, parameter.detach() if layer is None else _merged(layer, parameter)
+        for unit, names in units_of(self.model):
+            # vLLM completes embedding and head, whose vocabulary it pads, after all others: the root's need copies.
+            must_copy = unit is self.model and is_sharded(unit)
+            with gathered(unit):
+                for name in names:
+                    if ".lora_" in name:
+                        continue
+                    parameter, layer = self.model.get_parameter(name).detach(), self.adapters.get(_streamed(name))
+                    if layer is not None:
+                        parameter = _merged(layer, parameter)
+                    yield _streamed(name), parameter.clone() if must_copy and layer is None else parameter
+
+
+def _streamed(name: str) -> str:
+    return name.replace(".base_layer", "")
 
 
 def stream_weights(model: nn.Module) -> PolicyWeights:

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from tlt_lightning.training.micro_batches import balance, cut_micro_batches, fill, plan_minibatches
+from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, fill, plan_minibatches
 
 
 def random_lengths(seed: int, num_rows: int) -> list[int]:
@@ -71,3 +71,30 @@ def test_a_plan_has_every_row_once_shuffles_and_repeats_with_its_seed() -> None:
     assert [sum(map(len, step)) for step in first] == [8, 8, 8]
     assert first != second
     assert plans(0) == [first, second]
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_ranks_cut_each_step_into_equally_many_parts(is_padded: bool) -> None:
+    """Ranks of 12 sequences that would cut into different numbers agree, whoever needs more in the end."""
+    ranks = [torch.tensor(random_lengths(seed, 12)).clamp(max=100) for seed in range(6)]
+    steps = list(torch.arange(12).chunk(2))
+    counts = [torch.ones(2, dtype=torch.int64)]  # what ranks know of the others so far
+
+    def cut(lengths: torch.Tensor) -> list[list[list[int]]]:
+        rounds = iter(counts[1:])
+        return cut_alike(steps, lengths, 100, is_padded=is_padded, agree=lambda own: next(rounds, own))
+
+    while True:
+        plans = [cut(lengths) for lengths in ranks]
+        most = torch.tensor([[len(step) for step in plan] for plan in plans]).max(0).values
+        if torch.equal(most, counts[-1]):
+            break
+        counts.append(most)
+    alone = [[len(cut_micro_batches(rows, lengths, 100, is_padded=is_padded)) for rows in steps] for lengths in ranks]
+    assert len({tuple(each) for each in alone}) > 1
+    for plan, lengths in zip(plans, ranks, strict=True):
+        assert [len(step) for step in plan] == most.tolist()
+        for step, rows in zip(plan, steps, strict=True):
+            assert sorted(row for part in step for row in part) == rows.tolist()
+            assert all(step)
+            assert all(int(lengths[part].sum()) <= 100 for part in step)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
+from tlt_lightning.guard.shards import make_whole
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def export_policy(
         raise FileExistsError(f"`output_dir` {output_dir!r} is not empty; choose another or remove it.")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {dtype!r}.")
-    checkpoint = torch.load(source, map_location="cpu", weights_only=True)
+    checkpoint = WholeCheckpointIO().load_checkpoint(source, weights_only=True, as_rows=True)
     if "policy" not in checkpoint:
         raise ValueError(f"`ckpt_path` {ckpt_path!r} was not written by an RLModule: it has no `policy` entry.")
     path, lora = policy or checkpoint["policy"]["path"], checkpoint["policy"]["lora"]
@@ -50,7 +52,7 @@ def export_policy(
     model = load_policy(path, lora=None if lora is None else LoRA(**lora))
     weights = {
         name.removeprefix(_PREFIX): value
-        for name, value in checkpoint["state_dict"].items()
+        for name, value in make_whole(checkpoint["state_dict"]).items()
         if name.startswith(_PREFIX)
     }
     result = model.load_state_dict(weights, strict=lora is None)

@@ -20,6 +20,7 @@ from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.training.fsdp2 import agreement
 from tlt_lightning.training.micro_batches import plan_minibatches
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class PolicyIteration:
                 num_minibatches=self.settings.num_minibatches,
                 generator=generator,
                 is_padded=self.module.networks.is_padded,
+                agree=agreement(self.trainer),
             )
             own = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
             counts = self._sum(torch.tensor(own))

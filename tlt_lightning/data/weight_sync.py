@@ -8,6 +8,7 @@ from torch import nn
 
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.sharding.units import local
 
 
 class WeightSync:
@@ -37,6 +38,7 @@ class WeightSync:
 
 
 def fingerprint_of(module: nn.Module) -> tuple[int, ...]:
-    """Return a hash of each parameter's bits, which sees changes to `tensor.data`, too."""
-    hashes = [torch.hash_tensor(parameter.detach()) for parameter in module.parameters()]
+    """Return a hash of the bits that this rank has of each parameter, which sees changes to `tensor.data`, too."""
+    own = (local(parameter.detach()) for parameter in module.parameters())
+    hashes = [torch.hash_tensor(tensor) for tensor in own if tensor.numel()]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()

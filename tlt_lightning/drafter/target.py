@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from tlt_lightning.policy import causal_lm, merged_weight
+from tlt_lightning.sharding.units import gathered, is_sharded
 from tlt_lightning.speculation.eagle3_files import default_layer_ids
 
 if TYPE_CHECKING:
@@ -72,10 +73,12 @@ def read_weights(path: str, config: PretrainedConfig) -> TargetWeights:
 
 
 def live_weights(policy: nn.Module) -> TargetWeights:
-    """Return the live policy's own tensors, adapters merged; never write to them."""
+    """Return the live policy's own tensors, adapters merged; never write to them. Copies of a sharded policy's."""
     model: Any = causal_lm(policy)
     modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
-    return TargetWeights(*(_merged(module) for module in modules))
+    with gathered(model):
+        tensors = [_merged(module) for module in modules]
+        return TargetWeights(*([tensor.clone() for tensor in tensors] if is_sharded(model) else tensors))
 
 
 def _merged(module: Any) -> Tensor:

@@ -25,6 +25,8 @@ from tlt_lightning.hooks import RolloutCallback
 
 log = logging.getLogger(__name__)
 
+_LAST_PATIENCE = 20.0  # seconds, after an error, for shards that other ranks may not write any more
+
 
 def guards(trainer: L.Trainer) -> list[L.Callback]:
     """Return a module's guard, nothing where the Trainer has one from an earlier run."""
@@ -135,7 +137,7 @@ class RunGuard(RolloutCallback):
             exception.code = SIGTERM_STATUS  # Lightning's own has none, which is success
         if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
             try:
-                trainer.strategy.checkpoint_io.wait()
+                trainer.strategy.checkpoint_io.wait(_LAST_PATIENCE)
             except RuntimeError as error:  # raising here would hide what ended the run
                 log.error("%s", error)
         self._release()

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
@@ -20,9 +22,13 @@ from typing_extensions import override
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.guard.background import Background
 from tlt_lightning.guard.files import PART, part_of, write_whole
-from tlt_lightning.guard.parts import OWN, TOKEN, read_part, remove_lost_parts, remove_parts
+from tlt_lightning.guard.parts import OWN, TOKEN, missing_parts, read_part, remove_lost_parts, remove_parts
+from tlt_lightning.guard.shards import SHARDS, make_whole, put_together
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 1800.0  # seconds for which shards of other ranks may be late
+_POLL_SECONDS = 0.05
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -44,6 +50,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self._latest: str | None = None
         self._background, self._host = Background(), HostCopy()
         self._is_behind = False
+        self._deadline = 0.0  # until when shards of other ranks may come
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -58,8 +65,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Raise the error of a checkpoint that could not be written, without waiting for one under way."""
         self._background.check()
 
-    def wait(self) -> None:
-        """Wait for the checkpoint under way, or raise the error that it could not be written."""
+    def wait(self, patience: float | None = None) -> None:
+        """Wait for the checkpoint under way, or raise the error that it could not be written.
+
+        Args:
+            patience: Most seconds that it may still wait for the parts of other ranks, which may have ended.
+        """
+        if patience is not None:
+            self._deadline = min(self._deadline, time.monotonic() + patience)
         self._background.wait()
 
     @override
@@ -69,20 +82,39 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self._hand_over(checkpoint, lambda state: self._write(state, path, storage_options))
+
+    def save_part(self, own: dict[str, Any], path: Path) -> None:
+        """Write a rank's part of a checkpoint, as `save_checkpoint` does rank zero's."""
+        self._hand_over(own, lambda state: write_whole(state, path))
+
+    def _hand_over(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         self.wait()
         if self._is_behind:
-            copy = self._host.fill_state(checkpoint)
-            self._background.submit(lambda: self._write(copy, path, storage_options))
+            copy = self._host.fill_state(state)
+            self._background.submit(lambda: write(copy))
         else:
-            self._write(checkpoint, path, storage_options)
+            write(state)
 
     def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        if checkpoint.get(SHARDS, 1) > 1:
+            self._await_parts(path, checkpoint[TOKEN], checkpoint[SHARDS])
         write_whole(checkpoint, Path(path))
         self._latest = str(path)
         remove_parts(path, besides=checkpoint.get(TOKEN, "none"))
+
+    def _await_parts(self, path: Any, token: str, num_shards: int) -> None:
+        self._deadline = time.monotonic() + _PATIENCE
+        while missing := missing_parts(path, token, num_shards):
+            if time.monotonic() > self._deadline:
+                raise RuntimeError(
+                    f"The checkpoint {str(path)!r} could not be written: shards of other ranks have not come, among "
+                    f"them {str(missing[0])!r}. All ranks must write to one folder, of a file system that they share."
+                )
+            time.sleep(_POLL_SECONDS)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -108,18 +140,43 @@ class WholeCheckpointIO(TorchCheckpointIO):
             remove_parts(path)
 
     @override
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
-        # Lightning's own default is a function, with which torch loads no tensor that holds others (8-bit states).
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", *, as_rows: bool = False, **options: Any
+    ) -> dict[str, Any]:
+        """Read a checkpoint, and what this rank has of its own.
+
+        Args:
+            path: Of the checkpoint.
+            map_location: Lightning's own default is a function, with which torch loads no tensor that holds others
+                (8-bit states).
+            as_rows: Leave tensors in their files, and those of a sharded run as `Rows`; otherwise all are whole.
+            options: Of Lightning's own.
+        """
         self.wait()
         check_readable(path)
         try:
-            checkpoint = super().load_checkpoint(path, map_location, **options)
+            if as_rows:
+                checkpoint = torch.load(path, map_location=map_location, mmap=True, **options)
+            else:
+                checkpoint = super().load_checkpoint(path, map_location, **options)
             part = read_part(path, checkpoint[TOKEN], self._rank) if self._rank and TOKEN in checkpoint else None
+            if SHARDS in checkpoint:
+                checkpoint = put_together(checkpoint, self._shards_of(path, checkpoint))
+                checkpoint = checkpoint if as_rows else make_whole(checkpoint)
             return checkpoint if part is None else checkpoint | {OWN: part}
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"The checkpoint {str(path)!r} cannot be read: {str(error).splitlines()[0]}{_others(Path(path))}"
             ) from error
+
+    def _shards_of(self, path: Any, checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+        parts = [read_part(path, checkpoint[TOKEN], rank) for rank in range(1, checkpoint[SHARDS])]
+        if missing := [rank for rank, part in enumerate(parts, 1) if part is None]:
+            raise FileNotFoundError(
+                f"The checkpoint {str(path)!r} is of {checkpoint[SHARDS]} shards, and those of ranks {missing} are not "
+                f"beside it: its folder {Path(path).name}.ranks belongs to it."
+            )
+        return [part[SHARDS] for part in parts if part is not None]
 
 
 def check_readable(path: Any) -> None:

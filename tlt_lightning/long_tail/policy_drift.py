@@ -15,7 +15,6 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.hidden_states import choose_rows
 from tlt_lightning.objectives.kl import k3
 from tlt_lightning.policy import response_logps
-from tlt_lightning.training.micro_batches import cut_micro_batches
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
 
@@ -47,9 +46,7 @@ class PolicyDrift:
         if not self._answers:
             rows = choose_rows(batch.lengths.tolist(), _MAX_TOKENS, torch.Generator().manual_seed(0))
             rows = rows or [int(batch.lengths.argmin())]
-            limit = max(_MAX_TOKENS, int(batch.lengths[rows].max()))
-            parts = cut_micro_batches(torch.tensor(rows), batch.lengths, limit, is_padded=True)
-            self._answers = [batch.select(part) for part in parts]
+            self._answers = [batch.select(rows)]  # of one pass, on every rank: `fsdp2` makes it a collective
             self._logps = [score(answer).float().cpu() for answer in self._answers]
             return 0.0
         now = [score(answer).float().cpu() for answer in self._answers]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
+from tlt_lightning.sharding.units import Sharding, as_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,9 @@ class CriticConfig:
 class Critic(nn.Module):
     """Predicts the return from the state in which each response token was chosen."""
 
-    def __init__(self, config: CriticConfig, hidden_size: int) -> None:
+    def __init__(self, config: CriticConfig, hidden_size: int, sharding: Sharding | None = None) -> None:
         super().__init__()
-        self.trunk = None if config.path is None else load_policy(config.path, lora=config.lora)
+        self.trunk = None if config.path is None else load_policy(config.path, lora=config.lora, sharding=sharding)
         if self.trunk is not None:
             hidden_size = causal_lm(self.trunk).config.hidden_size
             output = causal_lm(self.trunk).get_output_embeddings()
@@ -51,6 +52,8 @@ class Critic(nn.Module):
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)  # start from value 0 everywhere: no wrong opinion to unlearn
         nn.init.zeros_(self.head.bias)
+        if sharding is not None:
+            sharding.shard_small(self)
 
     def forward(self, batch: RolloutBatch, policy_states: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
         """Return the values, (B, T) in float32.
@@ -60,7 +63,9 @@ class Critic(nn.Module):
             policy_states: The policy's hidden states before each response token. (N, H)
             index: Their places in (B, T).
         """
-        states = policy_states if self.trunk is None else response_states(self.trunk, batch)[0]
+        states = policy_states
+        if (trunk := self.trunk) is not None:
+            states = as_forward(causal_lm(trunk), lambda: response_states(trunk, batch)[0])
         with torch.autocast(states.device.type, enabled=False):
             values = self.head(states.float()).squeeze(-1)
         return scatter(values, index, batch.rollout_logps)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tlt_lightning.sharding.units import local
+
 PATIENCE = 3
 """Iterations in a row that must show a cause before it is said."""
 
@@ -116,9 +118,10 @@ def _of_rewards(metrics: Mapping[str, float], is_grouped: bool) -> Cause | None:
 
 
 def sample_of(parameters: Sequence[Tensor]) -> Tensor:
-    """Return some of the weights, always the same ones, in float32 on the CPU."""
-    stride = 1 + sum(parameter.numel() for parameter in parameters) // SAMPLE
-    return torch.cat([parameter.detach().reshape(-1)[::stride].float().cpu() for parameter in parameters])
+    """Return some of the weights of this rank, always the same ones, in float32 on the CPU."""
+    own = [local(parameter.detach()).reshape(-1) for parameter in parameters]
+    stride = 1 + sum(parameter.numel() for parameter in own) // SAMPLE
+    return torch.cat([parameter[::stride].float().cpu() for parameter in own])
 
 
 def change_of(before: Tensor, after: Tensor) -> float:

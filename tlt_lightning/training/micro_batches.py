@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapreplace
 from itertools import count, pairwise
 from math import ceil
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def cut_micro_batches(rows: Tensor, lengths: Tensor, max_tokens: int, *, is_padded: bool = False) -> list[list[int]]:
+def cut_micro_batches(
+    rows: Tensor, lengths: Tensor, max_tokens: int, *, is_padded: bool = False, num_parts: int = 1
+) -> list[list[int]]:
     """Cut sequences into micro-batches, largest first, so that a lack of memory shows at once.
 
     Args:
@@ -19,6 +21,7 @@ def cut_micro_batches(rows: Tensor, lengths: Tensor, max_tokens: int, *, is_padd
         lengths: Tokens of each sequence of the batch. (B,), int64
         max_tokens: Most tokens of a micro-batch.
         is_padded: Count padding, which a pass has that cannot be packed.
+        num_parts: Fewest micro-batches, at most as many as sequences.
 
     Returns:
         Row numbers by micro-batch.
@@ -32,11 +35,11 @@ def cut_micro_batches(rows: Tensor, lengths: Tensor, max_tokens: int, *, is_padd
     in_order = lengths[rows].tolist()
     if in_order[0] > max_tokens:
         raise ValueError(f"A sequence has {in_order[0]} tokens, more than `micro_batch_tokens` {max_tokens}; raise it.")
-    parts = fill(in_order, max_tokens) if is_padded else balance(in_order, max_tokens)
+    parts = (fill if is_padded else balance)(in_order, max_tokens, num_parts)
     return [rows[part].tolist() for part in parts]
 
 
-def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def balance(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[list[int]]:
     """Divide sequences among the fewest parts of similar size, with which the rule below finds room for all.
 
     The longest goes first, each into the lightest part: the largest is at most 4/3 of the smallest possible (Graham
@@ -45,12 +48,13 @@ def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Args:
         lengths: Tokens of each sequence, longest first, none above `max_tokens`.
         max_tokens: Most tokens of a part.
+        num_parts: Fewest parts.
 
     Returns:
         Places in `lengths` by part, largest part first.
     """
-    for num_parts in count(ceil(sum(lengths) / max_tokens)):  # as many parts as sequences have room for all
-        parts: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_parts)]  # a heap
+    for tried in count(max(num_parts, ceil(sum(lengths) / max_tokens))):  # as many parts as sequences have room
+        parts: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(tried)]  # a heap
         for place, length in enumerate(lengths):
             size, number, places = parts[0]
             places.append(place)
@@ -60,18 +64,31 @@ def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [places for _, _, places in sorted(parts, reverse=True)]
 
 
-def fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Fill one part after the other up to `max_tokens` padded tokens; otherwise as `balance`."""
+def fill(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[list[int]]:
+    """Fill one part after the other up to `max_tokens` padded tokens, then halve; otherwise as `balance`."""
     starts = [0]
     for place in range(1, len(lengths)):
         if (place + 1 - starts[-1]) * lengths[starts[-1]] > max_tokens:
             starts.append(place)
     parts = [list(range(*ends)) for ends in pairwise([*starts, len(lengths)])]
+    while len(parts) < num_parts:
+        most = parts.pop(max(range(len(parts)), key=lambda number: len(parts[number])))
+        parts += [most[: len(most) // 2], most[len(most) // 2 :]]
     return sorted(parts, key=lambda part: -len(part) * lengths[part[0]])
 
 
+Agree = Callable[[Tensor], Tensor]
+"""Returns the largest of every rank's numbers, for each place of a tensor."""
+
+
 def plan_minibatches(
-    lengths: Tensor, *, micro_batch_tokens: int, num_minibatches: int, generator: torch.Generator, is_padded: bool
+    lengths: Tensor,
+    *,
+    micro_batch_tokens: int,
+    num_minibatches: int,
+    generator: torch.Generator,
+    is_padded: bool,
+    agree: Agree | None = None,
 ) -> list[list[list[int]]]:
     """Split sequences at random into steps, and steps into micro-batches.
 
@@ -81,10 +98,30 @@ def plan_minibatches(
         num_minibatches: Optimizer steps, which divide B.
         generator: Shuffles.
         is_padded: As in `cut_micro_batches`.
+        agree: Makes all ranks, with B sequences each, cut a step into equally many; None where each may by itself.
 
     Returns:
         Row numbers by optimizer step and micro-batch, each step's largest one first.
     """
-    order = torch.randperm(len(lengths), generator=generator)
-    steps = order.chunk(num_minibatches)
-    return [cut_micro_batches(rows, lengths, micro_batch_tokens, is_padded=is_padded) for rows in steps]
+    steps = torch.randperm(len(lengths), generator=generator).chunk(num_minibatches)
+    return cut_alike(steps, lengths, micro_batch_tokens, is_padded=is_padded, agree=agree)
+
+
+def cut_alike(
+    steps: Sequence[Tensor], lengths: Tensor, max_tokens: int, *, is_padded: bool, agree: Agree | None
+) -> list[list[list[int]]]:
+    """Cut each of some steps as `cut_micro_batches` does, with `agree` into as many parts as on every other rank.
+
+    A rank that is to cut more finely may need still more parts, so ranks ask again until nobody does: in the end every
+    sequence would be a part of its own.
+    """
+    least = torch.ones(len(steps), dtype=torch.int64)
+    while True:
+        plan = [
+            cut_micro_batches(rows, lengths, max_tokens, is_padded=is_padded, num_parts=num_parts)
+            for rows, num_parts in zip(steps, least.tolist(), strict=True)
+        ]
+        counts = torch.tensor([len(step) for step in plan])
+        if agree is None or torch.equal(most := agree(counts), least):
+            return plan
+        least = most

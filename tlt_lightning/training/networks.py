@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.hidden_states import BatchTap
+from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.packed_pass import can_pack
-from tlt_lightning.policy import causal_lm, response_logps
-from tlt_lightning.training.critic import Critic
-from tlt_lightning.training.micro_batches import cut_micro_batches
+from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps
+from tlt_lightning.sharding.units import Sharding
+from tlt_lightning.training.critic import Critic, CriticConfig
+from tlt_lightning.training.micro_batches import Agree, cut_alike
 from tlt_lightning.training.reference import Reference
 
 
@@ -59,9 +61,10 @@ class Networks:
         self,
         batch: RolloutBatch,
         max_tokens: int,
-        *,
         device: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
+        agree: Agree | None = None,
+        *,
         scores_policy: bool,
     ) -> RolloutBatch:
         """Fill in log-probs, reference log-probs and values of a rank's batch, largest pass first.
@@ -71,12 +74,14 @@ class Networks:
             max_tokens: Most tokens of a pass.
             device: Where the networks are.
             context: Made around each pass.
+            agree: As in `cut_alike`.
             scores_policy: Run policy and critic, too, and not the reference alone.
         """
         if not scores_policy and self.reference is None:
             return batch
         scores: dict[str, Tensor] = {}
-        for rows in cut_micro_batches(torch.arange(len(batch)), batch.lengths, max_tokens, is_padded=self.is_padded):
+        everything = [torch.arange(len(batch))]
+        for rows in cut_alike(everything, batch.lengths, max_tokens, is_padded=self.is_padded, agree=agree)[0]:
             part = move_data_to_device(batch.select(rows), device)
             results: dict[str, Tensor | None] = {}
             with context():
@@ -89,3 +94,29 @@ class Networks:
                     whole = scores.setdefault(name, torch.zeros_like(batch.rollout_logps))
                     whole[rows, : result.shape[1]] = result.float().cpu()
         return replace(batch, **scores)  # type: ignore[arg-type]
+
+
+def load_networks(
+    policy: str,
+    objective: PolicyObjective,
+    *,
+    lora: LoRA | None,
+    reference: str | None,
+    critic: CriticConfig | None,
+    gradient_checkpointing: bool,
+    attn_implementation: str,
+    sharding: Sharding | None,
+) -> Networks:
+    """Load what an objective needs; the arguments are those of `RLModule`, and how models are sharded."""
+    model = load_policy(policy, lora=lora, attn_implementation=attn_implementation, sharding=sharding)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora is not None:
+            model.enable_input_require_grads()
+    values = frozen = None
+    if objective.needs_critic and critic is not None:
+        values = Critic(critic, causal_lm(model).config.hidden_size, sharding)
+    if objective.needs_reference:
+        path = reference or (policy if lora is None else None)
+        frozen = Reference(path, attn_implementation, sharding)
+    return Networks(model, values, frozen)

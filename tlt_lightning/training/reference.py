@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import load_policy, response_logps
+from tlt_lightning.sharding.units import Sharding
 
 
 class Reference:
@@ -14,12 +15,14 @@ class Reference:
     Args:
         path: Path or hub name of the model; None takes the policy without its adapters, at no cost in memory.
         attn_implementation: Attention of Hugging Face.
+        sharding: How the model is sharded; None leaves it whole.
     """
 
-    def __init__(self, path: str | None, attn_implementation: str) -> None:
+    def __init__(self, path: str | None, attn_implementation: str, sharding: Sharding | None = None) -> None:
         self.model = None
         if path is not None:
-            self.model = load_policy(path, attn_implementation=attn_implementation).eval().requires_grad_(False)
+            model = load_policy(path, attn_implementation=attn_implementation, sharding=sharding)
+            self.model = model.eval().requires_grad_(False)
 
     def logps(self, policy: nn.Module, batch: RolloutBatch) -> Tensor:
         """Return the log-probs of the response tokens, (B, T), on the batch's device."""

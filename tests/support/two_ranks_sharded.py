@@ -1,0 +1,60 @@
+"""Run by test_fsdp2.py, once per rank: a run under a strategy, or the rest of one from a checkpoint, with real vLLM."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+import torch
+
+from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
+from tlt_lightning import LoRA
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.objectives.kl import KLPenalty
+
+
+class Save(L.Callback):
+    """Saves after the first of two optimizer steps, where optimizer and batch are at stake."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 0:
+            trainer.save_checkpoint(self.out / "within.ckpt")
+
+
+def main(
+    policy: str, prompts: str, out: str, strategy: str, options: str = "", ckpt_path: str | None = None, *to_load: str
+) -> None:
+    L.seed_everything(3)
+    module = make_module(
+        policy,
+        objective=GRPO(loss_kl=KLPenalty(coef=0.1)),
+        lora=LoRA(rank=4) if "lora" in options else None,
+        gradient_checkpointing="checkpointing" in options,
+    )
+    recorder = Recorder()
+    callbacks = [recorder] if ckpt_path else [recorder, Save(Path(out))]
+    trainer = make_trainer(Path(out), *callbacks, strategy=strategy, devices=2, gradient_clip_val=0.5)
+    tokens = 64 if os.environ.get("LOCAL_RANK", "0") == "0" else 32  # more passes on rank 1, where it may choose
+    trainer.fit(module, make_data(prompts, make_engine("vllm"), micro_batch_tokens=tokens), ckpt_path=ckpt_path or None)
+    result = {
+        "rollouts": [(rollout.response.token_ids, rollout.reward) for each in recorder.rollouts for rollout in each],
+        "metrics": module.iteration_metrics,
+    }
+    (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+    torch.save(weights(module), Path(out) / f"weights{trainer.global_rank}.pt")
+    trainer.save_checkpoint(Path(out) / "end.ckpt")
+    for path in to_load:  # of another strategy
+        checkpoint = trainer.strategy.load_checkpoint(path)
+        trainer.strategy.load_model_state_dict(checkpoint)
+        trainer.strategy.load_optimizer_state_dict(checkpoint)
+        trainer.save_checkpoint(Path(out) / "loaded.ckpt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,144 @@
+"""Train with weights, gradients and optimizer sharded over the ranks: `Trainer(strategy="fsdp2")`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from tlt_lightning.sharding.rows import Rows, sharded_as
+from tlt_lightning.sharding.units import Sharding
+from tlt_lightning.training.micro_batches import Agree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shards policy, critic and reference over all ranks; Lightning's own would split them as tensors by default.
+
+    Args:
+        num_replicas: Copies of the shards, each in ranks that follow one another: with as many as nodes, weights are
+            gathered within a node alone, and gradients added up across. 1 shards over all ranks.
+        process_group_backend: Backend of collectives; None takes NCCL for GPUs and gloo for CPUs.
+        timeout: Longest time a collective may take.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self.num_replicas = num_replicas
+        self._mesh: DeviceMesh | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        num_ranks = self.num_nodes * self.num_processes
+        if self.num_replicas < 1 or num_ranks % self.num_replicas:
+            raise MisconfigurationException(
+                f"`FSDP2Strategy(num_replicas={self.num_replicas})` does not divide {num_ranks} ranks; give the number "
+                "of nodes, or 1."
+            )
+        self._data_parallel_size, self._tensor_parallel_size = num_ranks, 1
+        super().setup_environment()
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that hold a weight's rows together."""
+        return self.num_nodes * self.num_processes // self.num_replicas
+
+    @property
+    def sharding(self) -> Sharding:
+        """How models are sharded."""
+        if self._mesh is None:
+            if self.num_replicas == 1:
+                self._mesh = self.device_mesh["data_parallel"]
+            else:
+                shape, names = (self.num_replicas, self.num_shards), ("replicate", "shard")
+                kind = self.root_device.type
+                self._mesh = torch.distributed.init_device_mesh(kind, shape, mesh_dim_names=names)
+        return Sharding(self._mesh, is_half=self.precision_plugin.precision == "bf16-mixed")
+
+    # Checkpoints: as every other strategy's, but for the shards, which `guard.parts` and `guard.shards` write and read
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # models are sharded before it
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return Strategy.lightning_module_state_dict(self)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return Strategy.optimizer_state(self, optimizer)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        torch.cuda.empty_cache()
+        options: dict[str, Any] = {"weights_only": weights_only, "as_rows": True}
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        state = {name: _sharded(value, own.get(name)) for name, value in saved.items()}
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            state = {
+                number: {name: _sharded(value, parameters[number]) for name, value in values.items()}
+                for number, values in saved["state"].items()
+            }
+            optimizer.load_state_dict({**saved, "state": state})
+
+
+def _sharded(value: Any, like: Tensor | None) -> Any:
+    """Return a tensor of the shape of a sharded one sharded as that is, and anything else as it is."""
+    is_alike = isinstance(value, Rows) or (isinstance(value, Tensor) and like is not None and value.shape == like.shape)
+    return sharded_as(value, like) if is_alike and isinstance(like, DTensor) else value
+
+
+def sharding_of(trainer: L.Trainer) -> Sharding | None:
+    """Return how a run shards its models; None where each rank has them whole."""
+    return trainer.strategy.sharding if isinstance(trainer.strategy, FSDP2Strategy) else None
+
+
+def agreement(trainer: L.Trainer) -> Agree | None:
+    """Return how ranks agree on a number of passes, of which each is a collective; None where each has its own."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, FSDP2Strategy):
+        return None
+
+    def agree(numbers: Tensor) -> Tensor:
+        own = numbers.to(strategy.root_device, copy=True)  # it is reduced in place
+        return strategy.reduce(own, reduce_op="max").to(numbers)
+
+    return agree
+
+
+StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks")
