@@ -1,14 +1,10 @@
-"""Texts longer than a pack: pieces see all that is before them, and masks stay small."""
-
-from typing import Any
+"""Texts longer than a pack: pieces see all that is before them."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.conftest import save_policy
 from tests.support.draft_texts import alone, make_drafter, pack, random_sequence
-from tlt_lightning.drafter import training_time_test
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack
 from tlt_lightning.drafter.teaching import Teaching
@@ -84,31 +80,6 @@ def test_without_what_is_before_them_pieces_differ(drafter: DrafterModule) -> No
     here = batch.document_ids[0] == 1
     features, _ = unroll(drafter.head, batch, 1)
     assert not torch.allclose(features[0, here], expected[0, batch.position_ids[0, here]], atol=1e-3)
-
-
-def test_blocks_of_attention_are_the_whole_and_no_mask_has_more_rows_than_one(
-    drafter: DrafterModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masks: list[tuple[int, ...]] = []
-    attend = F.scaled_dot_product_attention
-
-    def spy(*args: Any, attn_mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        masks.append(() if attn_mask is None else tuple(attn_mask.shape))
-        return attend(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    results = []
-    for rows in (1024, 100):
-        monkeypatch.setattr(training_time_test, "_BLOCK", rows)
-        masks.clear()
-        _, packs = cut()
-        loss = torch.stack([drafter.loss(batch)[0] for batch in (alone(random_sequence(LENGTH), 640), packs[-2])]).sum()
-        drafter.zero_grad()
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in drafter.parameters() if p.grad is not None)])
-        assert max(shape[0] for shape in masks if shape) == min(rows, LENGTH - 2)
-        assert max(shape[1] for shape in masks if shape) < LENGTH + STEPS * rows
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 def test_every_entry_of_long_texts_is_in_one_pack_with_all_before_it() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.arguments import check_at_least
+from tlt_lightning.drafter.document_attention import attend_in_documents
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
-from tlt_lightning.drafter.training_time_test import attend_in_documents
 from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
 
 if TYPE_CHECKING:

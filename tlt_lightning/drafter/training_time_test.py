@@ -2,26 +2,25 @@
 
 This is the pass of `speculators`' `Eagle3DraftModel.forward` (training-time test); tests compare the two. It is written
 out because regression needs the features, the vocabulary comes in chunks, and that forward is compiled wherever a GPU
-is visible, which takes longer than an idle window lasts. Attention runs document by document: its cost follows the
-lengths of the sequences and not the square of the pack's. A piece of a sequence attends to all that is before it.
+is visible, which takes longer than an idle window lasts. Attention keeps documents apart (`document_attention`), and a
+piece of a sequence attends to all that is before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from tlt_lightning.drafter.document_attention import Documents
 from tlt_lightning.drafter.packing import Context, PackedBatch
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-_BLOCK = 1024  # rows of the largest mask
+_ROWS = 1024  # of a context, read at a time
 
 
 def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
@@ -60,8 +59,8 @@ def keys_of(head: Eagle3DraftModel, context: Context) -> tuple[Tensor, Tensor]:
 
     layer: Any = head.layers[0]
     cache, device, num_entries = DynamicCache(), head.fc.weight.device, len(context.input_ids)
-    for start in range(0, num_entries, _BLOCK):
-        here = slice(start, min(start + _BLOCK, num_entries))
+    for start in range(0, num_entries, _ROWS):
+        here = slice(start, min(start + _ROWS, num_entries))
         fused = head.fc(context.states[None, here].to(device, head.fc.weight.dtype))
         embedded = head.embed_tokens(context.input_ids[None, here].to(device)).to(fused.dtype)
         states = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(fused)], -1)
@@ -74,72 +73,6 @@ def keys_of(head: Eagle3DraftModel, context: Context) -> tuple[Tensor, Tensor]:
         )
     kept: Any = cache.layers[0]
     return kept.keys, kept.values
-
-
-class Documents(NamedTuple):
-    """Says who attends to whom in a pack: entries of each document, and keys and values before it, if any."""
-
-    lengths: Sequence[int]
-    contexts: Sequence[tuple[Tensor, Tensor] | None]
-
-
-def attend_in_documents(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Documents | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend within documents; `transformers` calls this for heads.
-
-    Args:
-        module: The attention layer.
-        query: Queries of the current step. (1, heads, T, D)
-        key: Keys of all steps so far, one behind the other. (1, key heads, steps * T, D)
-        value: Values likewise.
-        attention_mask: The documents of the pack, which need not fill it; None attends to nothing.
-        options: `scaling`, and others that heads do not use.
-    """
-    if attention_mask is None:
-        return torch.zeros_like(query).transpose(1, 2), None
-    num_entries, (lengths, contexts) = query.shape[2], attention_mask
-    num_steps = key.shape[2] // num_entries
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (x.repeat_interleave(groups, 1).unflatten(2, (num_steps, -1)) for x in (key, value))
-    rest = num_entries - sum(lengths)
-    # Split, not sliced: the gradient of a slice is a whole tensor of zeros around it.
-    parts = zip(query.split([*lengths, rest], 2), *(x.split([*lengths, rest], 3) for x in (keys, values)), strict=True)
-    side = min(max(lengths), _BLOCK)
-    own = torch.eye(side, dtype=torch.bool, device=query.device)
-    masks = own.new_ones(side, side).tril(), own
-    outputs = []
-    for context, (q, k, v) in zip(contexts, parts, strict=False):
-        before = context and [x.repeat_interleave(groups, 1) for x in context]
-        outputs.append(_attend(q, k, v, before, masks, options["scaling"]))
-    return F.pad(torch.cat(outputs, 2), (0, 0, 0, rest)).transpose(1, 2), None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, context: Any, masks: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """Attend within one document: to its context, to its first step up to each entry, to an entry's own later steps.
-
-    Block by block, so that no mask has more than a block's rows; more than one are computed again for the gradient
-    rather than kept. `k` and `v` are (1, heads, steps, n, D).
-    """
-    num_entries, num_steps = q.shape[2], k.shape[2]
-    if num_steps == 1 and context is None:
-        return F.scaled_dot_product_attention(q, k[:, :, 0], v[:, :, 0], is_causal=True, scale=scale)
-
-    def block(start: int, stop: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        causal, own = (mask[: stop - start, : stop - start] for mask in masks)
-        before = start + (0 if context is None else context[0].shape[2])
-        mask = torch.cat([own.new_ones(stop - start, before), causal, *[own] * (num_steps - 1)], -1)
-        first, later = [x[:, :, 0, :stop] for x in (k, v)], [x[:, :, 1:, start:stop].flatten(2, 3) for x in (k, v)]
-        earlier = [x[:, :, :0] for x in first] if context is None else context
-        k, v = (torch.cat(parts, 2) for parts in zip(earlier, first, later, strict=True))
-        return F.scaled_dot_product_attention(q[:, :, start:stop], k, v, attn_mask=mask, scale=scale)
-
-    starts = range(0, num_entries, _BLOCK)
-    if len(starts) == 1:
-        return block(0, num_entries, q, k, v)
-    return torch.cat(
-        [checkpoint(block, at, min(at + _BLOCK, num_entries), q, k, v, use_reentrant=False) for at in starts], 2
-    )
 
 
 def shifted(values: Tensor, steps: int) -> Tensor:

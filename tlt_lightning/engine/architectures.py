@@ -93,6 +93,7 @@ def check_divides(policy: str, head: str | None, num_ranks: int) -> None:
         if path is None:
             continue
         config: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
+        config = config.get("transformer_layer_config") or config  # as `speculators` writes a head's
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         fits = {
