@@ -1,4 +1,4 @@
-"""Rolls out before and after a sleep, in a process of its own: vLLM allows one engine that can sleep in each.
+"""Rolls out before and after a sleep, in a process of its own: vLLM lets one engine at a time sleep in each.
 
 `python -m tests.support.sleeping_engine POLICY HEAD [WEIGHTS]` prints acceptance lengths, texts and the bytes that
 closing the sleeping engine gave back, while others held nearly all of the device, as one line of JSON.

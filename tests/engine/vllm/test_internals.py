@@ -41,10 +41,3 @@ def test_all_that_is_reached_inside_vllm_is_there() -> None:
 def test_a_name_or_a_parameter_that_has_moved_is_named_with_the_supported_versions(place: str, name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"{re.escape(place)}: {re.escape(name)}\. .*>=0\.32\.0"):
         internals.check_required({place: name})
-
-
-def test_a_second_engine_that_can_sleep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "_sleep_mode_claimed", False)
-    internals.claim_sleep_mode()
-    with pytest.raises(RuntimeError, match="sleep: false"):
-        internals.claim_sleep_mode()

@@ -22,7 +22,7 @@ from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
-from tlt_lightning.engine.vllm.patches import flash_splits, patched
+from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.rank_group import check_split, join_ranks
@@ -54,7 +54,7 @@ class VLLMEngine(RolloutEngine):
             responses of full length fill. Give it on a CPU.
         enforce_eager: Run without CUDA graphs: starts sooner, decodes slower.
         sleep: Free the engine's memory while the policy is trained, so that both use the whole GPU in turn; no effect
-            on a CPU. vLLM allows one such engine per process: to `fit` and then `validate` in one, set it to false.
+            on a CPU. One such engine at a time in a process.
         speculation: How to speculate; None decodes plainly.
         quantization: `fp8` or `int8` computes the linear layers in 8 bit, for which `dtype` must be one of 16 bit; a
             `Quantization` says which of them. None leaves all as they are.
@@ -136,7 +136,7 @@ class VLLMEngine(RolloutEngine):
         self.quantization.check(self._shapes)
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
-            internals.claim_sleep_mode()
+            asleep_free.claim_sleep_mode()
         self._end_token_ids = end_token_ids(policy)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
@@ -198,6 +198,8 @@ class VLLMEngine(RolloutEngine):
             gc.collect()  # its cycles hold device memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+            if self._can_sleep:
+                asleep_free.release_sleep_mode()
 
     @override
     def sleep(self) -> None:

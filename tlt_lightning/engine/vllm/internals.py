@@ -139,7 +139,9 @@ REQUIRED: dict[str, str] = {
     "v1.attention.backends.flash_attn.FlashAttentionImpl": _CACHE_UPDATE,
     # Memory that sleeps.
     "device_allocator.cumem": "create_and_map(allocation_handle)",
-    "device_allocator.cumem.CuMemAllocator": "pointer_to_data; _python_free_callback(ptr)",
+    "device_allocator.cumem.CuMemAllocator": (
+        "pointer_to_data; get_instance(); release_pools(); get_current_usage(); _python_free_callback(ptr)"
+    ),
     "device_allocator.AllocationData": "handle; is_asleep",
 }
 
@@ -273,20 +275,6 @@ def check_runner(engine: LLMEngine, *, is_v2: bool) -> None:
             f"vLLM started its V{1 if is_v2 else 2} model runner where V{2 if is_v2 else 1} was expected; set "
             f"`VLLM_USE_V2_MODEL_RUNNER={int(not is_v2)}` in the environment."
         )
-
-
-_sleep_mode_claimed = False
-
-
-def claim_sleep_mode() -> None:
-    """Raise RuntimeError for a second engine that sleeps: vLLM's allocator serves one a process."""
-    global _sleep_mode_claimed
-    if _sleep_mode_claimed:
-        raise RuntimeError(
-            "vLLM's sleep mode serves one engine per process, and this process has had one. Run `validate` or "
-            "`predict` in a process of their own, or set `sleep: false` on the engine."
-        )
-    _sleep_mode_claimed = True
 
 
 def offline_batched_tokens() -> int:

@@ -188,3 +188,10 @@ def test_a_graph_keeps_its_workspace_when_the_others_are_freed() -> None:
 
 def test_splits_shrink_with_the_batch() -> None:
     assert [useful_splits(requests, 4, 132) for requests in (1, 4, 8, 16, 32, 128)] == [66, 17, 9, 5, 4, 4]
+
+
+def test_a_second_engine_that_can_sleep_beside_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asleep_free, "_is_claimed", False)
+    asleep_free.claim_sleep_mode()
+    with pytest.raises(RuntimeError, match="sleep: false"):
+        asleep_free.claim_sleep_mode()

@@ -1,4 +1,4 @@
-"""Free the memory of a sleeping engine without waking it.
+"""Free the memory of a sleeping engine without waking it, so that another one can sleep after it.
 
 vLLM's allocator unmaps what it frees, and cannot unmap what `sleep` has unmapped already. Waking the whole engine first
 takes memory that the trainer may hold by then. Here each allocation is mapped alone, right before it is unmapped for
@@ -44,3 +44,26 @@ PATCH = Patch(
     is_needed=lambda: not is_cpu_build() and torch.version.hip is None,
     apply=_apply,
 )
+
+_is_claimed = False
+
+
+def claim_sleep_mode() -> None:
+    """Raise RuntimeError for an engine that sleeps beside another: vLLM's allocator serves one at a time."""
+    global _is_claimed
+    if _is_claimed:
+        raise RuntimeError(
+            "vLLM's sleep mode serves one engine at a time, and this process holds memory of another. Close "
+            "that one, run `validate` or `predict` in a process of their own, or set `sleep: false` on the engine."
+        )
+    _is_claimed = True
+
+
+def release_sleep_mode() -> None:
+    """Let another engine sleep once vLLM's allocator has given back what the closed one held."""
+    global _is_claimed
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.get_instance()
+    allocator.release_pools()
+    _is_claimed = allocator.get_current_usage() > 0  # vLLM would refuse to load the next one's weights
