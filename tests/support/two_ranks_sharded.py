@@ -11,7 +11,7 @@ import lightning as L
 import torch
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import LoRA
+from tlt_lightning import LoRA, VLLMEngine
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.kl import KLPenalty
 
@@ -19,8 +19,12 @@ from tlt_lightning.objectives.kl import KLPenalty
 class Save(L.Callback):
     """Saves after the first of two optimizer steps, where optimizer and batch are at stake."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, die: bool) -> None:
+        self.out, self.die = out, die
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.die and trainer.global_rank == 1:
+            os._exit(3)  # while rank 0 waits for its rows
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.current_epoch == 1 and batch_idx == 0:
@@ -38,10 +42,12 @@ def main(
         gradient_checkpointing="checkpointing" in options,
     )
     recorder = Recorder()
-    callbacks = [recorder] if ckpt_path else [recorder, Save(Path(out))]
-    trainer = make_trainer(Path(out), *callbacks, strategy=strategy, devices=2, gradient_clip_val=0.5)
+    callbacks = [recorder] if ckpt_path else [recorder, Save(Path(out), "die" in options)]
+    on_gpu = {"accelerator": "gpu", "precision": "bf16-mixed"} if "gpu" in options else {}
+    engine = VLLMEngine(kv_cache_gib=0.25, enforce_eager=True) if on_gpu else make_engine("vllm")
+    trainer = make_trainer(Path(out), *callbacks, strategy=strategy, devices=2, gradient_clip_val=0.5, **on_gpu)
     tokens = 64 if os.environ.get("LOCAL_RANK", "0") == "0" else 32  # more passes on rank 1, where it may choose
-    trainer.fit(module, make_data(prompts, make_engine("vllm"), micro_batch_tokens=tokens), ckpt_path=ckpt_path or None)
+    trainer.fit(module, make_data(prompts, engine, micro_batch_tokens=tokens), ckpt_path=ckpt_path or None)
     result = {
         "rollouts": [(rollout.response.token_ids, rollout.reward) for each in recorder.rollouts for rollout in each],
         "metrics": module.iteration_metrics,

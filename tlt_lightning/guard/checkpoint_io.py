@@ -90,6 +90,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     def _hand_over(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         self.wait()
+        self._deadline = time.monotonic() + _PATIENCE
         if self._is_behind:
             copy = self._host.fill_state(state)
             self._background.submit(lambda: write(copy))
@@ -107,7 +108,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         remove_parts(path, besides=checkpoint.get(TOKEN, "none"))
 
     def _await_parts(self, path: Any, token: str, num_shards: int) -> None:
-        self._deadline = time.monotonic() + _PATIENCE
         while missing := missing_parts(path, token, num_shards):
             if time.monotonic() > self._deadline:
                 raise RuntimeError(
