@@ -115,6 +115,26 @@ def test_what_does_not_fit_is_refused_with_settings_that_make_it_fit(policy_path
         check_fits(plan, (plan.update - 2 * plan.held["gradients"]) * (1 - memory.ERROR), replace(passes, longest=8192))
 
 
+def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_path: str) -> None:
+    models = {"policy": TrainedModel(policy_path)}
+    alone, shared = (
+        forecast(models, replace(PASSES, num_shards=ranks), torch.optim.AdamW, {"reference": policy_path})
+        for ranks in (1, 4)
+    )
+    for name in ("policy", "reference", "gradients", "optimizer"):
+        assert shared.held[name] == alone.held[name] / 4
+    assert shared.step == alone.step / 4
+    model = load_policy(policy_path)
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    root = sum(p.numel() for p in model.parameters()) - 2 * layer
+    width = 2 if PASSES.is_autocast else 4
+    assert shared.activations["gathered"] == width * (root + 2 * layer) + (width + 4) * root
+    assert "gathered" not in alone.activations
+    room = (alone.update - 0.6 * (sum(alone.held.values()) - memory.CONTEXT)) * (1 - memory.ERROR)
+    with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on 4 GPUs"):
+        check_fits(alone, room, replace(PASSES, longest=PASSES.micro_batch_tokens, is_checkpointed=True))
+
+
 def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tmp_path, caplog) -> None:
     module = RLModule(policy_path, PPO(), critic=CriticConfig(path=policy_path), reference=policy_path)
     check_memory(module, PASSES, 80 * GIB, engine_bytes=0, engine_sleeps=True)

@@ -185,6 +185,7 @@ class RolloutDataModule(L.LightningDataModule):
             longest=self.max_prompt_tokens + self.sampling.max_tokens,
             is_autocast=self._trainer.precision == "bf16-mixed",
             is_checkpointed=module.gradient_checkpointing,
+            num_shards=getattr(self._trainer.strategy, "num_shards", 1),
         )
         total = torch.cuda.get_device_properties(device).total_memory
         engine_bytes = self.engine.planned_bytes(module.policy_path, total)

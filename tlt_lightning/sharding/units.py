@@ -43,8 +43,7 @@ class Sharding:
             model: On the CPU, where its weights may still lie in their files.
             dtype: Type in which shards are held, but for those of adapters, which stay as they are.
         """
-        names = model._no_split_modules or ()
-        layers = [module for module in model.modules() if type(module).__name__ in names]
+        layers = layers_of(model)
         if not layers:
             raise ValueError(
                 f"`policy` is a {type(model).__name__}, which does not name the layers that `fsdp2` could shard "
@@ -69,6 +68,12 @@ class Sharding:
             if not isinstance(parameter, DTensor):
                 held = parameter.dtype if "lora_" in name else dtype
                 parameter.data = parameter.data.to(device).to(held)  # in the file's type, mostly half, over the bus
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers that transformers would not split over devices, which are units when sharded."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def as_forward(model: nn.Module, function: Callable[[], T]) -> T:

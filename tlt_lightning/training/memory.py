@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.packed_pass import without_mask
 from tlt_lightning.policy import CHUNK_SIZE, LoRA, causal_lm, load_shapes
+from tlt_lightning.sharding.units import layers_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Passes:
         is_autocast: True if passes run in bfloat16 over weights of another type.
         is_checkpointed: True if activations are recomputed layer by layer.
         chunk_size: Tokens that meet the vocabulary at a time.
+        num_shards: Ranks that hold the rows of a weight together.
     """
 
     micro_batch_tokens: int
@@ -48,6 +51,7 @@ class Passes:
     is_autocast: bool
     is_checkpointed: bool
     chunk_size: int = CHUNK_SIZE
+    num_shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +113,38 @@ def forecast(
     trained = sum(p.numel() for model in built.values() for p in model.parameters() if p.requires_grad)
     vocab_size = causal_lm(next(iter(built.values()))).get_output_embeddings().weight.shape[0]
     state, temporary = _optimizer_bytes(optimizer)
+    sharded = {
+        **{name: _bytes_of(model) for name, model in built.items()},
+        **{name: _bytes_of(load_shapes(path)) for name, path in frozen.items()},
+        "gradients": 4.0 * trained,
+        "optimizer": state * trained,
+    }
+    gathered = {"gathered": sum(gathered_bytes(model, passes) for model in built.values())}
     return MemoryForecast(
-        held={
-            "context": CONTEXT,
-            **{name: _bytes_of(model) for name, model in built.items()},
-            **{name: _bytes_of(load_shapes(path)) for name, path in frozen.items()},
-            "gradients": 4.0 * trained,
-            "optimizer": state * trained,
-        },
+        held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},
         activations={
             "activations": sum(kept_bytes(model, passes) for model in built.values()),
             "logits": float(LOGIT_COPIES * 4 * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens)),
+            **(gathered if passes.num_shards > 1 else {}),
         },
-        step=temporary * trained,
+        step=temporary * trained / passes.num_shards,
     )
 
 
 def _bytes_of(model: nn.Module) -> float:
     return float(sum(p.numel() * p.element_size() for p in model.parameters()))
+
+
+def gathered_bytes(model: nn.Module, passes: Passes) -> float:
+    """Return what a pass of a sharded model holds whole: the root, and a layer with the next one, which comes early.
+
+    Trained weights come with a gradient of the same type; that of the root is then copied to float32 to be reduced.
+    """
+    network, width = causal_lm(model), 2 if passes.is_autocast else 4
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(network)]
+    root = sum(p.numel() for p in network.parameters()) - sum(layers)
+    is_trained = any(p.requires_grad and "lora_" not in name for name, p in network.named_parameters())
+    return width * (root + 2.0 * max(layers)) + ((width + 4.0) * root if is_trained else 0.0)
 
 
 def kept_bytes(model: Any, passes: Passes) -> float:
@@ -250,6 +268,9 @@ def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:
     passing, gradients = sum(plan.activations.values()), plan.held["gradients"]
     per_token = plan.activations["activations"] / passes.micro_batch_tokens
     tokens = int(passes.micro_batch_tokens - excess / per_token) // 128 * 128
+    spread = (sum(plan.held.values()) - CONTEXT) * passes.num_shards
+    left = spread / passes.num_shards - excess
+    num_gpus = 2 ** ceil(log2(spread / left)) if left > 0 else 0
     remedies = {
         f"`data.micro_batch_tokens` {tokens} instead of {passes.micro_batch_tokens}": (
             passing - excess > plan.step and tokens >= passes.longest
@@ -258,6 +279,7 @@ def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:
             not passes.is_checkpointed
         ),
         f"`model.lora`, for most of {(gradients + plan.held['optimizer']) / GIB:.1f} GiB": gradients > excess / 4,
+        f"`trainer.strategy: fsdp2` on {num_gpus} GPUs": num_gpus > passes.num_shards,
         f"`data.engine.sleep: true`, for {plan.engine / GIB:.1f} GiB": not plan.engine_sleeps,
     }
     helpful = [remedy for remedy, helps in remedies.items() if helps][:2]
