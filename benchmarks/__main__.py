@@ -14,6 +14,7 @@ BENCHMARKS = {
     "learning": "benchmarks.end_to_end.learning",
     "idle_windows": "benchmarks.end_to_end.idle_windows",
     "step_time": "benchmarks.micro.step_time",
+    "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
     "selector_regret": "benchmarks.simulation.selector_regret",
     "training_budget": "benchmarks.simulation.training_budget",

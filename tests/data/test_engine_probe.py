@@ -1,6 +1,8 @@
 """A run whose engine does not compute with the policy's weights stops at its first responses."""
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -8,9 +10,11 @@ from torch import nn
 
 from tests.support.architectures import save_architecture
 from tests.support.rl_runs import make_data, make_engine, make_module, make_trainer
+from tlt_lightning import LoRA, VLLMEngine
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.engine.vllm import engine as engine_module
 from tlt_lightning.engine.vllm.patches import cpu_experts, patched
+from tlt_lightning.objectives import GRPO
 
 
 class DropoutOn(L.Callback):
@@ -62,3 +66,19 @@ def test_a_run_is_looked_at_once_and_again_after_its_first_drafter(
 
     make_trainer(tmp_path, Push(), max_epochs=4).fit(make_module(policy_path), data)
     assert data._probe.versions == (-1, 0)
+
+
+@pytest.mark.vllm
+def test_a_lora_policy_learns_from_8_bit_rollouts_and_says_what_the_correction_leaves(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"kv_cache_gib": 0.0625, "max_num_seqs": 32, "enforce_eager": True}
+    engine = VLLMEngine(dtype="bfloat16", quantization="int8", **settings)
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    module = make_module(policy_path, lora=LoRA(rank=4, alpha=64), objective=GRPO(correction=None))
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(module, make_data(prompts_path, engine=engine))
+    assert "writes in int8, and the objective corrects for nothing" in caplog.text
+    assert engine.policy_version == -1  # closed
+    assert 1e-4 < trainer.callback_metrics["mismatch/kl"] < 0.1
+    assert "mismatch/effective_sample_size" not in trainer.callback_metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from tlt_lightning.data.collate import collate
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.engine.probe import EIGHT_BIT, check_agreement
 from tlt_lightning.policy import response_logps
+
+log = logging.getLogger(__name__)
 
 
 class EngineProbe:
@@ -45,6 +48,15 @@ class EngineProbe:
         if has_new_drafter in self._done or not sampling.temperature or sampling.filters:
             return
         self._done.add(has_new_drafter)
+        if (
+            engine.compute_dtype in EIGHT_BIT
+            and getattr(trainer.lightning_module.objective, "correction", None) is None
+        ):
+            log.warning(
+                "The engine writes in %s, and the objective corrects for nothing: leave `objective.correction` at its "
+                "default, or `quantization` at null.",
+                engine.compute_dtype,
+            )
         policy = trainer.lightning_module.policy
         assert isinstance(policy, nn.Module)
         shortest = sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids))[: self.num_responses]

@@ -1,0 +1,98 @@
+"""Find the layers whose 8 bits cost the most: how far the engine is from the trainer's policy, by what stays in 16 bit.
+
+    python -m benchmarks mismatch --policy PATH --prompts FILE --weights fp8
+
+An engine a row, each in a process of its own, writes one response to each prompt; the policy scores them in the type of
+the run's update, bfloat16. `--tiny` takes the quickstart's policy, on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.common.arguments import sized_parser_of, take_size
+from benchmarks.common.processes import run_apart
+from benchmarks.common.results import about, heading, note_of, save, table
+from tlt_lightning import PromptSource
+from tlt_lightning.data.prompts import load_prompts
+from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
+from tlt_lightning.engine.vllm.quantization.settings import linear_layers
+from tlt_lightning.objectives.kl import k3
+from tlt_lightning.policy import load_policy, load_tokenizer, policy_shapes, stream_weights
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM makes one of."""
+
+
+def choices(layers: Sequence[str]) -> dict[str, list[str] | None]:
+    """Return the rows by name: patterns of layers that stay in 16 bit; None quantizes nothing."""
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    blocks = list(dict.fromkeys(name.rpartition(".layers.")[2].partition(".")[0] for name in layers))
+    fused = [tuple(kind for kind in group if kind in kinds) for group in FUSED]
+    groups = [*filter(None, fused), *((kind,) for kind in kinds if not any(kind in group for group in fused))]
+    rows: dict[str, list[str] | None] = {"none": [], "all": None}
+    rows |= {", ".join(group): [f"*.{kind}" for kind in group] for group in groups}
+    ends = {"first block": blocks[:1], "last block": blocks[-1:], "first and last": [blocks[0], blocks[-1]]}
+    return rows | {name: [f"*.layers.{block}.*" for block in found] for name, found in ends.items()}
+
+
+def measure(kept: list[str] | None, args: Any) -> dict[str, float]:
+    """Return how far an engine that keeps these layers in 16 bit is from the policy."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompts = load_prompts(PromptSource(path=args.prompts), load_tokenizer(args.policy), max_prompt_tokens=512)
+    requests = [Request(id=i, prompt_ids=prompt.ids) for i, prompt in enumerate(prompts[: args.num_prompts])]
+    quantization = None if kept is None else Quantization(args.weights, kept)
+    settings = {"kv_cache_gib": 0.25} if device == "cpu" else {"gpu_memory_utilization": 0.4}
+    engine = VLLMEngine(
+        dtype="bfloat16", max_num_seqs=64, enforce_eager=True, sleep=False, quantization=quantization, **settings
+    )
+    policy = load_policy(args.policy).to(device, torch.bfloat16)
+    engine.setup(args.policy, max_model_len=512 + args.max_tokens, seed=args.seed)
+    engine.update_weights(stream_weights(policy), 0)
+    old, written = [], []
+    for response in engine.generate(requests, Sampling(max_tokens=args.max_tokens), seed=args.seed):
+        prompt = requests[response.request_id].prompt_ids
+        ids = torch.tensor([*prompt, *response.token_ids], device=device)
+        with torch.no_grad():
+            logps = policy(input_ids=ids[None, :-1]).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+        old.append(logps.gather(1, ids[len(prompt) :, None])[:, 0].cpu())
+        written.append(torch.tensor(response.logps))
+    engine.close()
+    found, sampled = torch.cat(old), torch.cat(written)
+    weights = (found - sampled).exp().clamp(max=2)
+    return {
+        "kl": k3(sampled, found).mean().item(),
+        "difference": (found - sampled).abs().mean().item(),
+        "ratio_max": (found - sampled).max().exp().item(),
+        "effective": (weights.sum() ** 2 / (len(weights) * weights.square().sum())).item(),
+        "tokens": len(weights),
+    }
+
+
+def render(results: dict[str, Any]) -> list[str]:
+    """Return the report in Markdown, the row with the smallest KL first."""
+    header = ["in 16 bit", "KL, nats a token", "difference of log-probs", "largest ratio", "effective sample", "tokens"]
+    rows = sorted(results["rows"].items(), key=lambda row: row[1]["kl"])
+    lines = [*heading("Mismatch by layer", results["about"]), f"Quantized to {results['weights']}.", ""]
+    return lines + table(header, [[name, *found.values()] for name, found in rows])
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure a row for each choice of layers, and write `mismatch_<size>.json` and `.md`."""
+    parser = sized_parser_of(__doc__)
+    parser.add_argument("--weights", choices=("fp8", "int8"), default="fp8")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    args = parser.parse_args(arguments)
+    take_size(args, trains=False)
+    if args.tiny:
+        args.num_prompts, args.max_tokens = 16, 16
+    record = about(args.size, note_of(args.policy, args.note), args.seed, on_cpu=args.tiny)
+    results: dict[str, Any] = {"about": record, "weights": args.weights, "rows": {}}
+    for name, kept in choices(linear_layers(policy_shapes(args.policy))).items():
+        results["rows"][name] = run_apart(measure, kept, args)
+        save(args.out / f"mismatch_{args.size}", results, render(results))
+    print("\n".join(render(results)))

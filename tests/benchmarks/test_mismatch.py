@@ -1,0 +1,17 @@
+"""The rows of `micro/mismatch.py` name layers that an engine can keep apart, and each layer is in one of them."""
+
+from benchmarks.micro.mismatch import choices
+
+
+def test_fused_layers_stay_together_and_every_kind_has_a_row() -> None:
+    kinds = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    kinds += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    rows = choices([f"model.layers.{block}.{kind}" for block in range(3) for kind in kinds])
+    assert rows["none"] == []
+    assert rows["all"] is None
+    assert rows["q_proj, k_proj, v_proj"] == ["*.q_proj", "*.k_proj", "*.v_proj"]
+    assert rows["first and last"] == ["*.layers.0.*", "*.layers.2.*"]
+    patterns = [pattern for kept in rows.values() for pattern in kept or [] if "layers" not in pattern]
+    assert sorted(patterns) == sorted(f"*.{kind.partition('.')[2]}" for kind in kinds)
+    alone = choices(["model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"])
+    assert alone["qkv_proj"] == ["*.qkv_proj"]
