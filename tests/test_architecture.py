@@ -20,7 +20,7 @@ FLOORS = [
     {"speculation"},
     {"policy", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
     {"engine"},
-    {"hooks", "metrics", "checks", "training"},
+    {"hooks", "metrics", "checks", "training", "schedules"},
     {"data", "guard"},
     {"module", "tasks"},
     {"drafter", "callbacks"},

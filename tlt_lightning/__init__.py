@@ -42,6 +42,12 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.objectives.base import PolicyObjective as PolicyObjective
     from tlt_lightning.policy import LoRA as LoRA
     from tlt_lightning.rewards import RewardTerm as RewardTerm
+    from tlt_lightning.schedules.base import Demand as Demand
+    from tlt_lightning.schedules.base import OpenGroup as OpenGroup
+    from tlt_lightning.schedules.base import RolloutSchedule as RolloutSchedule
+    from tlt_lightning.schedules.partial_rollout import PartialRollout as PartialRollout
+    from tlt_lightning.schedules.synchronous import SynchronousSchedule as SynchronousSchedule
+    from tlt_lightning.schedules.tail_batching import TailBatching as TailBatching
     from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector
     from tlt_lightning.speculation.selectors.cost_model import CostModelSelector as CostModelSelector
     from tlt_lightning.speculation.selectors.fixed import FixedSelector as FixedSelector

@@ -23,6 +23,7 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
     # Short class names in YAML (`class_path: GRPO`) resolve for imported subclasses.
     import tlt_lightning.engine
     import tlt_lightning.objectives
+    import tlt_lightning.schedules
     import tlt_lightning.speculation  # noqa: F401
     from tlt_lightning.data.module import RolloutDataModule
     from tlt_lightning.module import RLModule

@@ -11,9 +11,11 @@ import lightning as L
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.engine.requests import num_written
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog, PeakMemory, tail_share
 from tlt_lightning.rewards.pool import RewardPool
+from tlt_lightning.schedules.course import RolloutCourse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +66,18 @@ class RolloutCollector:
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
     def collect(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, group_size: int, seed: int, first_group: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: int,
+        first_group: int = 0,
+        course: RolloutCourse | None = None,
     ) -> list[Rollout]:
         """Write and score `group_size` responses to each prompt; groups count from `first_group`.
+
+        A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes.
 
         Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook.
         """
@@ -77,26 +88,20 @@ class RolloutCollector:
             self.engine.wake()
         self.weights.sync(self.trainer)
         self.log.lap("sync")
-        groups = [(first_group + number, prompt) for number, prompt in enumerate(prompts) for _ in range(group_size)]
-        requests = [Request(id=i, prompt_ids=prompt.ids, group=group) for i, (group, prompt) in enumerate(groups)]
+        course = course or RolloutCourse.of_all(len(prompts), group_size)
+        requests = course.requests([prompt.ids for prompt in prompts], first_group)
         if not self._num_tokens:  # dynamic sampling rolls out several times an iteration
             call_rollout_hook(self.trainer, "on_rollout_start")
-        rollouts: dict[int, Rollout] = {}
-        for response in self._write(requests, sampling, seed):
-            _check_finite(response)
-            group, prompt = groups[response.request_id]
-            text = self._decode(response.token_ids)
-            rollouts[response.request_id] = Rollout(prompt=prompt, response=response, text=text, group=group)
-            self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
-        if missing := len(requests) - len(rollouts):
-            raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
+        rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
         self.log.lap("rollout")
         with self.peak_memory.followed():
             self.engine.sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
         self.log.lap("sync")
         self._spend_idle_time()
-        if self.probe is not None:
-            self.probe.check(self.trainer, self.engine, rollouts.values(), sampling)
+        version = (self.trainer.global_step,)
+        current = [rollout for rollout in rollouts.values() if rollout.response.policy_versions == version]
+        if self.probe is not None and current:
+            self.probe.check(self.trainer, self.engine, current, sampling)
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
             rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
@@ -105,7 +110,40 @@ class RolloutCollector:
         if not self.trainer.predicting:  # to which rewards matter little
             self.rewards.check()
         self.log.lap("reward")
-        return [rollouts[number] for number in range(len(requests))]
+        return [rollouts[number] for number in course.taken]
+
+    def _gather(
+        self,
+        prompts: Sequence[Prompt],
+        course: RolloutCourse,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        seed: int,
+        first_group: int,
+    ) -> dict[int, Rollout]:
+        """Write until the course has enough; return what has ended, by request, its rewards on the way."""
+        rollouts: dict[int, Rollout] = {}
+
+        def receive(response: Response) -> None:
+            _check_finite(response)
+            place = response.request_id // course.group_size
+            prompt, text = prompts[place], self._decode(response.token_ids)
+            rollout = Rollout(prompt=prompt, response=response, text=text, group=first_group + place)
+            rollouts[response.request_id] = rollout
+            self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
+
+        for response in course.ended:
+            receive(response)
+        num_answered = 0
+        for response in self._write(requests, sampling, seed):
+            num_answered += 1
+            if course.add(response):
+                self.engine.stop(course.open_ids)
+            if not response.is_unfinished:
+                receive(response)
+        if missing := len(requests) - num_answered:
+            raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
+        return rollouts
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without the tokens that end or pad it; rewards see other special tokens."""
@@ -118,8 +156,9 @@ class RolloutCollector:
             trace.append((progress.elapsed, progress.waiting + progress.running))
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 
+        before = {request.id: num_written(request) for request in requests}
         for response in self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress):
-            self._num_tokens += len(response.token_ids)
+            self._num_tokens += len(response.token_ids) - before[response.request_id]
             yield response
         seconds = trace[-1][0] if trace else 0.0
         self._seconds += seconds

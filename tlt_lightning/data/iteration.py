@@ -19,6 +19,8 @@ from tlt_lightning.engine.base import Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
+from tlt_lightning.schedules.base import Demand, OpenGroup
+from tlt_lightning.schedules.course import Backlog, RolloutCourse
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.fsdp2 import agreement
 from tlt_lightning.training.micro_batches import plan_minibatches
@@ -79,6 +81,7 @@ class PolicyIteration:
         collector: Writes and rewards the responses.
         settings: Sizes and sampling.
         cursor: Draws the prompts.
+        backlog: Keeps those that the schedule puts aside.
         saved: What `state` returned in the run that is resumed within this iteration.
     """
 
@@ -89,6 +92,7 @@ class PolicyIteration:
         collector: RolloutCollector,
         settings: IterationSettings,
         cursor: PromptCursor,
+        backlog: Backlog,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.trainer = trainer
@@ -97,7 +101,8 @@ class PolicyIteration:
         self.collector = collector
         self.settings = settings
         self.cursor = cursor
-        self.first_prompt = cursor.position
+        self.backlog = backlog
+        self.first_prompt, self.first_aside = cursor.position, backlog.aside
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
 
@@ -138,23 +143,27 @@ class PolicyIteration:
         wanted = settings.prompts_per_iteration // trainer.world_size
         informative: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
+        num_begun = 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
-            # All ranks draw as many as the neediest lacks, so that their cursors stay the same.
-            num_drawn = max_over_ranks(trainer, missing) * trainer.world_size
-            if not num_drawn:
+            if not max_over_ranks(trainer, missing):
                 break
-            drawn = self.cursor.take(num_drawn, rank=trainer.global_rank, world_size=trainer.world_size)[:missing]
+            demand = Demand(wanted=missing, iteration=trainer.current_epoch, is_first=number == 0)
+            course = RolloutCourse(self.backlog.schedule, demand, self._begin(demand), settings.group_size)
             rollouts = self.collector.collect(
-                [prompts[i] for i in drawn],
+                [prompts[group.prompt] for group in course.groups],
                 settings.sampling,
                 group_size=settings.group_size,
                 seed=self._seed(f"train {number}"),
-                first_group=len(informative) + len(others),
+                first_group=num_begun,
+                course=course,
             )
+            num_begun += len(course.groups)
+            self.backlog.end(course, self.log)
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
         everything = [rollout for group in (*informative, *others) for rollout in group]
+        self._log_age(everything)
         call_rollout_hook(trainer, "on_rollout_end", everything)
         log_rollouts(self.log, everything)
         self.log.update(self.collector.metrics)
@@ -162,6 +171,31 @@ class PolicyIteration:
             self.log.sum("rollout/groups_drawn", len(informative) + len(others))
             self.log.sum("rollout/groups_without_signal_kept", wanted - len(informative))
         return [rollout for group in (*informative, *others)[:wanted] for rollout in group]
+
+    def _begin(self, demand: Demand) -> list[OpenGroup]:
+        """Take up groups that were put aside, and draw those that the schedule wants besides."""
+        rank, world_size, iteration = self.trainer.global_rank, self.trainer.world_size, demand.iteration
+        groups, num_fresh = self.backlog.begin(demand, self.log) if demand.wanted else ([], 0)
+        first = self.cursor.position + rank
+        # All ranks draw as many as the neediest lacks, so that their cursors stay the same.
+        num_drawn = max_over_ranks(self.trainer, num_fresh) * world_size
+        drawn = self.cursor.take(num_drawn, rank=rank, world_size=world_size)[:num_fresh]
+        fresh = [
+            OpenGroup(prompt=prompt, draw=first + number * world_size, drawn=iteration, begun=iteration)
+            for number, prompt in enumerate(drawn)
+        ]
+        return [*groups, *fresh]
+
+    def _log_age(self, rollouts: Sequence[Rollout]) -> None:
+        """Log how many iterations ago tokens were written, where a schedule lets them wait."""
+        if not self.backlog.schedule.stops:
+            return
+        self.log.sum("schedule/put_aside", len(self.backlog.aside))
+        now, per_iteration = self.trainer.global_step, self.settings.num_steps
+        segments = [segment for rollout in rollouts for segment in rollout.response.segments]
+        ages = [((now - version) / per_iteration, count) for version, count in segments]
+        self.log.mean("schedule/age", sum(age * count for age, count in ages) / sum(count for _, count in ages))
+        self.log.max("schedule/age_max", max(age for age, _ in ages))
 
     def _score(self, batch: RolloutBatch) -> RolloutBatch:
         """Fill in log-probs and values from before the update, advantages and returns."""

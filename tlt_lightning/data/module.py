@@ -31,6 +31,8 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
+from tlt_lightning.schedules.base import RolloutSchedule
+from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory import Passes, check_memory
@@ -65,6 +67,7 @@ class RolloutDataModule(L.LightningDataModule):
         num_minibatches: Optimizer steps of one pass over an iteration's rollouts, each with an equal share of them.
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO): they teach nothing; None is off.
+        schedule: What is rolled out when, and what waits: TailBatching, PartialRollout; None is SynchronousSchedule.
         sampling: How responses are sampled in training.
         val_sampling: How they are in validation and prediction, for example greedy; None is as in training.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
@@ -84,6 +87,7 @@ class RolloutDataModule(L.LightningDataModule):
         num_minibatches: int = 1,
         inner_epochs: int = 1,
         dynamic_sampling: DynamicSampling | None = None,
+        schedule: RolloutSchedule | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         val_sampling: Sampling | None = None,
         val_group_size: int = 1,
@@ -116,6 +120,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.num_minibatches = num_minibatches
         self.inner_epochs = inner_epochs
         self.dynamic_sampling = dynamic_sampling
+        self.backlog = Backlog(schedule)
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_group_size = val_group_size
@@ -152,6 +157,7 @@ class RolloutDataModule(L.LightningDataModule):
             self._settings = self._settings.of_dev_run(self._trainer)
         if stage == "fit":
             self._settings.check(self._module.objective, num_ranks=self._trainer.world_size)
+            self.backlog.check(self.engine, self.sampling, self._module.objective)
             warn_of_filters(self.sampling)
             self._check_memory()
         policy = self._module.policy_path
@@ -163,9 +169,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
-        self._iteration, self._saved_iteration = None, None
+        self._iteration, self._saved_iteration, self.backlog.aside = None, None, []
         self._weights = WeightSync(self.engine)
-        self._end_tokens = end_token_ids(policy)
+        self._ends = end_token_ids(policy)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer)
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
@@ -236,14 +242,15 @@ class RolloutDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         assert self.cursor is not None, "`state_dict` before `setup`"
         iteration = self._iteration
-        is_anew = iteration is not None and iteration.num_steps == 0  # a resumed run begins it again
+        anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
         own = {"engine": self.engine.state_dict(), "iteration": None if iteration is None else iteration.state()}
+        own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
         ranks = [own]
         if self._trainer.world_size > 1 and not self._trainer.interrupted:  # the others may not come after an error
             ranks = [own] * self._trainer.world_size
             torch.distributed.all_gather_object(ranks, own)
         return {
-            "cursor": iteration.first_prompt if is_anew and iteration is not None else self.cursor.position,
+            "cursor": self.cursor.position if anew is None else anew.first_prompt,
             "ranks": ranks,
             "settings": self._kept_settings,
         }
@@ -268,6 +275,7 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None, "`load_state_dict` before `setup`"
         ranks, rank = state_dict["ranks"], self._trainer.global_rank
         self.cursor.position = state_dict["cursor"]
+        self.backlog.load([state["aside"] for state in ranks], rank, self._trainer.world_size)
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
             return
@@ -302,7 +310,7 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None
         collector = self._collector(self._module.iteration_log)
         self._iteration = PolicyIteration(
-            self._trainer, self._module, collector, self._settings, self.cursor, self._saved_iteration
+            self._trainer, self._module, collector, self._settings, self.cursor, self.backlog, self._saved_iteration
         )
         self._saved_iteration = None
         yield from self._iteration.minibatches(self.train_prompts)
@@ -324,18 +332,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
-        return RolloutCollector(
-            self._trainer,
-            self.engine,
-            self._weights,
-            self.tokenizer,
-            self._end_tokens,
-            self.pool,
-            log,
-            self.idle,
-            self._probe,
-            self._module.iteration_log.peak_memory,
-        )
+        peak = self._module.iteration_log.peak_memory
+        own = (self._weights, self.tokenizer, self._ends, self.pool, log, self.idle, self._probe, peak)
+        return RolloutCollector(self._trainer, self.engine, *own)
 
     @property
     def _trainer(self) -> L.Trainer:

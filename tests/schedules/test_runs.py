@@ -1,0 +1,100 @@
+"""Runs of a tiny policy under each schedule: what they learn from, and that they resume exactly."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.rl_runs import Recorder, make_data, make_engine
+from tests.test_resume import STEPS, Paths, SaveAt, run
+from tlt_lightning import PartialRollout, RolloutSchedule, Sampling, SynchronousSchedule, TailBatching, VLLMEngine
+from tlt_lightning.data.batch import Rollout
+from tlt_lightning.data.dynamic_sampling import DynamicSampling
+
+RUNS = [
+    pytest.param("transformers", TailBatching(0.5), id="tail"),
+    pytest.param("vllm", PartialRollout(0.5, 1), id="partial", marks=pytest.mark.vllm),
+]
+
+
+@pytest.fixture
+def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
+    return policy_path, prompts_path, tmp_path
+
+
+class Seeded(SynchronousSchedule):
+    """Synchronous, each group with noise of its own."""
+
+    has_own_noise = True
+
+
+def data_of(name: str, schedule: RolloutSchedule | None, **settings: Any) -> dict[str, Any]:
+    engine = make_engine(name)
+    if isinstance(engine, VLLMEngine):
+        settings |= {"sampling": Sampling(max_tokens=40, stop_token_ids=(12, 13, 14)), "micro_batch_tokens": 128}
+    return {"engine": engine, "schedule": schedule, **settings}
+
+
+def texts(recorder: Recorder, iterations: slice) -> list[tuple[int, tuple[int, ...]]]:
+    rollouts: list[Rollout] = [rollout for it in recorder.rollouts[iterations] for rollout in it]
+    return sorted((rollout.prompt.index, tuple(rollout.response.token_ids)) for rollout in rollouts)
+
+
+@pytest.mark.vllm
+def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_run_does(paths: Paths) -> None:
+    seen = []
+    for schedule in (Seeded(), TailBatching(0.5)):  # two short iterations, one long; all on one policy
+        recorder = Recorder()
+        frozen = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.0)}
+        data = data_of("vllm", schedule)
+        _, history, _ = run(paths, recorder, module=frozen, data=data, limit_val_batches=0)
+        seen.append([texts(recorder, slice(n, n + 1)) for n in range(3)])
+        assert recorder.versions == [(STEPS * n, {STEPS * n}) for n in range(3)]  # on-policy throughout
+    synchronous, batched = seen
+    assert sorted(chain(*batched)) == sorted(chain(*synchronous))
+    assert batched != synchronous
+    assert history[3]["schedule/repeated"] == 1.0
+    assert [history[n]["schedule/put_aside"] for n in (1, 2, 3)] == [2, 4, 0]
+    assert history[3]["schedule/age_max"] == 0
+
+
+@pytest.mark.parametrize(("engine", "schedule"), RUNS)
+def test_a_run_with_prompts_put_aside_resumes_exactly(
+    engine: str, schedule: RolloutSchedule, paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go(*callbacks: Any, ckpt: Path | None = None) -> Any:
+        return run(paths, *callbacks, ckpt=ckpt, data=data_of(engine, schedule), limit_val_batches=0)
+
+    saves = {hook: SaveAt(paths[2] / f"{hook}.ckpt", hook, 1) for hook in ("progress", "batch")}
+    recorder = Recorder()
+    whole, history, _ = go(recorder, *saves.values())
+    for save in saves.values():
+        resumed, rest, _ = go(ckpt=save.path)
+        for name, tensor in whole.items():
+            assert torch.equal(tensor, resumed[name]), (save.path, name)
+        for iteration, metrics in rest.items():
+            assert metrics == pytest.approx(history[iteration])
+    if engine == "vllm" and isinstance(schedule, PartialRollout):
+        waiting = torch.load(saves["progress"].path, weights_only=True)["RolloutDataModule"]["ranks"][0]["aside"]
+        assert any(response["finish_reason"] == "unfinished" for group in waiting for response in group["responses"])
+        assert history[2]["schedule/continued"] > 0
+        assert 0 < history[2]["schedule/age"] < 1 == history[2]["schedule/age_max"]
+        versions = {rollout.response.policy_versions for rollout in recorder.rollouts[1]}
+        assert (0, STEPS) in versions
+        assert "samples from another policy" not in caplog.text
+
+
+def test_dynamic_sampling_works_under_a_schedule(paths: Paths) -> None:
+    recorder = Recorder()
+    data = data_of("transformers", PartialRollout(0.5), dynamic_sampling=DynamicSampling())
+    _, history, _ = run(paths, recorder, data=data, limit_val_batches=0, max_epochs=2)
+    assert {len(batch) for batch in recorder.batches} == {16}
+    assert all(metrics["rollout/groups_drawn"] >= 4 for metrics in history.values())
+
+
+def test_a_schedule_is_given_by_its_class(prompts_path: str) -> None:
+    assert make_data(prompts_path).backlog.schedule.stops is False
+    schedule = PartialRollout(0.25, 3)
+    assert make_data(prompts_path, schedule=schedule).backlog.schedule is schedule

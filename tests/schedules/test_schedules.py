@@ -1,0 +1,254 @@
+"""The schedules alone, over an ideal engine: every running response gets a token a step, and lengths earn rewards."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_lightning import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.engine import Response, Sampling, TransformersEngine
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.objectives import GRPO, TruncatedImportance
+from tlt_lightning.schedules.base import Demand, OpenGroup
+from tlt_lightning.schedules.course import Backlog, RolloutCourse
+
+SIZE = 4  # responses of a group
+
+
+def chance_to_end(draw: int) -> float:
+    """Prompts differ in length, and the longest is twenty times the shortest."""
+    return (0.2, 0.1, 0.05, 0.01)[draw % 4]
+
+
+class Run:
+    """Iterations of one rank."""
+
+    def __init__(self, schedule: RolloutSchedule, seed: int = 0) -> None:
+        self.backlog, self.noise, self.position = Backlog(schedule), random.Random(seed), 0
+        self.num_steps = self.written = 0
+        self.log = IterationLog()
+        self.learned: list[dict[int, list[Response]]] = []  # of each iteration, by draw
+
+    def iterate(self, wanted: int) -> None:
+        iteration = len(self.learned)
+        demand = Demand(wanted=wanted, iteration=iteration)
+        groups, num_fresh = self.backlog.begin(demand, self.log)
+        draws = range(self.position, self.position + num_fresh)
+        self.position += num_fresh
+        groups += [OpenGroup(prompt=draw, draw=draw, drawn=iteration, begun=iteration) for draw in draws]
+        course = RolloutCourse(self.backlog.schedule, demand, groups, SIZE)
+        self._write(course, iteration)
+        self.backlog.end(course, self.log)
+        taken = [course.groups[number // SIZE].draw for number in course.taken]
+        responses = [course.responses[number] for number in course.taken]
+        self.learned.append({d: [r for t, r in zip(taken, responses, strict=True) if t == d] for d in taken})
+
+    def _write(self, course: RolloutCourse, version: int) -> None:
+        requests = course.requests([[5]] * len(course.groups), 0)
+        noise = {r.id: self.noise if r.seed is None else random.Random(r.seed) for r in requests}
+        texts: dict[int, list[int]] = {request.id: [] for request in requests}
+
+        def respond(number: int, reason: str) -> bool:
+            text, before = texts[number], next(r for r in requests if r.id == number).written
+            segments = [(version, len(text))] if before is None else [*before.segments, (version, len(text))]
+            tokens = [*(() if before is None else before.token_ids), *text]
+            versions, counts = zip(*segments, strict=True)
+            return course.add(Response(number, tokens, [0.0] * len(tokens), reason, versions, counts))
+
+        has_enough = False
+        while texts and not has_enough:
+            self.num_steps += 1
+            self.written += len(texts)
+            for number in list(texts):
+                chance = chance_to_end(course.groups[number // SIZE].draw)
+                texts[number].append(noise[number].randrange(10))
+                if noise[number].random() < chance:
+                    has_enough |= respond(number, "stop")
+                    del texts[number]
+        for number in list(texts):
+            respond(number, "unfinished")
+
+
+def run(schedule: RolloutSchedule, num_iterations: int, wanted: int = 8, seed: int = 0) -> Run:
+    done = Run(schedule, seed)
+    for _ in range(num_iterations):
+        done.iterate(wanted)
+    return done
+
+
+def reward(response: Response) -> float:
+    return -float(len(response.token_ids))
+
+
+def mean_reward(done: Run) -> float:
+    rewards = [reward(r) for iteration in done.learned for group in iteration.values() for r in group]
+    return sum(rewards) / len(rewards)
+
+
+class Seeded(SynchronousSchedule):
+    """Synchronous, each group with noise of its own."""
+
+    has_own_noise = True
+
+
+class Fresh(TailBatching):
+    """What tail batching would be if deferred prompts were answered with new noise."""
+
+    has_own_noise = False
+
+
+def texts_of(done: Run) -> Counter[tuple[int, ...]]:
+    everything = [r for iteration in done.learned for group in iteration.values() for r in group]
+    return Counter(tuple(response.token_ids) for response in everything)
+
+
+def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_schedule_would() -> None:
+    plain, batched = (run(schedule, 5 * 4) for schedule in (Seeded(), TailBatching(0.25)))  # four short, one long
+    assert texts_of(batched) == texts_of(plain)
+    assert mean_reward(batched) == mean_reward(plain)
+    assert sorted(draw for iteration in batched.learned for draw in iteration) == list(range(20 * 8))
+    assert batched.num_steps < 0.8 * plain.num_steps
+    assert batched.backlog.aside == []
+
+
+def test_deferred_prompts_with_new_noise_would_lean_to_short_responses() -> None:
+    plain, fresh = (run(schedule, 200) for schedule in (SynchronousSchedule(), Fresh(0.25)))
+    assert mean_reward(fresh) > mean_reward(plain) * 0.95  # rewards are negative lengths
+
+
+def test_within_a_cycle_short_ones_come_first_and_none_waits_longer_than_it() -> None:
+    batched = run(TailBatching(0.25), 10)
+    means = [sum(len(r.token_ids) for group in it.values() for r in group) / (8 * SIZE) for it in batched.learned]
+    assert min(means[4], means[9]) > max(means[:4] + means[5:9])
+    numbers = batched.log.read()
+    assert numbers["schedule/deferrals"] == ("max", 1)
+    assert numbers["schedule/waited"] == ("max", 4)
+    assert numbers["schedule/repeated"] == ("mean", 1.0)
+    thrown = batched.written - sum(len(text) * count for text, count in texts_of(batched).items())
+    assert numbers["schedule/tokens_thrown_away"] == ("sum", thrown)
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_partial_rollouts_lose_no_prompt_and_keep_their_bound(lag: int) -> None:
+    partial = run(PartialRollout(0.5, lag), 40)
+    plain = run(SynchronousSchedule(), 40)
+    draws = [draw for iteration in partial.learned for draw in iteration]
+    assert len(draws) == len(set(draws)) == 40 * 8
+    waiting = {group.draw for group in partial.backlog.aside}
+    assert {*draws} | waiting == set(range(partial.position))
+    assert len(waiting) == 4
+    ages = [i - v for i, it in enumerate(partial.learned) for g in it.values() for r in g for v in r.policy_versions]
+    assert max(ages) == lag
+    assert partial.num_steps < plain.num_steps
+    assert partial.log.read()["schedule/tokens_thrown_away"] == ("sum", 0)
+    for iteration in partial.learned:
+        assert all(sum(c for _, c in r.segments) == len(r.token_ids) for group in iteration.values() for r in group)
+
+
+def test_what_is_older_than_the_bound_is_written_anew() -> None:
+    partial = run(PartialRollout(0.5, 3), 3)
+    held = {group.draw: group for group in partial.backlog.aside}
+    partial.backlog.schedule = PartialRollout(0.5, 1)
+    groups, num_fresh = partial.backlog.begin(Demand(wanted=8, iteration=4), partial.log)
+    assert [group.responses for group in groups] == [()] * 4
+    assert {group.begun for group in groups} == {4}
+    assert num_fresh == 8
+    dropped = sum(group.num_tokens for group in held.values())
+    assert partial.log.read()["schedule/tokens_thrown_away"][1] == dropped > 0
+
+
+def test_a_run_that_returns_to_the_synchronous_schedule_answers_what_waits() -> None:
+    partial = run(PartialRollout(0.5), 2)
+    waiting = {group.draw for group in partial.backlog.aside}
+    partial.backlog.schedule = SynchronousSchedule()
+    partial.iterate(8)
+    assert waiting < set(partial.learned[-1])
+    assert partial.backlog.aside == []
+
+
+def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> None:
+    backlog = run(PartialRollout(0.5), 2).backlog
+    saved, held = backlog.state_dict(), backlog.aside
+    assert any(response.token_ids for group in held for response in group.responses)
+    backlog.load([saved], 0, 1)
+    assert backlog.aside == held
+    parts = []
+    for rank in range(3):
+        backlog.load([saved[:1], saved[1:]], rank, 3)
+        parts += backlog.aside
+    assert sorted(group.draw for group in parts) == sorted(group.draw for group in held)
+
+
+def test_what_a_schedule_cannot_work_with_is_refused_before_it_starts() -> None:
+    backlog, engine = Backlog(PartialRollout()), TransformersEngine()
+    backlog.check(engine, Sampling(), GRPO())
+    with pytest.raises(ValueError, match=r"`objective.correction` is None"):
+        backlog.check(engine, Sampling(), GRPO(correction=None))
+    with pytest.raises(ValueError, match=r"`sampling.stop_strings` is \('x',\)"):
+        backlog.check(engine, Sampling(stop_strings=("x",)), GRPO())
+    other: Any = SimpleNamespace(can_stop=False)
+    with pytest.raises(ValueError, match=r"cannot stop requests.*TailBatching"):
+        Backlog(TailBatching()).check(other, Sampling(), GRPO())
+    Backlog(None).check(other, Sampling(), GRPO())
+    with pytest.raises(ValueError, match=r"`schedule.extra` must be in \[0.01, 1\], got 0"):
+        TailBatching(0)
+    with pytest.raises(ValueError, match=r"`schedule.max_policy_lag` must be at least 1, got 0"):
+        PartialRollout(max_policy_lag=0)
+
+
+def gradient(first: torch.Tensor, second: torch.Tensor, old_first: torch.Tensor, correction: Any) -> torch.Tensor:
+    """The expected gradient of GRPO's loss over two-token texts whose first token older weights wrote."""
+    texts = torch.tensor([[a, b] for a in range(3) for b in range(3)])
+    rewards = torch.tensor([float(a * b + a) for a, b in texts.tolist()])
+    old = old_first.log_softmax(-1)[texts[:, 0]]
+    new = first.log_softmax(-1)[texts[:, 0]]
+    last = second.log_softmax(-1)[texts[:, 0], texts[:, 1]]
+    logps = torch.stack([new, last], 1)
+    behaviour = torch.stack([old, last], 1).detach()
+    zeros = torch.zeros(len(texts), dtype=torch.long)
+    batch = RolloutBatch(
+        input_ids=texts,
+        prompt_lengths=zeros,
+        response_mask=torch.ones(len(texts), 2),
+        rollout_logps=behaviour,
+        rewards=rewards,
+        groups=zeros,
+        policy_versions=zeros,
+        truncated=zeros.bool(),
+        old_logps=logps.detach(),
+        advantages=(rewards * behaviour.sum(1).exp())[:, None].expand(-1, 2),  # each text as often as it is written
+        num_loss_tokens=2.0,
+        num_loss_sequences=1.0,
+    )
+    loss = GRPO(correction=correction).loss(batch, logps, torch.zeros_like(logps), None).loss
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [first, second])])
+
+
+def test_corrections_bring_partial_rollouts_closer_to_what_on_policy_learns() -> None:
+    torch.manual_seed(0)
+    first, second = torch.randn(3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    older = first.detach() + torch.tensor([0.3, 0.0, -0.3])
+    exact = gradient(first, second, first.detach(), None)
+    deviations = [
+        float((gradient(first, second, older, correction) - exact).norm() / exact.norm())
+        for correction in (None, TruncatedImportance(), TruncatedImportance(level="sequence", max_weight=9.0))
+    ]
+    uncorrected, by_token, by_sequence = deviations
+    assert uncorrected > 1.5 * by_token  # what came before a token still has the older weights' frequencies
+    assert by_token > 100 * by_sequence
+    assert by_sequence < 1e-5
+
+
+def test_dynamic_sampling_goes_on_with_what_the_first_rollout_left() -> None:
+    partial = run(PartialRollout(0.5), 1)
+    waiting = {group.draw for group in partial.backlog.aside}
+    groups, num_fresh = partial.backlog.begin(Demand(wanted=2, iteration=0, is_first=False), partial.log)
+    assert {group.draw for group in groups} == waiting
+    assert num_fresh == 0
+    batched = run(TailBatching(0.25), 1)
+    assert batched.backlog.begin(Demand(wanted=2, iteration=0, is_first=False), batched.log) == ([], 2)
+    assert len(batched.backlog.aside) == 2

@@ -1,0 +1,87 @@
+"""Define a schedule: what a rollout starts, when it has enough, what waits. Pure: neither Trainer nor engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from tlt_lightning.engine.base import Response, Sampling
+    from tlt_lightning.objectives.base import PolicyObjective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """Holds a prompt that was drawn and that no update has learned from.
+
+    Args:
+        prompt: Its number among the training prompts.
+        draw: Number of the draw since the start of the run, over all ranks.
+        drawn: Iteration of the draw.
+        begun: Iteration in which the oldest of `responses` was begun.
+        deferrals: Times the group was put aside.
+        responses: Its responses, ended or not; empty if nothing is kept of them.
+    """
+
+    prompt: int
+    draw: int
+    drawn: int
+    begun: int
+    deferrals: int = 0
+    responses: tuple[Response, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its responses."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+    def anew(self, iteration: int) -> OpenGroup:
+        """Return the group with nothing written of it, begun in this iteration."""
+        return replace(self, begun=iteration, responses=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Says what a rollout has to bring on this rank.
+
+    Args:
+        wanted: Groups to learn from, at least 1.
+        iteration: Number of the policy iteration.
+        is_first: False for the further rollouts of an iteration, by which dynamic sampling replaces groups.
+    """
+
+    wanted: int
+    iteration: int
+    is_first: bool = True
+
+
+class RolloutSchedule(ABC):
+    """Decides what a rollout starts and when it has enough; each rank decides by itself.
+
+    Ranks without dynamic sampling make the same decisions, as these go by counts of groups alone.
+    """
+
+    stops: ClassVar[bool] = True
+    """True if rollouts may end with requests unfinished, which the engine must be able to stop."""
+
+    has_own_noise: ClassVar[bool] = False
+    """True if a group that is written anew gets the random numbers that it had."""
+
+    def check(self, sampling: Sampling, objective: PolicyObjective) -> None:  # noqa: B027 - most can do all
+        """Raise ValueError for what the schedule cannot work with, before anything starts."""
+
+    @abstractmethod
+    def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
+        """Return the groups that the rollout takes up of those put aside, and how many it draws besides."""
+
+    @abstractmethod
+    def choose(self, demand: Demand, groups: Sequence[OpenGroup], complete: Sequence[int]) -> list[int] | None:
+        """Return the places of the groups to learn from, or None to write on; what is left is put aside.
+
+        Args:
+            demand: That of `begin`.
+            groups: All groups of the rollout, as they were when it began.
+            complete: Places of those whose responses have all ended, in the order in which they did.
+        """

@@ -1,0 +1,181 @@
+"""Follow a rollout under its schedule, and keep what it puts aside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from tlt_lightning.engine.base import Request, Response
+from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
+from tlt_lightning.schedules.synchronous import SynchronousSchedule
+from tlt_lightning.seeds import run_seed, seed_of
+
+if TYPE_CHECKING:
+    from tlt_lightning.engine.base import RolloutEngine, Sampling
+    from tlt_lightning.metrics import IterationLog
+    from tlt_lightning.objectives.base import PolicyObjective
+
+
+class RolloutCourse:
+    """Follows a rollout until its schedule has enough.
+
+    Requests are numbered through: the `group_size` of the first group, then those of the next.
+
+    Args:
+        schedule: Decides when that is.
+        demand: What it has to bring.
+        groups: What it starts and goes on with.
+        group_size: Responses of a group.
+    """
+
+    def __init__(self, schedule: RolloutSchedule, demand: Demand, groups: Sequence[OpenGroup], group_size: int) -> None:
+        self.schedule, self.demand, self.groups, self.group_size = schedule, demand, groups, group_size
+        self.responses = {
+            place * group_size + member: replace(response, request_id=place * group_size + member)
+            for place, group in enumerate(groups)
+            for member, response in enumerate(group.responses)
+        }
+        self.complete: list[int] = []
+        self.chosen: list[int] | None = None
+        for place in range(len(groups)):
+            self._close(place)
+
+    @classmethod
+    def of_all(cls, num_groups: int, group_size: int) -> RolloutCourse:
+        """Return the course of a rollout that writes everything."""
+        groups = [OpenGroup(prompt=i, draw=i, drawn=0, begun=0) for i in range(num_groups)]
+        return cls(SynchronousSchedule(), Demand(wanted=num_groups, iteration=0), groups, group_size)
+
+    @property
+    def ended(self) -> list[Response]:
+        """Responses that have ended."""
+        return [response for response in self.responses.values() if not response.is_unfinished]
+
+    @property
+    def open_ids(self) -> list[int]:
+        """Numbers of the requests that have not."""
+        everything = range(len(self.groups) * self.group_size)
+        return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
+
+    def requests(self, prompts: Sequence[Sequence[int]], first_group: int) -> list[Request]:
+        """Return what the engine is asked for; `prompts` are the groups' token ids."""
+        if self.chosen is not None:  # what was put aside is enough
+            return []
+        return [
+            Request(
+                id=i,
+                prompt_ids=prompts[i // self.group_size],
+                group=first_group + i // self.group_size,
+                written=self.responses.get(i),
+                seed=self._seed(i),
+            )
+            for i in self.open_ids
+        ]
+
+    def add(self, response: Response) -> bool:
+        """Take a response; return True if from now on there is enough, and the open ones are to be stopped."""
+        self.responses[response.request_id] = response
+        had_enough = self.chosen is not None
+        if not response.is_unfinished:
+            self._close(response.request_id // self.group_size)
+        return self.schedule.stops and self.chosen is not None and not had_enough
+
+    def _close(self, place: int) -> None:
+        """Count a group whose responses have all ended, and ask the schedule whether there is enough."""
+        members = [self.responses.get(i) for i in range(place * self.group_size, (place + 1) * self.group_size)]
+        if any(response is None or response.is_unfinished for response in members):
+            return
+        self.complete.append(place)
+        if self.chosen is None:
+            self.chosen = self.schedule.choose(self.demand, self.groups, self.complete)
+
+    @property
+    def taken(self) -> list[int]:
+        """Numbers of the requests to learn from, in order."""
+        size = self.group_size
+        return [place * size + member for place in self.chosen or () for member in range(size)]
+
+    def put_aside(self) -> list[OpenGroup]:
+        """Return the groups that wait, with what is written of them."""
+        size, chosen = self.group_size, {*(self.chosen or ())}
+        rest = [(place, group) for place, group in enumerate(self.groups) if place not in chosen]
+        written = {
+            place: tuple(_plain(self.responses[i]) for i in range(place * size, (place + 1) * size))
+            for place, _ in rest
+        }
+        return [replace(group, deferrals=group.deferrals + 1, responses=written[place]) for place, group in rest]
+
+    def _seed(self, number: int) -> int | None:
+        if not self.schedule.has_own_noise:
+            return None
+        return seed_of(run_seed(), "draw", self.groups[number // self.group_size].draw, number % self.group_size)
+
+
+class Backlog:
+    """Keeps the groups that were put aside on a rank, and counts what became of them.
+
+    Args:
+        schedule: Puts them aside and takes them up again; None is synchronous.
+    """
+
+    def __init__(self, schedule: RolloutSchedule | None) -> None:
+        self.schedule = schedule or SynchronousSchedule()
+        self.aside: list[OpenGroup] = []
+        self._dropped: dict[int, tuple[Response, ...]] = {}  # what was thrown away of groups now written anew, by draw
+
+    def check(self, engine: RolloutEngine, sampling: Sampling, objective: PolicyObjective) -> None:
+        """Raise ValueError if the schedule cannot work with these."""
+        name = type(self.schedule).__name__
+        if self.schedule.stops and not engine.can_stop:
+            raise ValueError(
+                f"`data.engine` {type(engine).__name__} cannot stop requests, which `data.schedule` {name} asks for; "
+                "use VLLMEngine, or SynchronousSchedule."
+            )
+        self.schedule.check(sampling, objective)
+
+    def begin(self, demand: Demand, log: IterationLog) -> tuple[list[OpenGroup], int]:
+        """Take up groups as the schedule says; return them, and how many to draw besides."""
+        groups, num_fresh = self.schedule.begin(demand, self.aside)
+        kept = {group.draw: group for group in groups}
+        before = [group for group in self.aside if group.draw in kept]
+        self.aside = [group for group in self.aside if group.draw not in kept]
+        self._dropped = {group.draw: group.responses for group in before if not kept[group.draw].responses}
+        if before:
+            dropped = sum(group.num_tokens for group in before if group.draw in self._dropped)
+            log.sum("schedule/tokens_thrown_away", dropped)
+        return groups, num_fresh
+
+    def end(self, course: RolloutCourse, log: IterationLog) -> None:
+        """Put aside what the rollout has not taken, and log what it has."""
+        self.aside = [*self.aside, *course.put_aside()]
+        taken = [course.groups[place] for place in course.chosen or ()]
+        for group in taken:
+            log.max("schedule/deferrals", group.deferrals)
+            log.max("schedule/waited", course.demand.iteration - group.drawn)
+            log.mean("schedule/dropped", float(group.draw in self._dropped))
+        for number in course.taken:
+            response, group = course.responses[number], course.groups[number // course.group_size]
+            log.mean("schedule/continued", float(len(response.segments) > 1))
+            old = self._dropped.get(group.draw, ())
+            if old and (tokens := old[number % course.group_size].token_ids):
+                same = [a == b for a, b in zip(tokens, response.token_ids, strict=False)]
+                log.mean("schedule/repeated", [*same, False].index(False) / len(tokens))
+
+    def state_dict(self, aside: Sequence[OpenGroup] | None = None) -> list[dict[str, Any]]:
+        """Return `aside`, None those put aside now, as primitives."""
+        return [asdict(group) for group in (self.aside if aside is None else aside)]
+
+    def load(self, ranks: Sequence[Sequence[dict[str, Any]]], rank: int, world_size: int) -> None:
+        """Take what the ranks have saved; another number of ranks deals it out anew."""
+        saved = ranks[rank] if len(ranks) == world_size else [state for own in ranks for state in own][rank::world_size]
+        self.aside = [
+            OpenGroup(**{**state, "responses": tuple(Response(**response) for response in state["responses"])})
+            for state in saved
+        ]
+
+
+def _plain(response: Response) -> Response:
+    """Return the response in lists and tuples of numbers, as a checkpoint holds them."""
+    drafts = [tuple(draft) for draft in response.drafts]
+    return replace(response, token_ids=list(response.token_ids), logps=list(response.logps), drafts=drafts)

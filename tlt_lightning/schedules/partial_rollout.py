@@ -1,0 +1,65 @@
+"""Continue unfinished responses in a later iteration (partial rollouts, Kimi k1.5, arXiv 2501.12599)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from tlt_lightning.arguments import check_at_least, check_within
+from tlt_lightning.objectives.composed import ComposedObjective
+from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
+
+if TYPE_CHECKING:
+    from tlt_lightning.engine.base import Sampling
+    from tlt_lightning.objectives.base import PolicyObjective
+
+
+class PartialRollout(RolloutSchedule):
+    """Ends an iteration's rollout once it has enough whole groups; the rest is continued by later weights.
+
+    Off-policy: a response may have segments by several versions of the weights. Each token keeps the log-prob under the
+    weights that wrote it, with which the objective's `correction` weighs its loss. An iteration waits for groups that
+    have reached `max_policy_lag`; should one exceed it all the same, it is written anew.
+
+    Args:
+        extra: Prompts under way beyond those that an iteration needs, as a share of these.
+        max_policy_lag: Most iterations between the writing of a token and the update that learns from it.
+    """
+
+    def __init__(self, extra: float = 0.5, max_policy_lag: int = 2) -> None:
+        check_within("schedule.extra", extra, 0.01, 1)
+        check_at_least("schedule.max_policy_lag", max_policy_lag, 1, "SynchronousSchedule has no lag.")
+        self.extra = extra
+        self.max_policy_lag = max_policy_lag
+
+    @override
+    def check(self, sampling: Sampling, objective: PolicyObjective) -> None:
+        if isinstance(objective, ComposedObjective) and objective.correction is None:
+            raise ValueError(
+                "`data.schedule` PartialRollout learns from tokens of older weights, and `objective.correction` is "
+                "None: nothing would make up for it. Leave `correction` at its default, or use TailBatching."
+            )
+        if sampling.stop_strings:
+            raise ValueError(
+                f"`sampling.stop_strings` is {sampling.stop_strings}: with `data.schedule` PartialRollout one across "
+                "the seam of a continued response would be missed. Use `stop_token_ids`."
+            )
+
+    @override
+    def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
+        groups = [
+            group.anew(demand.iteration) if demand.iteration - group.begun > self.max_policy_lag else group
+            for group in aside
+        ]
+        return groups, max(0, demand.wanted + ceil(self.extra * demand.wanted) - len(groups))
+
+    @override
+    def choose(self, demand: Demand, groups: Sequence[OpenGroup], complete: Sequence[int]) -> list[int] | None:
+        due = {i for i, group in enumerate(groups) if demand.iteration - group.begun >= self.max_policy_lag}
+        if len(complete) < demand.wanted or not due <= {*complete}:
+            return None
+        ordered = sorted(complete, key=lambda place: place not in due)  # stable: then in the order of their ends
+        return sorted(ordered[: demand.wanted])

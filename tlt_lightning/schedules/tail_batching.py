@@ -1,0 +1,47 @@
+"""Batch the long tail: prompts with long responses wait for a rollout of their own (RollPacker, arXiv 2509.21009)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import ClassVar
+
+from typing_extensions import override
+
+from tlt_lightning.arguments import check_within
+from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
+
+
+class TailBatching(RolloutSchedule):
+    """Starts more prompts than an iteration needs, takes the first whose responses have all ended, defers the others.
+
+    Once as many are deferred as an iteration needs, they are its prompts, and it waits for all of them: no prompt is
+    deferred twice. They are written anew by the weights of then, so that each update is on-policy, with the noise that
+    they had: where the same noise gives the same text, nothing is chosen by length over a cycle of short and long
+    iterations. As far as it does not, because weights have moved or speculation drafted otherwise, what is learned from
+    leans to short responses; `schedule/repeated` is the share of deferred tokens that were written again.
+
+    Groups are taken whole: RollPacker's first responses of more than a group needs would be short ones.
+
+    Args:
+        extra: Prompts that are started beyond those needed, as a share of these. One iteration in
+            `1 + 1 / extra` is a long one.
+    """
+
+    has_own_noise: ClassVar[bool] = True
+
+    def __init__(self, extra: float = 0.25) -> None:
+        check_within("schedule.extra", extra, 0.01, 1)
+        self.extra = extra
+
+    @override
+    def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
+        if not demand.is_first:  # of what dynamic sampling replaces nothing is deferred: the ranks stay together
+            return [], demand.wanted
+        if len(aside) >= demand.wanted:
+            return [group.anew(demand.iteration) for group in aside[: demand.wanted]], 0
+        return [], demand.wanted + ceil(self.extra * demand.wanted)
+
+    @override
+    def choose(self, demand: Demand, groups: Sequence[OpenGroup], complete: Sequence[int]) -> list[int] | None:
+        return sorted(complete[: demand.wanted]) if len(complete) >= demand.wanted else None
