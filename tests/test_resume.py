@@ -93,6 +93,15 @@ def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(hook: str, number
         assert metrics == pytest.approx(history[iteration])
 
 
+def test_a_run_saved_behind_an_updates_last_step_takes_no_step_more_where_no_validation_is_due(paths: Paths) -> None:
+    path = paths[2] / "within.ckpt"
+    whole, history, _ = run(paths, SaveAt(path, "batch", STEPS), limit_val_batches=0)
+    resumed, rest, trainer = run(paths, ckpt=path, limit_val_batches=0)
+    assert trainer.global_step == 3 * STEPS
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert rest == {iteration: pytest.approx(history[iteration]) for iteration in (2, 3)}
+
+
 def test_an_update_that_had_stopped_at_its_kl_stays_stopped(paths: Paths) -> None:
     path = paths[2] / "within.ckpt"
     module = {"objective": PPO(target_kl=1e-6), "critic": CriticConfig(lr=1e-3)}

@@ -138,7 +138,7 @@ class SaveWithin(RolloutCallback):
     """Saves within the second iteration: in its rollout, and between its two optimizer steps."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.names = root, iter(["rollout", "first"])
+        self.root, self.names = root, iter(["rollout", "first", "last"])
 
     def _save(self, trainer: L.Trainer) -> None:
         if trainer.current_epoch == 1 and (name := next(self.names, None)):
@@ -168,7 +168,7 @@ def test_a_run_saved_within_an_iteration_is_gone_on_with_bit_for_bit(tmp_path: P
 
     tensors, row = run()
     assert row["drafter/micro_steps"] > 0
-    for name in ("rollout", "first"):
+    for name in ("rollout", "first", "last"):
         resumed, metrics = run(tmp_path / f"{name}.ckpt")
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, tensors, strict=True)), name
         assert metrics == row, name

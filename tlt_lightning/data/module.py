@@ -308,6 +308,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if done == self._settings.num_steps:
+            return  # resumed behind an update's last step, Lightning asks for a batch more if no validation is due
         collector = self._collector(self._module.iteration_log)
         self._iteration = PolicyIteration(
             self._trainer, self._module, collector, self._settings, self.cursor, self.backlog, self._saved_iteration
