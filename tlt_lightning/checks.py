@@ -268,6 +268,16 @@ def check_models(module: RLModule) -> None:
             ) from error
 
 
+def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException unless the devices of each node make whole engines of `num_ranks`."""
+    devices = trainer.num_devices
+    if devices % num_ranks:
+        raise MisconfigurationException(
+            f"`engine.tensor_parallel` {num_ranks} does not divide the {devices} devices of a node "
+            "(`Trainer(devices=...)`), on which an engine's ranks are neighbours; choose a divisor, or other devices."
+        )
+
+
 def check_context(policy: str, max_model_len: int) -> None:
     """Raise ValueError if prompt and response together may outgrow the policy's context."""
     from transformers import AutoConfig

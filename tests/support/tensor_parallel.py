@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ class ClockSelector(ScriptedSelector):
         self.measured = list(steps)
 
 
+def stop_one(engine: VLLMEngine, rank: int) -> list[list[Any]]:
+    """After its first response, which is its last request's, rank 1 stops its first request and adds another one."""
+    answers: list[list[Any]] = []
+    requests = siblings(1)
+    requests[-1] = replace(requests[-1], max_tokens=8)
+    for response in engine.generate(requests, GREEDY, seed=0):
+        if rank == 1 and not answers:
+            engine.stop([requests[0].id])
+            engine.add([replace(requests[0], id=9)])
+        answers.append([response.request_id, response.finish_reason, list(response.token_ids)])
+    return sorted(answers)
+
+
 def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
@@ -57,7 +71,7 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     found: dict[str, Any] = {}
     engine.update_weights(stream_weights(load_policy(other_policy)), 0)
-    found["other"] = write(engine, siblings())
+    found["other"] = write(engine, siblings() if rank == 0 else siblings()[:5])  # each has requests of its own
     engine.update_weights(stream_weights(load_policy(policy)), 1)
     engine.warm_up()
     found["measured"] = [[step.batch_size, repr(step.strategy), step.seconds] for step in selector.measured]
@@ -67,14 +81,12 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     found["stats"] = {name: n for name, n in engine.stats().items() if not name.endswith("_per_s")}
     found["sampled"] = write(engine, siblings(), Sampling(max_tokens=64), seed=3)
     found["chosen"], found["learned"] = selector.num_chosen, len(selector.records)
+    found["none"] = write(engine, [] if rank == 0 else siblings())
+    found["stopped"] = stop_one(engine, rank)
     controller = engine.inspect().controller
     assert controller is not None
-    if rank == 1:
-        controller.agreement = ALONE
-        selector.script = lambda state: Strategy(2)
-    else:
-        selector.script = lambda state: Strategy(4)
-        controller.agreement = ALONE
+    controller.agreement = ALONE
+    selector.script = lambda state: Strategy(2 + rank)
     try:
         write(engine, siblings(), GREEDY)
     except RuntimeError as error:

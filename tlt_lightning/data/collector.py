@@ -81,7 +81,7 @@ class RolloutCollector:
 
         Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook.
         """
-        if not prompts:
+        if not prompts and self.engine.num_ranks == 1:  # an engine over several ranks writes with all of them
             self._spend_idle_time()
             return []
         with self.peak_memory.followed():

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_type
-from tlt_lightning.checks import check_context, check_models, check_trainer, warn_of_filters
+from tlt_lightning.checks import check_context, check_engine_ranks, check_models, check_trainer, warn_of_filters
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
@@ -150,8 +150,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         check_trainer(self._trainer)
         check_models(self._module)
-        if self.engine.num_ranks > 1:
-            raise MisconfigurationException("`engine.tensor_parallel` must be 1 here: every rank rolls out its own.")
+        check_engine_ranks(self.engine.num_ranks, self._trainer)
         self._settings = self._given_settings
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
@@ -178,7 +177,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._probe = EngineProbe()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         log.info("Loading %s for %s", type(self.engine).__name__, policy)
-        self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + self._trainer.global_rank)
+        engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
+        self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 

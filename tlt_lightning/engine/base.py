@@ -240,7 +240,7 @@ class RolloutEngine(ABC):
     """Whether `sleep` gives all of them back."""
 
     num_ranks: int = 1
-    """Neighbouring ranks that are one engine: each calls every method, with the same requests, sampling and seeds."""
+    """Neighbouring ranks that are one engine: all call every method, `generate` each with its own requests."""
 
     @property
     @abstractmethod

@@ -9,14 +9,27 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Decides alone, for an engine of one rank; `engine/vllm/rank_group.py` has that of several."""
+    """Decides alone, for an engine of one rank; `engine/rank_group.py` has that of several."""
 
-    is_first = True
-    """Whether this rank decides."""
+    num_ranks, index = 1, 0
+    """Ranks of the engine, and which of them this is."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that decides."""
+        return self.index == 0
 
     def decide(self, choose: Callable[[], T]) -> T:
         """Return what `choose` returns on the engine's first rank; the others do not call it."""
         return choose()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, the first one's first."""
+        return [value]
+
+    def is_any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return flag
 
 
 ALONE = Agreement()

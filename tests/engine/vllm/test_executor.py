@@ -40,7 +40,7 @@ def test_the_kv_cache_is_no_larger_than_all_requests_can_fill(monkeypatch: pytes
         cache_config=cache,
         scheduler_config=SimpleNamespace(max_num_seqs=3, max_num_batched_tokens=64, async_scheduling=True),
         model_config=SimpleNamespace(max_model_len=100),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
         max_in_flight_tokens=128,
     )
     specs = {"0": FullAttentionSpec(**layer), "1": FullAttentionSpec(**layer)}

@@ -10,7 +10,7 @@ from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head
 from tests.support.rank_processes import run_ranks
 from tests.support.speculation_engines import PROMPTS, greedy_texts, save_endless_policy, save_trained_head
-from tlt_lightning.engine.vllm import rank_group
+from tlt_lightning.engine import rank_group
 
 pytestmark = pytest.mark.vllm
 
@@ -35,10 +35,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_greedy_text_is_that_of_the_policy_under_any_drafts(ranks: list[dict[str, Any]]) -> None:
     expected = ranks[0]["expected"]
     for rank in ranks:
-        assert rank["other"] == expected["other"]
         assert rank["greedy"] == rank["with a better head"] == expected["greedy"]
     assert expected["other"] != expected["greedy"]
-    assert ranks[0]["sampled"] == ranks[1]["sampled"]
+    assert ranks[0]["sampled"] != ranks[1]["sampled"]
+
+
+def test_each_rank_has_the_answers_to_its_own_requests(ranks: list[dict[str, Any]]) -> None:
+    expected = ranks[0]["expected"]
+    assert [rank["other"] for rank in ranks] == [expected["other"], expected["other"][:5]]
+    assert [rank["none"] for rank in ranks] == [[], expected["greedy"]]
+    whole = [[i, "length", expected["greedy"][i][: 8 if i == 3 else 64]] for i in range(4)]
+    assert ranks[0]["stopped"] == whole
+    stopped, *others, added = ranks[1]["stopped"]
+    assert others == whole[1:]
+    assert stopped[1] == "unfinished"
+    assert stopped[2] == whole[0][2][: len(stopped[2])]
+    assert added == [9, *whole[0][1:]]
 
 
 def test_one_rank_chooses_and_all_learn(ranks: list[dict[str, Any]]) -> None:

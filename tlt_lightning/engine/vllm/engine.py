@@ -19,13 +19,13 @@ from tlt_lightning.arguments import check_at_least, check_positive
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.rank_group import check_split
 from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
-from tlt_lightning.engine.vllm.rank_group import check_split, join_ranks
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
@@ -153,10 +153,12 @@ class VLLMEngine(RolloutEngine):
         internals.check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
-        agreement, comparison = join_ranks(self._engine, graphs, compare=self.compare_steps)
+        agreement, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, head, graphs, agreement)
-        self._writer = RequestWriter(self._engine, internals.scheduler_of(self._engine), self._speculative, comparison)
+        self._writer = RequestWriter(
+            self._engine, internals.scheduler_of(self._engine), self._speculative, agreement, comparison
+        )
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
@@ -313,13 +315,13 @@ class VLLMEngine(RolloutEngine):
         writer, counter = self._writer, ProgressCounter()
         assert writer is not None
         params = partial(self._params, sampling)
-        steps = writer.steps(requests, params, EngineRandom(seed), self._policy_version)
+        steps = writer.steps(requests, params, seed, self._policy_version)
         self._sampling = sampling
         try:
             for finished in steps:
                 if on_progress is not None:
                     on_progress(writer.progress(counter, finished))
-                yield from finished
+                yield from writer.pool.own_responses(finished)
         finally:
             self._sampling = None
             steps.close()
@@ -328,7 +330,7 @@ class VLLMEngine(RolloutEngine):
     def add(self, requests: Sequence[Request]) -> None:
         writer = self._writing("add")
         self._check(requests, self._sampling or Sampling(), taken=writer.ids)
-        writer.add(requests)
+        writer.pool.add(requests)
 
     @override
     def stop(self, ids: Collection[int]) -> None:

@@ -1,18 +1,26 @@
-"""Run vLLM's worker in this process, on the device that this rank trains on."""
+"""Run vLLM's worker in this process, on the device that this rank trains on, perhaps with the ranks beside it."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
+from vllm.distributed import parallel_state
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.rank_group import RankGroup
+from tlt_lightning.engine.rank_group import RankGroup
+from tlt_lightning.engine.vllm.internals import is_cpu_build, reach, scheduler_of
+from tlt_lightning.speculation.agreement import ALONE, Agreement
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 
 
 class RankExecutor(UniProcExecutor):
@@ -41,7 +49,26 @@ class RankExecutor(UniProcExecutor):
     def determine_available_memory(self) -> list[int]:
         """Return the bytes of keys and values, the same on all ranks of an engine: they schedule alike."""
         own = self._usable_memory()
-        return own if self.parallel_config.world_size == 1 else [RankGroup().smallest(min(own))]
+        return own if self.vllm_config.parallel_config.tensor_parallel_size == 1 else [_group().smallest(min(own))]
+
+    def join(
+        self, engine: LLMEngine, graphs: PlannedGraphs | None, compare: bool
+    ) -> tuple[Agreement, StepComparison | None]:
+        """Return the agreement of a started engine's ranks, and with `compare` what compares their steps.
+
+        Raises:
+            RuntimeError: The ranks have not equal caches and plans of CUDA graphs.
+        """
+        group = _group()
+        if group.num_ranks == 1:
+            return ALONE, None
+        planned = None if graphs is None else zlib.crc32(repr(graphs.plan).encode())
+        blocks = reach(engine, "vllm_config.cache_config").num_gpu_blocks
+        facts = (f"{blocks} blocks of cache", f"checksum of planned CUDA graphs {planned}")
+        group.check_same("start of the engine", facts)
+        comparison = StepComparison(scheduler_of(engine), group) if compare else None
+        self.on_step = None if comparison is None else comparison.step
+        return group, comparison
 
     def _usable_memory(self) -> list[int]:
         """Return free bytes for keys and values, at most what all requests at full length fill.
@@ -61,3 +88,38 @@ class RankExecutor(UniProcExecutor):
             request = sum(spec.max_memory_usage_bytes(config) + spec.page_size_bytes for spec in specs.values())
             usable.append(request * config.scheduler_config.max_num_seqs)
         return [min(pair) for pair in zip(free, usable, strict=True)]
+
+
+def _group() -> RankGroup:
+    """Return the ranks that are this engine, once it has started."""
+    return RankGroup(reach(parallel_state, "get_tp_group")().cpu_group)
+
+
+class StepComparison:
+    """Compares what the ranks of an engine schedule, before any of them runs it.
+
+    Args:
+        scheduler: vLLM's on this rank.
+        group: The ranks.
+    """
+
+    def __init__(self, scheduler: Any, group: RankGroup) -> None:
+        self._group, self._scheduler = group, scheduler
+
+    def step(self, output: Any) -> None:
+        """Compare a step's strategy and, of each request, tokens to run, drafts among them and tokens known."""
+        record = getattr(output, "speculation", None)
+        facts: list[Any] = [None if record is None else record.plan.drafts]
+        requests, drafts = self._scheduler.requests, output.scheduled_spec_decode_tokens
+        for request_id, count in output.num_scheduled_tokens.items():
+            known = requests[request_id].all_token_ids
+            name = request_id.rpartition("-")[0]  # vLLM appends letters at random
+            verified = len(drafts.get(request_id, ()))
+            facts.append(
+                f"request {name}: {count} tokens, {verified} of them drafts, after {len(known)} to {known[-1]}"
+            )
+        self._group.check_same("next engine step", facts)
+
+    def end(self) -> None:
+        """Compare that a rollout is over."""
+        self._group.check_same("end of a rollout", ())

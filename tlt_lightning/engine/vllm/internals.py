@@ -47,7 +47,7 @@ REQUIRED: dict[str, str] = {
     "v1.worker.gpu_worker.Worker": "model_runner; vllm_config",
     "v1.kv_cache_interface.FullAttentionSpec": "max_memory_usage_bytes(vllm_config); page_size_bytes",
     "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group()",
-    "distributed.parallel_state.GroupCoordinator": "ranks; rank_in_group; cpu_group",
+    "distributed.parallel_state.GroupCoordinator": "cpu_group",
     "v1.core.sched.scheduler.Scheduler": (
         "running; waiting; requests; max_num_running_reqs; kv_cache_manager; block_size; dynamic_sd_lookup; "
         "schedule(throttle_prefills); update_draft_token_ids(draft_token_ids); "
@@ -249,6 +249,11 @@ def abort(engine: LLMEngine, request_ids: list[str]) -> list[Any]:
     outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
     engine.abort_request(request_ids)
     return outputs
+
+
+def executor_of(engine: LLMEngine) -> Any:
+    """Return the executor of an engine that runs in this process."""
+    return reach(engine, "engine_core.engine_core.model_executor")
 
 
 def worker_of(engine: LLMEngine) -> Any:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampling, VerifiedDraft
 from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.request_pool import RequestPool
 from tlt_lightning.engine.requests import joined, limit_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm.internals import abort
-from tlt_lightning.engine.vllm.rank_group import StepComparison
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.calibration import random_prompts
 from tlt_lightning.speculation.strategy import OFF
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from tlt_lightning.engine.vllm.executor import StepComparison
 
 
 class RequestWriter:
@@ -30,7 +33,8 @@ class RequestWriter:
         engine: vLLM's own, with current weights whenever something is written.
         scheduler: Of that engine.
         speculative: Runner of drafts in that engine; None writes plainly.
-        comparison: Compares what the ranks of that engine do; None trusts them.
+        agreement: Of the ranks that are the engine: they write the requests of all their callers.
+        comparison: Compares what they do; None trusts them.
     """
 
     def __init__(
@@ -38,47 +42,57 @@ class RequestWriter:
         engine: LLMEngine,
         scheduler: Any,
         speculative: SpeculativeRunner | None,
+        agreement: Agreement = ALONE,
         comparison: StepComparison | None = None,
     ) -> None:
         self._engine, self._scheduler, self._speculative = engine, scheduler, speculative
         self._comparison = comparison
-        self._coming: list[Request] = []  # added, and not yet handed to the engine
-        self._leaving: set[int] = set()  # ids of requests that are to stop
-        self._running: dict[int, Request] = {}  # those in the engine, by id
+        self.pool = RequestPool(agreement)  # what callers ask for, until it is handed to the engine
+        self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
 
     @property
     def ids(self) -> set[int]:
-        """Ids of the requests that are to be written."""
-        return {*self._running, *(request.id for request in self._coming)}
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Begin these requests with the next engine step."""
-        self._coming += requests
+        """Ids of this rank's requests that are to be written."""
+        return {*self.pool.own(self._running), *self.pool.added}
 
     def stop(self, ids: Collection[int]) -> None:
         """Yield what these requests have written, before the next engine step; leave alone those that have ended."""
-        self._leaving |= self.ids & {*ids}
+        self.pool.stop(self.ids & {*ids})
 
     def steps(
         self,
         requests: Sequence[Request],
         params: Callable[[Request], SamplingParams],
-        numbers: EngineRandom,
+        seed: int,
         policy_version: int,
     ) -> Generator[list[Response], None, None]:
-        """Yield the responses of each engine step, and of each stop; meanwhile random numbers are the caller's."""
+        """Yield the responses of each engine step, and of each stop; meanwhile random numbers are the caller's.
+
+        They are those of all ranks of the engine, by their numbers in the pool.
+        """
         engine, speculative = self._engine, self._speculative
+        numbers = EngineRandom(self.pool.agreement.decide(lambda: seed))
         is_async = engine.vllm_config.scheduler_config.async_scheduling
         if speculative is not None:
             speculative.begin_rollout()
         try:
-            self.add(requests)
-            ended = 0.0
-            while self._coming or engine.has_unfinished_requests():
-                if self._coming:
+            self.pool.add(requests)
+            ended, is_heard = 0.0, False
+            drafts: Mapping[str, Sequence[VerifiedDraft]] = {} if speculative is None else speculative.verified_for
+            while True:
+                if not is_heard:  # callers have had responses, after which they add and stop requests
+                    coming, leaving = self.pool.meet()
+                    is_heard = not leaving
+                    if leaving:
+                        not_to_begin = [request for request in coming if request.id in leaving]
+                        yield self._stopped(leaving, not_to_begin, policy_version, drafts)
                     with numbers.in_force():
-                        self._begin(params)
+                        self._begin([request for request in coming if request.id not in leaving], params)
+                if not engine.has_unfinished_requests():
+                    if is_heard:
+                        break
+                    continue
                 started = time.perf_counter()
                 pause = started - ended if is_async and ended else 0.0
                 with numbers.in_force():
@@ -86,16 +100,15 @@ class RequestWriter:
                 ended = time.perf_counter()
                 if speculative is not None:
                     speculative.controller.account(ended - started, pause)
-                drafts = {} if speculative is None else speculative.verified_for
-                yield [self._ended(output, policy_version, drafts) for output in outputs if output.finished]
-                if self._leaving:
-                    yield self._stopped(policy_version, drafts)
+                finished = [self._ended(output, policy_version, drafts) for output in outputs if output.finished]
+                is_heard &= not finished
+                yield finished
             if self._comparison is not None:
                 self._comparison.end()
         finally:
             if self._running:  # the caller gave up, or an exception passed through
                 engine.abort_request([str(number) for number in self._running])
-            for held in (self._coming, self._leaving, self._running, self._before):
+            for held in (self.pool, self._running, self._before):
                 held.clear()
             if speculative is not None:
                 speculative.end_rollout()
@@ -103,7 +116,8 @@ class RequestWriter:
     def write_freely(self, params: SamplingParams, number: int) -> Generator[list[Response], None, None]:
         """Write so many responses to random prompts, to see what engine steps cost."""
         requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(random_prompts(number))]
-        return self.steps(requests, lambda _: params, EngineRandom(0), policy_version=0)
+        requests = requests if self.pool.agreement.is_first else []
+        return self.steps(requests, lambda _: params, seed=0, policy_version=0)
 
     def progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         """Count an engine step that finished these responses."""
@@ -122,9 +136,7 @@ class RequestWriter:
             acceptance_length=1.0 if controller is None else controller.counters.acceptance_length,
         )
 
-    def _begin(self, params: Callable[[Request], SamplingParams]) -> None:
-        requests = self._coming.copy()
-        self._coming.clear()
+    def _begin(self, requests: Sequence[Request], params: Callable[[Request], SamplingParams]) -> None:
         self._running.update((request.id, request) for request in requests)
         for request in requests:
             prompt: Any = {"prompt_token_ids": text_of(request)}
@@ -138,12 +150,16 @@ class RequestWriter:
     def _ended(self, output: RequestOutput, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
         return joined(self._running.pop(int(output.request_id)), response_of(output, version, drafts))
 
-    def _stopped(self, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> list[Response]:
-        waiting = [request for request in self._coming if request.id in self._leaving]
-        self._coming = [request for request in self._coming if request.id not in self._leaving]
-        running = abort(self._engine, [str(number) for number in self._running if number in self._leaving])
-        self._leaving.clear()
-        return [self._ended(output, version, drafts) for output in running] + [not_begun(r, version) for r in waiting]
+    def _stopped(
+        self,
+        leaving: Collection[int],
+        not_to_begin: Sequence[Request],
+        version: int,
+        drafts: Mapping[str, Sequence[VerifiedDraft]],
+    ) -> list[Response]:
+        outputs = abort(self._engine, [str(number) for number in self._running if number in leaving])
+        running = [self._ended(output, version, drafts) for output in outputs]
+        return running + [not_begun(request, version) for request in not_to_begin]
 
 
 def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequence[int]) -> SamplingParams:

@@ -8,23 +8,16 @@ host and by gloo: nothing on the device waits for it, and a rank that is gone is
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from tlt_lightning.engine.architectures import check_divides
-from tlt_lightning.engine.vllm import internals
-from tlt_lightning.speculation.agreement import ALONE, Agreement
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+from tlt_lightning.speculation.agreement import Agreement
 
 T = TypeVar("T")
 
@@ -33,16 +26,16 @@ _HEADER = 4
 
 
 class RankGroup(Agreement):
-    """Joins the ranks of the engine that lives in this process; every method is a collective of theirs."""
+    """Joins the ranks of the engine that lives in this process; every method is a collective of theirs.
 
-    def __init__(self) -> None:
-        from vllm.distributed import parallel_state
+    Args:
+        group: Their process group on gloo.
+    """
 
-        group = internals.reach(parallel_state, "get_tp_group")()
-        self.ranks: list[int] = group.ranks
-        self.index: int = group.rank_in_group
-        self.is_first = self.index == 0
-        self._group: dist.ProcessGroup = group.cpu_group
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.num_ranks, self.index = len(self.ranks), dist.get_rank(group)
 
     @override
     def decide(self, choose: Callable[[], T]) -> T:
@@ -70,6 +63,16 @@ class RankGroup(Agreement):
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, src=self.ranks[0], group=self._group)
 
+    @override
+    def gather(self, value: T) -> list[T]:
+        values = [value] * self.num_ranks
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @override
+    def is_any(self, flag: bool) -> bool:
+        return self.smallest(-flag) < 0
+
     def smallest(self, value: int) -> int:
         """Return the smallest of the ranks' values."""
         tensor = torch.tensor(value)
@@ -79,13 +82,11 @@ class RankGroup(Agreement):
     def check_same(self, what: str, facts: Sequence[Any]) -> None:
         """Raise RuntimeError on every rank unless all of them are at `what`, with the same facts."""
         own = [what, *facts]
-        by_rank: list[list[Any]] = [own] * len(self.ranks)
-        dist.all_gather_object(by_rank, own, group=self._group)
-        differing = next((row for row in zip_longest(*by_rank) if any(fact != row[0] for fact in row)), None)
+        differing = next((row for row in zip_longest(*self.gather(own)) if any(fact != row[0] for fact in row)), None)
         if differing is not None:
             found = "; ".join(f"rank {rank}: {fact}" for rank, fact in zip(self.ranks, differing, strict=True))
             raise RuntimeError(
-                f"The ranks of one engine (`tensor_parallel` {len(self.ranks)}) have parted at the {what}, and would "
+                f"The ranks of one engine (`tensor_parallel` {self.num_ranks}) have parted at the {what}, and would "
                 f"wait for each other for ever. {found}. They must be given the same requests, sampling and seeds."
             )
 
@@ -104,52 +105,3 @@ def check_split(policy: str, head: str | None, num_ranks: int) -> None:
             f"{world_size} of this run: start more (`Trainer(devices=..., strategy='ddp')`), or choose a divisor."
         )
     check_divides(policy, head, num_ranks)
-
-
-def join_ranks(
-    engine: LLMEngine, graphs: PlannedGraphs | None, *, compare: bool
-) -> tuple[Agreement, StepComparison | None]:
-    """Return the agreement of a started engine's ranks, and with `compare` what compares their steps.
-
-    Raises:
-        RuntimeError: The ranks have not equal caches and plans of CUDA graphs.
-    """
-    group = RankGroup()
-    if len(group.ranks) == 1:
-        return ALONE, None
-    cache = internals.reach(engine, "vllm_config.cache_config")
-    planned = None if graphs is None else zlib.crc32(repr(graphs.plan).encode())
-    facts = (f"{cache.num_gpu_blocks} blocks of cache", f"checksum of planned CUDA graphs {planned}")
-    group.check_same("start of the engine", facts)
-    return group, StepComparison(engine, group) if compare else None
-
-
-class StepComparison:
-    """Compares what the ranks of an engine schedule, before any of them runs it.
-
-    Args:
-        engine: Started on all of them.
-        group: The ranks.
-    """
-
-    def __init__(self, engine: LLMEngine, group: RankGroup) -> None:
-        self._group, self._scheduler = group, internals.scheduler_of(engine)
-        internals.reach(engine, "engine_core.engine_core.model_executor").on_step = self.step
-
-    def step(self, output: Any) -> None:
-        """Compare a step's strategy and, of each request, tokens to run, drafts among them and tokens known."""
-        record = getattr(output, "speculation", None)
-        facts: list[Any] = [None if record is None else record.plan.drafts]
-        requests, drafts = self._scheduler.requests, output.scheduled_spec_decode_tokens
-        for request_id, count in output.num_scheduled_tokens.items():
-            known = requests[request_id].all_token_ids
-            name = request_id.rpartition("-")[0]  # vLLM appends letters at random
-            verified = len(drafts.get(request_id, ()))
-            facts.append(
-                f"request {name}: {count} tokens, {verified} of them drafts, after {len(known)} to {known[-1]}"
-            )
-        self._group.check_same("next engine step", facts)
-
-    def end(self) -> None:
-        """Compare that a rollout is over."""
-        self._group.check_same("end of a rollout", ())

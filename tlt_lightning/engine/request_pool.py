@@ -1,0 +1,68 @@
+"""Pool the requests of the ranks that are one engine, and give each of them its own responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from tlt_lightning.engine.base import Request, Response
+from tlt_lightning.speculation.agreement import Agreement
+
+
+class RequestPool:
+    """Holds what the callers of an engine's ranks ask for until all of them meet.
+
+    Every rank writes all requests of its engine, because it has a part of each weight; its caller sees its own. Numbers
+    of requests and groups are told apart by the rank: ``number * ranks + rank``.
+
+    Args:
+        agreement: Of the ranks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self._added: list[Request] = []
+        self._stopped: set[int] = set()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Ask for these requests of this rank."""
+        self._added += requests
+
+    def stop(self, ids: Collection[int]) -> None:
+        """Ask that these requests of this rank end unfinished."""
+        self._stopped |= {*ids}
+
+    @property
+    def added(self) -> set[int]:
+        """Ids of this rank's requests that no meeting has taken up."""
+        return {request.id for request in self._added}
+
+    def meet(self) -> tuple[list[Request], set[int]]:
+        """Return requests and stops that all ranks have asked for since they last met, the same on all of them."""
+        coming: list[Request] = []
+        leaving: set[int] = set()
+        if self.agreement.is_any(bool(self._added or self._stopped)):
+            for rank, (added, stopped) in enumerate(self.agreement.gather((self._added, self._stopped))):
+                number = self._number_of(rank)
+                coming += [replace(each, id=number(each.id), group=number(each.group)) for each in added]
+                leaving |= {*map(number, stopped)}
+        self._added, self._stopped = [], set()
+        return coming, leaving
+
+    def own(self, ids: Collection[int]) -> list[int]:
+        """Return those of the pooled ids that are this rank's, by its own numbers."""
+        ranks, rank = self.agreement.num_ranks, self.agreement.index
+        return [number // ranks for number in ids if number % ranks == rank]
+
+    def own_responses(self, responses: Sequence[Response]) -> list[Response]:
+        """Return this rank's of the responses to pooled requests, by its own numbers."""
+        ranks, rank = self.agreement.num_ranks, self.agreement.index
+        mine = [each for each in responses if each.request_id % ranks == rank]
+        return mine if ranks == 1 else [replace(each, request_id=each.request_id // ranks) for each in mine]
+
+    def clear(self) -> None:
+        """Forget what no meeting has taken up."""
+        self._added, self._stopped = [], set()
+
+    def _number_of(self, rank: int) -> Callable[[int], int]:
+        return lambda number: number * self.agreement.num_ranks + rank
