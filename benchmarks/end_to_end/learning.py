@@ -3,6 +3,10 @@
     python -m benchmarks learning --recipe recipes/quickstart_smollm2.yaml
     python -m benchmarks learning --recipe A.yaml B.yaml --arms plain siblings=recipes/speculation.yaml
 
+An overlay that begins with `--` is an option of the run instead of a file; `--arms` for 8 bit without correction:
+
+    uncorrected=recipes/fp8.yaml,--model.objective.init_args.correction=null
+
 Each run is one of the command line, in `outputs/learning/<recipe>_<arm>_<seed>`; `--tiny` runs one iteration of each.
 """
 
@@ -28,6 +32,8 @@ CURVES = (
     "time/rollout",
     "rollout/length_mean",
     "speculation/acceptance_length",
+    "mismatch/kl",
+    "mismatch/effective_sample_size",
 )
 """Metrics by iteration that the results keep, where a run has them."""
 
@@ -37,7 +43,9 @@ def main(arguments: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--recipe", nargs="+", required=True, help="recipe files, in the order of `-c`")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", default=["plain"], help="names, each with its overlays: NAME=FILE[,FILE]")
+    parser.add_argument(
+        "--arms", nargs="+", default=["plain"], help="names, each with its overlays: NAME=FILE[,FILE or --OPTION=VALUE]"
+    )
     parser.add_argument("--at-once", action="store_true", help="run the seeds of an arm side by side, on one device")
     args = parser.parse_args(arguments)
     name, runs = Path(args.recipe[-1]).stem, []
@@ -46,7 +54,8 @@ def main(arguments: list[str]) -> None:
         started = []
         for seed in args.seeds:
             folder = ROOT / f"outputs/learning/{name}_{arm}_{seed}"
-            command = [sys.executable, "-m", "tlt_lightning", "fit", *(part for file in files for part in ("-c", file))]
+            options = [part for file in files for part in ([file] if file.startswith("--") else ["-c", file])]
+            command = [sys.executable, "-m", "tlt_lightning", "fit", *options]
             command += ["--seed_everything", str(seed), "--trainer.default_root_dir", str(folder)]
             started.append((seed, folder, subprocess.Popen([*command, *["--trainer.max_epochs", "1"] * args.tiny])))
             if not args.at_once:

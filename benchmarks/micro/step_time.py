@@ -7,8 +7,9 @@ On a GPU, a model of 7B shape with random weights and an EAGLE-3 head, both made
 `--tiny` runs the same on a CPU within a minute, to see that it works. Each part runs in a process of its own. With
 random weights no draft is accepted, which changes no step's cost. Parts: the `plain` engine; one with a head and the
 graphs that its selector can reach (`bucketed`); one with `full`, all that vLLM would capture. `--tensor-parallel 2`
-makes each an engine over two GPUs, and `--shape 32b` takes a policy of Qwen2.5-32B's shape; where NVLink multicast is
-off, set VLLM_ALLREDUCE_USE_SYMM_MEM=0 and VLLM_ALLREDUCE_USE_FLASHINFER=0.
+makes each an engine over two GPUs, `--quantization fp8` measures each part in 8 bit as well, and `--shape 32b` takes a
+policy of Qwen2.5-32B's shape; where NVLink multicast is off, set VLLM_ALLREDUCE_USE_SYMM_MEM=0 and
+VLLM_ALLREDUCE_USE_FLASHINFER=0. Each part also times a sync of random weights.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from benchmarks.common.arguments import parser_of
@@ -31,6 +33,7 @@ from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
 from tlt_lightning.engine import Request, RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 
@@ -167,17 +170,20 @@ def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
 
 
 def run_part(part: str, scale: Scale) -> dict[str, Any]:
-    """Measure one part in this process."""
+    """Measure one part in this process; its name may end in a type of 8 bit."""
+    part, _, quantization = part.partition(" ")
     selector, speculation = SetLength(), None
     max_model_len = scale.context + 8 * len(KS) * scale.rounds * (SETTLE + scale.steps + 1)  # were all drafts kept
     with tempfile.TemporaryDirectory() as folder:
         policy, head = save_configs(scale.shape, Path(folder))
         if part in POOLS:
             speculation = Speculation(selector=selector, head=head, steps_per_choice=1, graph_pool=POOLS[part]())
-        engine = BenchEngine(**scale.engine, speculation=speculation, arguments=WITHOUT_WEIGHTS)
+        settings = {**scale.engine, "speculation": speculation, "quantization": quantization or None}
+        engine = BenchEngine(**settings, arguments=WITHOUT_WEIGHTS)
         began = time.perf_counter()
         engine.setup(policy, max_model_len=max_model_len, seed=0)
         result: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "step_ms": {}}
+        result |= sync(engine, policy_shapes(policy))
     draw = random.Random(0)
     for batch in scale.batches:
         prompts = [[draw.randrange(2, 512) for _ in range(scale.context)] for _ in range(batch)]
@@ -194,6 +200,26 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
     result |= engine.describe()
     engine.close()
     return result
+
+
+def sync(engine: BenchEngine, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return seconds of a second update with random weights in bfloat16, its memory beside the weights, and theirs."""
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    drawn = {shape: 0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in set(shapes.values())}
+    for _ in range(2):
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        held, began = torch.cuda.memory_allocated() if on_gpu else 0, time.perf_counter()
+        engine.update_weights([(name, drawn[shape]) for name, shape in shapes.items()], 0)
+        seconds = time.perf_counter() - began
+    weights = engine.inspect().model_runner.get_model().parameters()
+    return {
+        "sync_seconds": seconds,
+        "sync_extra_gib": (torch.cuda.max_memory_allocated() - held) / 2**30 if on_gpu else None,
+        "weights_gib": sum(each.numel() * each.element_size() for each in weights) / 2**30,
+    }
 
 
 def step_times(selector: SetLength, scale: Scale, batch: int, ks: Sequence[int], fastest: dict[str, float]) -> Script:
@@ -216,24 +242,40 @@ def render(results: dict[str, Any], scale: Scale) -> list[str]:
     for part, error in results["failed"].items():
         lines += [f"Failed: {part}, `{error}`."]
     lines += [f"Tensor parallel: {scale.engine.get('tensor_parallel', 1)}."]
-    for part in [part for part in POOLS if part in results]:
+    for part in [part for part in results if part.partition(" ")[0] in POOLS]:
         found = results[part]
         lines += ["", f"## {part.capitalize()} graph pool", "", *step_table(results, part, scale)]
         if "agreement_ms" in found:
             lines += ["", f"Agreement of the ranks, in every step above: {found['agreement_ms']:.3f} ms.", ""]
         if found.get("graphs"):
             lines += [f"Graphs, {found['start_seconds']:.0f} s from start to ready:", "", found["graphs"], ""]
-    return lines
+    measured = [part for part in results if part.partition(" ")[0] in PARTS and "sync_seconds" in results[part]]
+    header = ["part", "weights, GiB", "sync of weights, s", "memory beside them, GiB", "KV tokens", "peak, GiB"]
+    names = ("weights_gib", "sync_seconds", "sync_extra_gib", "KV tokens", "peak GiB")
+    rows = [[part, *(results[part].get(name) for name in names)] for part in measured]
+    return [*lines, "", "## Weights and memory", "", *table(header, rows), *speedups(results)]
+
+
+def speedups(results: dict[str, Any]) -> list[str]:
+    """Return a table of 16-bit over 8-bit step times for each part that was measured in both."""
+    rows = []
+    for part in [part for part in results if " " in part]:
+        wide, narrow = results.get(part.partition(" ")[0], {}).get("step_ms", {}), results[part]["step_ms"]
+        for cell in [cell for cell in narrow if cell in wide]:
+            rows.append([part, *cell.split(","), wide[cell], narrow[cell], wide[cell] / narrow[cell]])
+    header = ["part", "batch", "K", "16 bit, ms", "8 bit, ms", "16 / 8"]
+    return ["", "## 8 bit beside 16 bit", "", *table(header, rows)] if rows else []
 
 
 def step_table(results: dict[str, Any], part: str, scale: Scale) -> list[str]:
     """Return rows of one pool's step times."""
-    plain, cells = results.get("plain", {}).get("step_ms", {}), results[part]["step_ms"]
+    alone = " ".join(["plain", *part.split(" ")[1:]])
+    plain, cells = results.get(alone, {}).get("step_ms", {}), results[part]["step_ms"]
     header = ["batch", "plain", "off", "off / plain", *(f"K={k}" for k in KS[1:])]
     rows: list[list[Any]] = []
     for batch in scale.batches:
-        alone, off = plain.get(f"{batch},0"), cells[f"{batch},0"]
-        times = [alone, off, alone and off / alone, *(cells.get(f"{batch},{k}") for k in KS[1:])]
+        bare, off = plain.get(f"{batch},0"), cells[f"{batch},0"]
+        times = [bare, off, bare and off / bare, *(cells.get(f"{batch},{k}") for k in KS[1:])]
         rows.append([batch, *times])
     return table(header, rows)
 
@@ -244,15 +286,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--shape", choices=("7b", "32b"), default="7b", help="whose shape the policy has")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine")
+    parser.add_argument("--quantization", choices=("fp8", "int8"), help="measure each part in this type as well")
     args = parser.parse_args(arguments)
     num_ranks, name = args.tensor_parallel, "tiny" if args.tiny else f"{args.shape} shape"
     scale = TINY_SCALE if args.tiny else LARGE_SCALE
     if name == "32b shape":
         scale = replace(scale, shape=THIRTY_TWO_B)
-    scale = replace(scale, engine={**scale.engine, "tensor_parallel": num_ranks})
+    dtype = "bfloat16" if args.quantization else scale.engine["dtype"]
+    scale = replace(scale, engine={**scale.engine, "dtype": dtype, "tensor_parallel": num_ranks})
     results: dict[str, Any] = {"about": about(name, args.note, args.seed), "failed": {}}
     file = args.out / ("step_time" if num_ranks == 1 else f"step_time_tp{num_ranks}")
-    for part in args.parts:
+    parts = [*args.parts, *(f"{part} {args.quantization}" for part in args.parts if args.quantization)]
+    for part in parts:
         try:
             results[part] = run_apart(run_part, part, scale, num_ranks=num_ranks)
         except Exception as error:  # the other parts must not be lost with it

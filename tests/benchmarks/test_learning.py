@@ -36,11 +36,12 @@ def test_each_arm_and_seed_is_a_run_and_a_row(at_once: list[str], tmp_path: Path
     monkeypatch.setattr(learning, "ROOT", tmp_path)
     monkeypatch.setattr(learning.subprocess, "Popen", FinishedRun)
     monkeypatch.setattr(FinishedRun, "started", [])
-    arms = ["--arms", "plain", "head=c.yaml,d.yaml"]
+    arms = ["--arms", "plain", "head=c.yaml,d.yaml,--a.b=null"]
     recipe = ["--recipe", "a.yaml", "b.yaml", "--seeds", "1", "2"]
     learning.main([*recipe, *arms, *at_once, "--out", str(tmp_path)])
     files = [[part for part in command[4:12] if part.endswith(".yaml")] for command in FinishedRun.started]
     assert files == [["a.yaml", "b.yaml"]] * 2 + [["a.yaml", "b.yaml", "c.yaml", "d.yaml"]] * 2
+    assert ["--a.b=null" in command for command in FinishedRun.started] == [False, False, True, True]
     runs = json.loads((tmp_path / "learning_b.json").read_text())["runs"]
     assert [(run["arm"], run["seed"]) for run in runs] == [("plain", 1), ("plain", 2), ("head", 1), ("head", 2)]
     assert runs[0]["curves"]["reward/mean"] == [[1, 0.1], [2, 0.3]]

@@ -11,3 +11,13 @@ def test_failed_parts_are_named_and_missing_cells_are_dashes() -> None:
     report = "\n".join(render(results, TINY_SCALE))
     assert "Failed: plain, `out of luck`." in report
     assert step_table(results, "bucketed", TINY_SCALE)[2] == "| 1 | - | 2 | - | - | 4 | - | - |"
+
+
+def test_8_bit_stands_beside_16_bit_of_the_same_part() -> None:
+    record = {"size": "tiny", "command": "c", "hardware": "h", "versions": {}, "seed": 0, "note": ""}
+    wide = {"start_seconds": 9.0, "step_ms": {"1,0": 4.0, "4,0": 5.0}, "sync_seconds": 0.25, "weights_gib": 15.0}
+    narrow = {"start_seconds": 9.0, "step_ms": {"1,0": 3.0}, "sync_seconds": 0.5, "weights_gib": 8.5}
+    results = {"about": record, "failed": {}, "plain": wide, "plain fp8": narrow}
+    report = "\n".join(render(results, TINY_SCALE))
+    assert "| plain fp8 | 8.5 | 0.5 | - | - | - |" in report
+    assert "| plain fp8 | 1 | 0 | 4 | 3 | 1.333 |" in report
