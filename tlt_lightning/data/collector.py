@@ -16,6 +16,7 @@ from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog, PeakMemory, tail_share
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.schedules.course import RolloutCourse
+from tlt_lightning.training.fsdp2 import agreement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +91,8 @@ class RolloutCollector:
         self.log.lap("sync")
         course = course or RolloutCourse.of_all(len(prompts), group_size)
         requests = course.requests([prompt.ids for prompt in prompts], first_group)
-        if not self._num_tokens:  # dynamic sampling rolls out several times an iteration
+        is_first = not self._num_tokens  # dynamic sampling rolls out several times an iteration
+        if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
         self.log.lap("rollout")
@@ -100,7 +102,7 @@ class RolloutCollector:
         self._spend_idle_time()
         version = (self.trainer.global_step,)
         current = [rollout for rollout in rollouts.values() if rollout.response.policy_versions == version]
-        if self.probe is not None and current:
+        if self.probe is not None and self._can_probe(current, is_first):
             self.probe.check(self.trainer, self.engine, current, sampling)
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
@@ -111,6 +113,12 @@ class RolloutCollector:
             self.rewards.check()
         self.log.lap("reward")
         return [rollouts[number] for number in course.taken]
+
+    def _can_probe(self, current: Sequence[Rollout], is_first: bool) -> bool:
+        """Tell whether responses of the current weights are there: on all ranks, where the probe's pass needs all."""
+        if agreement(self.trainer) is None:
+            return bool(current)
+        return is_first and self.trainer.strategy.reduce_boolean_decision(bool(current), all=True)
 
     def _gather(
         self,
