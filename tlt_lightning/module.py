@@ -92,6 +92,8 @@ class RLModule(L.LightningModule):
         self.critic_config = critic
         self.gradient_checkpointing = gradient_checkpointing
         self.attn_implementation = attn_implementation
+        self.held_by_callbacks: dict[str, float] = {}
+        """Bytes that callbacks hold on the device from the start to the end, by name, for the forecast of memory."""
         self.policy: nn.Module | None = None
         self.critic: Critic | None = None
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`

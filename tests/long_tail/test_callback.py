@@ -215,7 +215,8 @@ def test_a_frozen_drafter_stays_as_bad_as_it_was(
 
 
 def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = POLICY) -> None:
-    callback.on_engine_setup(SimpleNamespace(), SimpleNamespace(policy_path=policy), engine)  # type: ignore[arg-type]
+    module = SimpleNamespace(policy_path=policy, held_by_callbacks={})
+    callback.on_engine_setup(SimpleNamespace(), module, engine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,11 @@ class Loop:
         )
         self.trainer.datamodule, self.trainer.is_global_zero = data, False
         self.module: Any = SimpleNamespace(
-            policy_path=POLICY, policy=load_policy(POLICY), hidden_state_request=None, iteration_log=IterationLog()
+            policy_path=POLICY,
+            policy=load_policy(POLICY),
+            hidden_state_request=None,
+            iteration_log=IterationLog(),
+            held_by_callbacks={},
         )
         self.engine = make_engine(fixed())
         callback.on_engine_setup(self.trainer, self.module, self.engine)

@@ -87,12 +87,23 @@ def test_optimizers_count_by_their_state(build, state: float, policy_path: str) 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(policy_path: str) -> None:
     plan = forecast({"policy": TrainedModel(policy_path)}, PASSES, torch.optim.AdamW, {"reference": policy_path})
-    awake = replace(plan, engine=9e9, engine_sleeps=False)
+    awake = replace(plan, engine={"engine, weights": 2 * GIB, "engine, cache": 7 * GIB}, engine_sleeps=False)
     asleep = replace(awake, engine_sleeps=True)
-    assert awake.update - asleep.update == pytest.approx(9e9)
-    assert awake.rollout == asleep.rollout > 9e9
+    assert awake.update - asleep.update == pytest.approx(9 * GIB)
+    assert awake.rollout == asleep.rollout > 9 * GIB
     assert plan.held["reference"] == plan.held["policy"]
-    assert "| rollout engine | 8.38 |" in asleep.table()
+    assert "| engine, cache | 7.00 |" in asleep.table()
+
+
+def test_what_callbacks_hold_is_in_the_table_and_a_rollout_that_cannot_fit_is_said(
+    policy_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = RLModule(policy_path, GRPO())
+    module.held_by_callbacks["drafter, trained"] = 2 * GIB
+    with caplog.at_level("INFO"):
+        check_memory(module, PASSES, 8 * GIB, engine={"engine, cache": 7 * GIB}, engine_sleeps=True)
+    assert "| drafter, trained | 2.00 |" in caplog.text
+    assert "A rollout would take 9.7 GiB, and the device has 8.0 GiB; lower" in caplog.text
 
 
 def test_what_does_not_fit_is_refused_with_settings_that_make_it_fit(policy_path: str) -> None:
@@ -137,11 +148,11 @@ def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_pat
 
 def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tmp_path, caplog) -> None:
     module = RLModule(policy_path, PPO(), critic=CriticConfig(path=policy_path), reference=policy_path)
-    check_memory(module, PASSES, 80 * GIB, engine_bytes=0, engine_sleeps=True)
+    check_memory(module, PASSES, 80 * GIB, engine={}, engine_sleeps=True)
     with pytest.raises(MisconfigurationException, match=r"An update would take 1\.\d GiB, and the device has 0\.5"):
-        check_memory(module, replace(PASSES, micro_batch_tokens=32768), 0.5 * GIB, engine_bytes=0, engine_sleeps=True)
+        check_memory(module, replace(PASSES, micro_batch_tokens=32768), 0.5 * GIB, engine={}, engine_sleeps=True)
     routed = RLModule(save_architecture("qwen3_moe", tmp_path), GRPO())
-    check_memory(routed, PASSES, 0.0, engine_bytes=0, engine_sleeps=True)
+    check_memory(routed, PASSES, 0.0, engine={}, engine_sleeps=True)
     assert "experts are chosen by values" in caplog.text
 
 

@@ -158,7 +158,6 @@ class RolloutDataModule(L.LightningDataModule):
             self._settings.check(self._module.objective, num_ranks=self._trainer.world_size)
             self.backlog.check(self.engine, self.sampling, self._module.objective)
             warn_of_filters(self.sampling)
-            self._check_memory()
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
         check_context(policy, max_model_len)
@@ -176,26 +175,27 @@ class RolloutDataModule(L.LightningDataModule):
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
         self._probe = EngineProbe()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
+        self._check_memory(stage, max_model_len)
         log.info("Loading %s for %s", type(self.engine).__name__, policy)
         engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 
-    def _check_memory(self) -> None:
-        module, device = self._module, self._trainer.strategy.root_device
-        if device.type != "cuda":
+    def _check_memory(self, stage: str, max_model_len: int) -> None:
+        module, strategy = self._module, self._trainer.strategy
+        if stage != "fit" or strategy.root_device.type != "cuda":
             return
         passes = Passes(
             micro_batch_tokens=self.micro_batch_tokens,
             longest=self.max_prompt_tokens + self.sampling.max_tokens,
             is_autocast=self._trainer.precision == "bf16-mixed",
             is_checkpointed=module.gradient_checkpointing,
-            num_shards=getattr(self._trainer.strategy, "num_shards", 1),
+            num_shards=getattr(strategy, "num_shards", 1),
         )
-        total = torch.cuda.get_device_properties(device).total_memory
-        engine_bytes = self.engine.planned_bytes(module.policy_path, total)
-        check_memory(module, passes, total, engine_bytes=engine_bytes, engine_sleeps=self.engine.sleeps)
+        total = torch.cuda.get_device_properties(strategy.root_device).total_memory
+        planned = self.engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
+        check_memory(module, passes, total, engine=planned, engine_sleeps=self.engine.sleeps)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:

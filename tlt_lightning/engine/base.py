@@ -6,7 +6,7 @@ Nothing here knows about vLLM, CUDA or the Trainer; `engine/vllm/` and `engine/t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -232,9 +232,9 @@ class RolloutEngine(ABC):
     compute_dtype: str = "float32"
     """Type of the log-probs, which limits how closely they agree with the trainer's."""
 
-    def planned_bytes(self, policy: str, device_bytes: float) -> float:
-        """Return the bytes that the engine will take of a device of `device_bytes`, at most; 0 if it holds nothing."""
-        return 0.0
+    def planned_memory(self, policy: str, *, max_model_len: int, device_bytes: float) -> Mapping[str, float]:
+        """Return the bytes that the engine will take of a device of `device_bytes`, by name; empty for nothing."""
+        return {}
 
     sleeps = True
     """Whether `sleep` gives all of them back."""

@@ -38,6 +38,7 @@ from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.training.memory import training_bytes
 from tlt_lightning.training.resume import is_within
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
@@ -75,8 +76,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     Example:
         >>> from tlt_lightning import DrafterModule
-        >>> drafter = DrafterModule("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
-        >>> trainer = L.Trainer(callbacks=[LongTailIdleCallback(drafter)])  # doctest: +SKIP
+        >>> callback = LongTailIdleCallback(DrafterModule("Qwen/Qwen2.5-0.5B-Instruct"))  # doctest: +SKIP
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class LongTailIdleCallback(RolloutCallback):
             self._head_dir = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # one per rank: none waits for another
         attach_to_engine(vllm, speculation, self.drafter, Path(self._head_dir.name))
         self._engine, self._served = engine, 0
+        held = 0.0 if self.offload else training_bytes(self.drafter, self.drafter.optimizer)
+        pl_module.held_by_callbacks["drafter, trained"] = held
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

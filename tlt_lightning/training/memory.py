@@ -1,4 +1,4 @@
-"""Forecast the device memory of a policy's update from shapes, before anything is loaded.
+"""Forecast what a run will hold on each device from shapes, before engine and policy are loaded.
 
 Activations are not estimated by a formula: the trunk runs once over fake tensors, which have shapes and no storage, and
 what autograd would keep for the backward pass is added up. So every architecture, LoRA and autocast count as they are.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
@@ -59,32 +59,32 @@ class MemoryForecast:
     """Lists the bytes that a device will hold.
 
     Args:
-        held: What stays from the first update to the end of the run, by name.
+        held: What stays from the first update to the end of the run, by name; callbacks' part too.
         activations: Bytes of the largest pass, of the two kinds: kept for the backward pass, and logits.
         step: Temporary bytes of an optimizer step.
-        engine: What the rollout engine takes; beside all else unless the engine sleeps during updates.
+        engine: What the rollout engine takes, by name; beside all else unless the engine sleeps during updates.
     """
 
     held: Mapping[str, float]
     activations: Mapping[str, float]
     step: float
-    engine: float = 0.0
+    engine: Mapping[str, float] = field(default_factory=dict)
     engine_sleeps: bool = True
 
     @property
     def update(self) -> float:
         """Bytes at the worst moment of an update."""
         passing = max(sum(self.activations.values()), self.step)
-        return sum(self.held.values()) + passing + (0.0 if self.engine_sleeps else self.engine)
+        return sum(self.held.values()) + passing + (0.0 if self.engine_sleeps else sum(self.engine.values()))
 
     @property
     def rollout(self) -> float:
         """Bytes during a rollout, at which neither gradients nor activations are held."""
-        return sum(size for name, size in self.held.items() if name != "gradients") + self.engine
+        return sum(size for name, size in self.held.items() if name != "gradients") + sum(self.engine.values())
 
     def table(self) -> str:
         """Return a Markdown table of GiB."""
-        rows = {**self.held, **self.activations, "optimizer step": self.step, "rollout engine": self.engine}
+        rows = {**self.held, **self.activations, "optimizer step": self.step, **self.engine}
         rows |= {"**update, at its worst**": self.update, "**rollout**": self.rollout}
         lines = [f"| {name} | {size / GIB:.2f} |" for name, size in rows.items()]
         return "\n".join(["| device memory | GiB |", "|---|---|", *lines])
@@ -99,7 +99,10 @@ class TrainedModel:
 
 
 def forecast(
-    models: Mapping[str, TrainedModel], passes: Passes, optimizer: OptimizerCallable, frozen: Mapping[str, str]
+    models: Mapping[str, TrainedModel],
+    passes: Passes,
+    optimizer: OptimizerCallable,
+    frozen: Mapping[str, str],
 ) -> MemoryForecast:
     """Forecast an update; reads the models' configs alone.
 
@@ -129,6 +132,12 @@ def forecast(
         },
         step=temporary * trained / passes.num_shards,
     )
+
+
+def training_bytes(model: nn.Module, optimizer: OptimizerCallable) -> float:
+    """Return the bytes of a model that is trained: weights, gradients and the optimizer's state."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return _bytes_of(model) + (4.0 + _optimizer_bytes(optimizer)[0]) * trained
 
 
 def _bytes_of(model: nn.Module) -> float:
@@ -228,14 +237,21 @@ def _stored_bytes(tensor: Tensor) -> float:
     return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-def check_memory(module: Any, passes: Passes, available: float, *, engine_bytes: float, engine_sleeps: bool) -> None:
-    """Log what a run will hold on its device, and refuse one that cannot fit; before anything is loaded.
+def check_memory(
+    module: Any,
+    passes: Passes,
+    available: float,
+    *,
+    engine: Mapping[str, float],
+    engine_sleeps: bool,
+) -> None:
+    """Log what a run will hold on each device, and refuse one that cannot fit; before engine and policy are loaded.
 
     Args:
         module: The `RLModule`, nothing of it loaded.
         passes: Passes of its update.
         available: Bytes of the device.
-        engine_bytes: What the rollout engine takes at most.
+        engine: What the rollout engine takes, by name.
         engine_sleeps: The engine gives its memory back during updates.
     """
     models = {"policy": TrainedModel(module.policy_path, module.lora)}
@@ -249,8 +265,15 @@ def check_memory(module: Any, passes: Passes, available: float, *, engine_bytes:
     except (RuntimeError, AttributeError) as error:
         log.warning("What the run will hold in memory is not forecast for `policy` %r: %s", module.policy_path, error)
         return
-    plan = replace(plan, engine=engine_bytes, engine_sleeps=engine_sleeps)
+    held = {**plan.held, **module.held_by_callbacks}
+    plan = replace(plan, held=held, engine=engine, engine_sleeps=engine_sleeps)
     rank_zero_info("%s", plan.table())
+    if plan.rollout > available:
+        log.warning(
+            "A rollout would take %.1f GiB, and the device has %.1f GiB; lower `data.engine.gpu_memory_utilization` or "
+            "`data.engine.max_num_seqs`.",
+            *(plan.rollout / GIB, available / GIB),
+        )
     check_fits(plan, available, passes)
 
 
@@ -280,7 +303,7 @@ def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:
         ),
         f"`model.lora`, for most of {(gradients + plan.held['optimizer']) / GIB:.1f} GiB": gradients > excess / 4,
         f"`trainer.strategy: fsdp2` on {num_gpus} GPUs": num_gpus > passes.num_shards,
-        f"`data.engine.sleep: true`, for {plan.engine / GIB:.1f} GiB": not plan.engine_sleeps,
+        f"`data.engine.sleep: true`, for {sum(plan.engine.values()) / GIB:.1f} GiB": not plan.engine_sleeps,
     }
     helpful = [remedy for remedy, helps in remedies.items() if helps][:2]
     raise MisconfigurationException(

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tests.support.speculation_engines import MAX_MODEL_LEN, engine_of, siblings, write
 from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine.planned_memory import BLOCK, planned_memory
+from tlt_lightning.engine.vllm import internals
 from tlt_lightning.policy import PolicyWeights, load_policy, stream_weights
 from tlt_lightning.speculation.trace import StepTrace, read_trace
 
@@ -170,3 +172,12 @@ def test_a_trace_that_goes_on_numbers_rollouts_on(tmp_path: Path) -> None:
         (3, 0, "second"),
         (3, 1, "second"),
     ]
+
+
+@pytest.mark.vllm
+def test_the_cache_is_as_large_as_planned(engine: VLLMEngine, policy_path: str) -> None:
+    planned = planned_memory(VLLMEngine(dtype="float32"), policy_path, max_model_len=MAX_MODEL_LEN, device_bytes=2**40)
+    (specs,) = internals.reach(engine.inspect().engine, "engine_core.engine_core.model_executor").get_kv_cache_specs()
+    a_token = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
+    num_tokens = 256 * BLOCK * (-(-MAX_MODEL_LEN // BLOCK) + 1)  # of as many requests as an engine has by default
+    assert planned["engine, cache"] == num_tokens * a_token

@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least, check_positive
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
+from tlt_lightning.engine.planned_memory import planned_memory, step_tokens
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.rank_group import check_split
 from tlt_lightning.engine.requests import check_requests
@@ -101,11 +101,8 @@ class VLLMEngine(RolloutEngine):
         self._asleep = False
 
     @override
-    def planned_bytes(self, policy: str, device_bytes: float) -> float:
-        if self.kv_cache_gib is None:
-            return self.gpu_memory_utilization * device_bytes
-        width = (4 if self.dtype == "float32" else 2) / self.num_ranks
-        return width * sum(prod(shape) for shape in policy_shapes(policy).values()) + self.kv_cache_gib * 2**30
+    def planned_memory(self, policy: str, *, max_model_len: int, device_bytes: float) -> dict[str, float]:
+        return planned_memory(self, policy, max_model_len=max_model_len, device_bytes=device_bytes)
 
     # Life
 
@@ -171,7 +168,7 @@ class VLLMEngine(RolloutEngine):
             seed=seed,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=None if self._is_cpu else internals.offline_batched_tokens(),
+            max_num_batched_tokens=None if self._is_cpu else step_tokens(internals.device_bytes()),
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,

@@ -282,13 +282,9 @@ def check_runner(engine: LLMEngine, *, is_v2: bool) -> None:
         )
 
 
-def offline_batched_tokens() -> int:
-    """Return the tokens of one step on a GPU that vLLM takes for offline use.
-
-    Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
-    """
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return 16384 if memory >= 70 * 2**30 else 8192
+def device_bytes() -> float:
+    """Return the memory of this process's GPU."""
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:

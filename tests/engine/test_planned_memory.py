@@ -1,0 +1,48 @@
+"""What an engine will hold, from shapes; tests/engine/vllm/test_engine_life.py compares it with a live one."""
+
+from collections.abc import Mapping
+
+from tlt_lightning import CostModelSelector, Quantization, Speculation, VLLMEngine
+from tlt_lightning.engine.planned_memory import GIB
+from tlt_lightning.policy import load_policy
+
+TOKEN = 2 * 2 * 32 * 2
+"""Bytes of a token's keys and values: two layers with a head of 32 numbers of 2 bytes."""
+
+
+def plan(policy: str, engine: VLLMEngine, device_gib: float = 80.0) -> Mapping[str, float]:
+    return engine.planned_memory(policy, max_model_len=90, device_bytes=device_gib * GIB)
+
+
+def test_the_cache_is_what_all_requests_fill_or_what_is_left(policy_path: str) -> None:
+    engine = VLLMEngine(max_num_seqs=8, enforce_eager=True)
+    assert plan(policy_path, engine)["engine, cache"] == 8 * 112 * TOKEN
+    assert plan(policy_path, VLLMEngine(max_num_seqs=8, kv_cache_gib=0.5))["engine, cache"] == 0.5 * GIB
+    many = plan(policy_path, VLLMEngine(max_num_seqs=2**20, gpu_memory_utilization=0.25))
+    assert sum(many.values()) == 20 * GIB
+    assert plan(policy_path, engine, 0.001)["engine, cache"] == 0.0
+
+
+def test_types_count_by_their_width(policy_path: str) -> None:
+    numbers = sum(parameter.numel() for parameter in load_policy(policy_path).parameters())
+    linear = sum(
+        p.numel() for name, p in load_policy(policy_path).named_parameters() if p.dim() == 2 and "layers" in name
+    )
+    plain = plan(policy_path, VLLMEngine())
+    wide = plan(policy_path, VLLMEngine(dtype="float32"))
+    narrow = plan(policy_path, VLLMEngine(dtype="bfloat16", quantization=Quantization("fp8", kv_cache="fp8")))
+    assert plain["engine, weights"] == 2 * numbers
+    assert wide["engine, weights"] == 4 * numbers
+    assert narrow["engine, weights"] == 2 * numbers - linear
+    assert wide["engine, cache"] == 2 * plain["engine, cache"] == 4 * narrow["engine, cache"]
+
+
+def test_graphs_are_those_that_will_be_captured(policy_path: str) -> None:
+    speculation = Speculation(selector=CostModelSelector(drafters=["sibling"]), siblings=True)
+    eager, plain, drafting = (
+        plan(policy_path, VLLMEngine(enforce_eager=is_eager, speculation=given))["engine, graphs"]
+        for is_eager, given in ((True, None), (False, None), (False, speculation))
+    )
+    assert eager == 0.0
+    assert 0.0 < plain < 0.2 * GIB
+    assert plain != drafting > 0.0

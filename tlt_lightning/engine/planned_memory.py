@@ -1,0 +1,92 @@
+"""Plan what a vLLM engine will hold of a device, from shapes and settings, before it is loaded.
+
+Weights and cache are exact but for rounding to blocks. Steps and graphs are estimates: together a few GiB in the 7B
+shape, of which vLLM decides most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from tlt_lightning.policy import policy_shapes
+from tlt_lightning.speculation.eagle3_files import read_head
+
+GIB = 2**30
+BLOCK = 16
+"""Tokens of a block of the cache."""
+PIECE = 50e3
+"""Bytes of a captured graph between two attention layers; measured in the 7B shape, see `engine/vllm/graphs.py`."""
+WORKSPACE = 32 * 2**20
+"""cuBLAS' workspace on a stream of a Hopper GPU; graphs are captured on one stream, with a drafter on three, twice."""
+
+
+def step_tokens(device_bytes: float) -> int:
+    """Return the most tokens of an engine step on a device, as vLLM takes for offline use.
+
+    Its default for engines that are driven step by step, 2,048, is what 256 requests fill with seven drafts each.
+    """
+    return 16384 if device_bytes >= 70 * GIB else 8192
+
+
+def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes: float) -> dict[str, float]:
+    """Return the bytes of a `VLLMEngine` on one device, by name.
+
+    The cache gets what `gpu_memory_utilization` leaves, and at most what all requests fill at full length; the engine's
+    own executor decides so too.
+    """
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
+    shapes, width = policy_shapes(policy), 4 if engine.dtype == "float32" else 2
+    path = None if engine.speculation is None else engine.speculation.head
+    head = {} if path is None else read_head(path).tensors
+    held = {
+        "engine, weights": _weights(shapes, width, engine.quantization.weights is not None) / engine.num_ranks,
+        "engine, drafter": _weights(head, width, False),
+        "engine, graphs": 0.0 if engine.enforce_eager else _graphs(engine, config.num_hidden_layers, bool(head)),
+        "engine, a step": _step(config, engine, step_tokens(device_bytes)),
+    }
+    if engine.kv_cache_gib is not None:
+        return held | {"engine, cache": engine.kv_cache_gib * GIB}
+    blocks = -(-max_model_len // BLOCK) + 1
+    full = engine.max_num_seqs * blocks * BLOCK * _token(config, engine, width, bool(head))
+    left = engine.gpu_memory_utilization * device_bytes - sum(held.values())
+    return held | {"engine, cache": max(0.0, min(left, full))}
+
+
+def _weights(shapes: Mapping[str, tuple[int, ...]], width: int, in_8_bit: bool) -> float:
+    """Return the bytes of weights; in 8 bit the linear layers have a byte a number."""
+    is_linear = {name: in_8_bit and len(shape) == 2 and ".layers." in name for name, shape in shapes.items()}
+    return float(sum(prod(shape) * (1 if is_linear[name] else width) for name, shape in shapes.items()))
+
+
+def _token(config: Any, engine: Any, width: int, has_head: bool) -> float:
+    """Return the bytes of a token's keys and values; a head has a layer of its own."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = 1 if engine.quantization.kv_cache == "fp8" else width
+    return 2.0 * (config.num_hidden_layers + has_head) * max(1, heads // engine.num_ranks) * size * width
+
+
+def _step(config: Any, engine: Any, num_tokens: int) -> float:
+    """Return the bytes of the largest step: a layer's activations in 16 bit, and float32 logits, twice."""
+    inner = getattr(config, "intermediate_size", 0) or 4 * config.hidden_size
+    layer = num_tokens * 2.0 * (3 * config.hidden_size + 3 * inner / engine.num_ranks)
+    return layer + 2 * 4.0 * engine.max_num_seqs * config.vocab_size
+
+
+def _graphs(engine: Any, num_layers: int, has_head: bool) -> float:
+    """Return the bytes of CUDA graphs, without what they compute with."""
+    drafts = 0 if engine.speculation is None else engine.speculation.max_draft_tokens
+    top = min(2 * engine.max_num_seqs * (1 + drafts), 512)  # as vLLM chooses its sizes
+    sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if size <= top]
+    if engine.speculation is None:
+        number = len(sizes) + sum(size <= engine.max_num_seqs for size in sizes)
+        return PIECE * (num_layers + 1) * number + WORKSPACE
+    graphs = engine.speculation.planned_graphs(engine.max_num_seqs)
+    plan = graphs.pool.plan(graphs.arms, sizes)
+    target = len(plan.piecewise) + len(plan.shapes("target"))
+    drafter = len(plan.graphs) - len(plan.shapes("target")) + has_head * len(plan.piecewise)
+    return PIECE * ((num_layers + 1) * target + 2 * drafter) + WORKSPACE * (6 if has_head else 1)
