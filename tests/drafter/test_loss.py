@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import save_policy
+from tests.conftest import WORDS, save_policy
 from tests.support.draft_texts import (
     alone,
     draft_logits,
@@ -169,7 +169,7 @@ def vocabulary_kl(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_chunks_of_the_vocabulary_change_nothing(policy_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, batch, results = make_drafter(policy_path), alone(random_sequence(200)), []
     for chunk in (4096, 100, 7, 1):  # also smaller than a step's offset
-        monkeypatch.setattr(chunked_loss, "_CHUNK", chunk)
+        monkeypatch.setattr(chunked_loss, "_LOGITS", chunk * len(WORDS))
         loss, metrics = drafter.loss(batch)
         results.append((loss, metrics, gradients(drafter, loss), drafter.measure(batch)))
     for result in results[1:]:
@@ -177,7 +177,7 @@ def test_chunks_of_the_vocabulary_change_nothing(policy_path: str, monkeypatch: 
 
 
 def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "_CHUNK", 100)
+    monkeypatch.setattr(chunked_loss, "_LOGITS", 100 * 4096)
     drafter = make_drafter(str(save_policy(tmp_path, vocab_size=4096)))
     with LargestOfWidth(4096) as largest:
         drafter.loss(alone(random_sequence(120)))[0].backward()

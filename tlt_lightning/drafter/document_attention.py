@@ -143,7 +143,8 @@ def _is_flash(q: Tensor) -> bool:
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    # From page-locked memory, or the host would wait for the device.
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
 
 
 def _attend(
