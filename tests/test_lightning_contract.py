@@ -170,6 +170,13 @@ def test_spawned_processes_are_refused(strategy: str) -> None:
         check_trainer(trainer)
 
 
+def test_a_compiled_module_is_refused_before_anything_loads(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    compiled: Any = torch.compile(make_module(policy_path))
+    with pytest.raises(MisconfigurationException, match=r"`torch\.compile\(module\)` .* Give the module itself"):
+        make_trainer(root).fit(compiled, make_data(prompts_path, NeverLoaded()))
+
+
 def test_spawning_is_refused_before_what_is_spawned_is_pickled(paths: Paths) -> None:
     policy_path, prompts_path, root = paths
     module = make_module(policy_path)  # whose optimizer is a lambda, which cannot be pickled

@@ -79,6 +79,11 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`data.prompts_per_iteration` instead, or give `fast_dev_run` for one small iteration."
         )
     check_accumulation(trainer)
+    if getattr(trainer.lightning_module, "_compiler_ctx", None):  # of Lightning: set by `torch.compile`
+        raise MisconfigurationException(
+            "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "
+            "each time: minutes at the start and at every new length. Give the module itself."
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
