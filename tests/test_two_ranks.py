@@ -14,6 +14,7 @@ import torch
 from tests.support.rank_processes import Ended, run_ranks
 from tests.support.report_pages import read_page
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.objectives import ReinforcePlusPlus
 from tlt_lightning.policy import load_policy, response_logps
 
@@ -115,5 +116,9 @@ def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_
     assert {state["steps"] for state in (*whole, *resumed)} == {12}
     assert [state["loaded"] for state in resumed] == [2, 4]  # each rank's engine has its own state back
     assert whole[0]["rows"].keys() == {"2", "3"}
+    assert [state["prompts"][-1] for state in resumed] == [state["prompts"][-1] for state in whole]
+    drawn = PromptCursor(len(Path(prompts_path).read_text().splitlines()), 3).take(12)
+    learned = [prompt for state in whole for iteration in state["prompts"] for prompt in iteration]
+    assert sorted(learned) == sorted(drawn)
     for number, row in whole[0]["rows"].items():  # what rank 1 had seen of the iteration counts, too
         assert resumed[0]["rows"][number] == pytest.approx(row)

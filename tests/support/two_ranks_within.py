@@ -1,4 +1,7 @@
-"""Run by test_two_ranks.py, once per rank: a run that is saved within an iteration, or the rest of it from there."""
+"""Run by test_two_ranks.py, once per rank: a run that is saved within an iteration, or the rest of it from there.
+
+Two iterations put prompts aside, one on each rank, and the third answers them.
+"""
 
 import hashlib
 import json
@@ -13,7 +16,7 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support.rl_runs import make_data, make_module, weights
-from tlt_lightning import RolloutCallback
+from tlt_lightning import RolloutCallback, TailBatching
 from tlt_lightning.engine import TransformersEngine
 
 
@@ -49,6 +52,10 @@ class History(RolloutCallback):
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
+        self.prompts: list[list[int]] = []
+
+    def on_rollout_end(self, trainer, pl_module, rollouts):
+        self.prompts.append([rollout.prompt.index for rollout in rollouts[::4]])
 
     def on_iteration_end(self, trainer, pl_module, iteration, metrics):
         clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/mfu")
@@ -71,8 +78,14 @@ def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> N
         enable_model_summary=False,
         default_root_dir=out,
     )
-    trainer.fit(module, make_data(prompts, engine, inner_epochs=2), ckpt_path=ckpt_path)
+    trainer.fit(module, make_data(prompts, engine, inner_epochs=2, schedule=TailBatching(0.5)), ckpt_path=ckpt_path)
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights(module).values())).hexdigest()
     rows = {iteration: row for iteration, row in history.rows.items() if iteration > 1}
-    state = {"weights": digest, "loaded": engine.loaded, "steps": trainer.global_step, "rows": rows}
+    state = {
+        "weights": digest,
+        "loaded": engine.loaded,
+        "steps": trainer.global_step,
+        "rows": rows,
+        "prompts": history.prompts,
+    }
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(state))

@@ -243,7 +243,8 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None, "`state_dict` before `setup`"
         iteration = self._iteration
         anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
-        own = {"engine": self.engine.state_dict(), "iteration": None if iteration is None else iteration.state()}
+        own: dict[str, Any] = {"engine": self.engine.state_dict()}
+        own["iteration"] = None if iteration is None else iteration.state()
         own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
         ranks = [own]
         if self._trainer.world_size > 1 and not self._trainer.interrupted:  # the others may not come after an error

@@ -87,7 +87,10 @@ def joined(request: Request, response: Response) -> Response:
         logps=[*before.logps, *response.logps],
         policy_versions=tuple(version for version, _ in segments),
         version_tokens=tuple(count for _, count in segments) if len(segments) > 1 else (),
-        drafts=[*before.drafts, *((start + at, *draft) for at, *draft in response.drafts)],
+        drafts=[
+            *before.drafts,
+            *((start + at, drafter, drafted, kept) for at, drafter, drafted, kept in response.drafts),
+        ],
     )
 
 

@@ -177,5 +177,5 @@ class Backlog:
 
 def _plain(response: Response) -> Response:
     """Return the response in lists and tuples of numbers, as a checkpoint holds them."""
-    drafts = [tuple(draft) for draft in response.drafts]
-    return replace(response, token_ids=list(response.token_ids), logps=list(response.logps), drafts=drafts)
+    tokens, logps, drafts = list(response.token_ids), list(response.logps), list(response.drafts)
+    return replace(response, token_ids=tokens, logps=logps, drafts=drafts)
