@@ -50,6 +50,7 @@ def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_run_does(path
         frozen = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.0)}
         data = data_of("vllm", schedule)
         _, history, _ = run(paths, recorder, module=frozen, data=data, limit_val_batches=0)
+        assert any(name.startswith("schedule/") for name in history[1]) is schedule.stops
         seen.append([texts(recorder, slice(n, n + 1)) for n in range(3)])
         assert recorder.versions == [(STEPS * n, {STEPS * n}) for n in range(3)]  # on-policy throughout
     synchronous, batched = seen

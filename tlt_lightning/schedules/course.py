@@ -147,8 +147,10 @@ class Backlog:
         return groups, num_fresh
 
     def end(self, course: RolloutCourse, log: IterationLog) -> None:
-        """Put aside what the rollout has not taken, and log what it has."""
+        """Put aside what the rollout has not taken, and log what it has, where anything may wait."""
         self.aside = [*self.aside, *course.put_aside()]
+        if not self.schedule.stops:
+            return
         taken = [course.groups[place] for place in course.chosen or ()]
         for group in taken:
             log.max("schedule/deferrals", group.deferrals)
