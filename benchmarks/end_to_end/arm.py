@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import lightning as L
@@ -26,10 +27,24 @@ from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
+from tlt_lightning.schedules import PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
 
-KEPT = ("time/", "rollout/", "reward/mean", "reward/zero", "speculation/", "drafter/", "mismatch/", "train/")
+KEPT = (
+    "time/",
+    "rollout/",
+    "schedule/",
+    "reward/mean",
+    "reward/zero",
+    "speculation/",
+    "drafter/",
+    "mismatch/",
+    "train/",
+)
 """Metrics that go into the results."""
+
+SCHEDULES = {"": None, "tail": TailBatching, "partial": PartialRollout}
+"""By the part of an arm's name behind `+`."""
 
 
 class ReplayEngine(BenchEngine):
@@ -119,11 +134,14 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     return [drafting, FirstHead(drafting)] if arm == "paired" else [drafting]
 
 
-def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, RolloutDataModule]:
+def modules_of(
+    work: Work, speculation: Speculation | None, schedule: TailBatching | PartialRollout | None = None
+) -> tuple[RLModule, RolloutDataModule]:
     """Return the policy and its data."""
+    num_responses = work.prompts * work.group_size // work.devices
     engine = ReplayEngine(
         dtype="float32" if work.is_tiny else "bfloat16",
-        max_num_seqs=work.prompts * work.group_size // work.devices,
+        max_num_seqs=num_responses if schedule is None else ceil(num_responses * (1 + schedule.extra)),
         gpu_memory_utilization=work.gpu_memory_utilization,
         kv_cache_gib=work.kv_cache_gib,
         enforce_eager=work.is_tiny,
@@ -137,6 +155,7 @@ def modules_of(work: Work, speculation: Speculation | None) -> tuple[RLModule, R
         train=PromptSource(path=work.train),
         group_size=work.group_size,
         prompts_per_iteration=work.prompts,
+        schedule=schedule,
         micro_batch_tokens=work.micro_batch_tokens,
         sampling=Sampling(max_tokens=work.max_tokens),
         max_prompt_tokens=work.max_prompt_tokens,
@@ -177,7 +196,9 @@ def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, ke
     diary = Diary(path, until)
     L.seed_everything(work.seed, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
-        module, data = modules_of(work, speculation_of(arm, head, work))
+        arm, _, name = arm.partition("+")
+        schedule = SCHEDULES[name]
+        module, data = modules_of(work, speculation_of(arm, head, work), None if schedule is None else schedule())
         # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
         callbacks = [*callbacks_of(arm, head, work), Recorder(diary, keep_lengths=keep_lengths)]

@@ -165,6 +165,40 @@ def reward_table(runs: Runs) -> list[str]:
     return ["## Natural lengths: reward at equal steps and at equal time", "", lead, "", *table(header, lines)]
 
 
+def schedule_table(runs: Runs, warmup: int) -> list[str]:
+    """Return what schedules take and throw away, beside the same arms without one."""
+    scheduled = {run["arm"].split("+")[0] for run in runs if "+" in run["arm"]}
+    lines: list[list[Any]] = []
+    for run in runs:
+        rows = timed(run, warmup)
+        if run["arm"].split("+")[0] not in scheduled or not rows:
+            continue
+        thrown, kept = (sum(values(rows, name)) for name in ("schedule/tokens_thrown_away", "rollout/tokens"))
+        cells = [statistics.mean(seconds(rows, stage)) for stage in ("iteration", "rollout")]
+        found = [values(rows, f"schedule/{name}") for name in ("repeated", "continued", "age")]
+        shares = [statistics.mean(each) if each else None for each in found]
+        first = [f"{run['arm']} {run['seed']}", len(rows), *(rounded(cell, 2) for cell in cells)]
+        lines.append(
+            [*first, f"{kept / len(rows):,.0f}", f"{thrown / (thrown + kept):.1%}", *(rounded(s, 3) for s in shares)]
+        )
+    if not lines:
+        return []
+    header = [
+        "run",
+        "iterations",
+        "iteration s",
+        "rollout s",
+        "tokens learned from",
+        "thrown away",
+        "repeated",
+        "continued",
+    ]
+    lead = (
+        "Means over iterations: give a multiple of five, a cycle of tail batching. `docs/schedules.md` has the words."
+    )
+    return ["## Schedules", "", lead, "", *table([*header, "age"], lines)]
+
+
 def _mean_and_deviation(by_seed: Sequence[Sequence[Point]]) -> str | None:
     if not all(by_seed):  # a run had not finished an iteration by then
         return None
@@ -199,6 +233,7 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += [f"## Natural lengths, seed {results['seed']}: seconds by stage", ""]
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
+    lines += schedule_table(natural, warmup)
     lines += [*drafter_table(runs, warmup), *paired_table(runs)]
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []

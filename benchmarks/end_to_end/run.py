@@ -6,7 +6,8 @@
 
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
 an `adaptive` one, trained along; `paired`, which is that and also says how the head it began with would have drafted;
-an adaptive one from `random` weights; `trl`, GRPOTrainer with colocated vLLM and no speculation. In mode `replay` all
+an adaptive one from `random` weights; `trl`, GRPOTrainer with colocated vLLM and no speculation; in mode `natural`
+also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`. In mode `replay` all
 arms write responses of the same recorded lengths; the first plain run records them. In mode `natural` end tokens
 decide, over `--seeds`: reward at equal steps and at equal time.
 
@@ -35,6 +36,7 @@ from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "paired", "random", "trl")
 WITH_HEAD = ("frozen", "adaptive", "paired")
+SCHEDULED = tuple(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial"))
 GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling")
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
@@ -181,7 +183,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result files; the size by default")
     parser.add_argument("--draft-sampling", choices=["greedy", "probabilistic"], default="greedy", help="of heads")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="arms of mode replay")
-    parser.add_argument("--natural-arms", nargs="+", choices=ARMS, help="arms of mode natural")
+    parser.add_argument("--natural-arms", nargs="+", choices=(*ARMS, *SCHEDULED), help="arms of mode natural")
     parser.add_argument("--modes", nargs="*", choices=["replay", "natural"], default=["replay", "natural"])
     parser.add_argument("--seeds", nargs="+", type=int, help="mode replay takes the first; `--seed` and the next two")
     parser.add_argument("--iterations", type=int, default=12, help="of each run of mode replay, warm-up included")
@@ -200,7 +202,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args.name, args.seeds = args.name or args.size, args.seeds or [args.seed, args.seed + 1, args.seed + 2]
     args.arms = args.arms or [arm for arm in ARMS if args.head or arm not in WITH_HEAD]
     args.natural_arms = args.natural_arms or ["plain", "adaptive" if args.head else "siblings"]
-    if needing := [arm for arm in (*args.arms, *args.natural_arms) if arm in WITH_HEAD and not args.head]:
+    if needing := [arm for arm in (*args.arms, *args.natural_arms) if arm.split("+")[0] in WITH_HEAD and not args.head]:
         parser.error(f"the arms {needing} need `--head`")
     return args
 
