@@ -164,6 +164,9 @@ def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path
         Quantization("fp8", "model.layers.0.*")
     with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', which is the name of no linear layer.*q_proj"):
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
+    if not ON_GPU:
+        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is not proven on vLLM's CPU build"):
+            Quantization(None, kv_cache="fp8").check(policy_shapes(policy))
     experts = save_architecture("qwen3_moe", tmp_path)
     with pytest.raises(ValueError, match="not proven for a mixture of experts"):
         Quantization("fp8").check(policy_shapes(str(experts)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from tlt_lightning.engine.vllm.internals import reach
+from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class Quantization:
         Args:
             shapes: Of the policy's tensors, by their Hugging Face names.
         """
+        if self.kv_cache == "fp8" and is_cpu_build():
+            raise ValueError("`quantization.kv_cache` 'fp8' is not proven on vLLM's CPU build; set 'auto'.")
         if self.weights is None:
             return
         if any(".experts." in name for name in shapes):
