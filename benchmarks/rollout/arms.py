@@ -30,6 +30,9 @@ ENGINES = {
     "siblings": "no head; drafts looked up in other answers to the same prompt",
     "ngram": "no head; drafts looked up in the text itself",
     "sampled": "the same head, drafts sampled from its whole distribution",
+    "plain in fp8": "no drafter; linear layers in fp8",
+    "head in fp8": "the same head beside linear layers in fp8",
+    "sampled in fp8": "the same, drafts sampled from its whole distribution",
     "table": "the same head under vLLM's own scheduler and `num_speculative_tokens_per_batch_size`",
 }
 """Kinds of engines; a further head has a kind of its own, `head <name>`."""
@@ -79,6 +82,9 @@ def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
             add(f"K=3, {Path(head).name}", "heads", f"head {Path(head).name}", partial(FixedSelector, 3))
         both = partial(CostModelSelector, drafters=("learned", "mixed", "sibling"))
         add("adaptive, siblings too", "lookups", "mixed", both)
+        add("adaptive, fp8", "fp8", "head in fp8", CostModelSelector)
+        add("adaptive, sampled drafts, fp8", "fp8", "sampled in fp8", CostModelSelector)
+    arms.append(Arm(name="plain, fp8", part="fp8", engine="plain in fp8"))
     add("siblings", "lookups", "siblings", partial(CostModelSelector, drafters=("sibling",)))
     add("n-gram", "lookups", "ngram", partial(CostModelSelector, drafters=("ngram",)))
     return {arm.name: arm for arm in arms}

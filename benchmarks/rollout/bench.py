@@ -33,8 +33,10 @@ class Bench:
         self.setup = setup
         makers = {arm.name: arm.selector for arm in arms_of(setup.heads).values() if arm.engine == kind}
         self.selector = WarmUpSelector({name: make() for name, make in makers.items() if make is not None})
+        kind, _, quantization = kind.partition(" in ")
         self.engine = BenchEngine(
-            dtype=setup.dtype,
+            dtype="bfloat16" if quantization else setup.dtype,
+            quantization=quantization or None,
             max_num_seqs=setup.num_requests,
             gpu_memory_utilization=0.1,  # the cache has a size of its own; vLLM only asks whether so much is free
             kv_cache_gib=setup.kv_cache_gib,

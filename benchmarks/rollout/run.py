@@ -8,7 +8,7 @@ rolls out `num_prompts` x `group_size` responses at temperature 1 and top-p 1, i
 - `core`: lengths are recorded once by a plain rollout; then the plain engine, every fixed K, TLT's rule, BEG-MAB and
   the adaptive selector write responses of exactly these lengths, ends ignored, so that all do the same work.
 - `others`: vLLM's own table of K by batch size, tuned on what `core` measured, and drafts sampled from the head.
-- `heads`: the further ones of `--head`. `lookups`: siblings and n-grams, with a head and without.
+- `heads`: the further ones of `--head`. `lookups`: siblings and n-grams, with a head and without. `fp8`: 8-bit engines.
 
 Engines live side by side in processes of their own and take turns, so that an arm is repeated minutes after its first
 time, between the same neighbours. Each engine is warmed up by a rollout that goes through all its strategies at all
@@ -37,7 +37,7 @@ from benchmarks.rollout.process import EngineError, EngineProcess, Engines
 from benchmarks.rollout.report import by_arm, render
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
 
-PARTS = ("core", "others", "heads", "lookups")
+PARTS = ("core", "others", "heads", "lookups", "fp8")
 
 
 class Job(NamedTuple):

@@ -79,8 +79,8 @@ def test_everything_is_measured_compared_and_written(run: Any, tmp_path: Path) -
     measured = [(job["arm"], job["turn"]) for job in results["runs"] if job["part"] == "core"]
     arms = ["plain", "adaptive", "K=3", "K=5", "K=1", "K=7", "TLT rule", "BEG-MAB", "off"]
     assert measured == [("plain", 0), *((arm, turn) for turn in range(3) for arm in arms)]  # recorded, then in turns
-    parts = [["plain", "head"], ["table", "sampled"], ["head early"], ["mixed", "siblings", "ngram"], []]
-    assert engines.needed == parts
+    parts = [["plain", "head"], ["table", "sampled"], ["head early"], ["mixed", "siblings", "ngram"]]
+    assert engines.needed == [*parts, ["head in fp8", "sampled in fp8", "plain in fp8"], []]
     assert results["lengths"] == LENGTHS
     assert results["failures"] == results["left_out"] == []
     assert engines.table == results["limit"]["best_k"]
@@ -139,7 +139,7 @@ def test_a_run_is_gone_on_with_unless_it_was_other_work(run: Any, tmp_path: Path
 
 
 def test_without_a_head_only_look_ups_are_compared() -> None:
-    assert list(arms_of(())) == ["plain", "siblings", "n-gram"]
+    assert list(arms_of(())) == ["plain", "plain, fp8", "siblings", "n-gram"]
 
 
 def test_warming_up_covers_what_any_arm_reaches_and_then_one_is_in_force() -> None:
