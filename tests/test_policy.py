@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from tests.support.architectures import save_architecture
-from tests.support.tensor_sizes import LargestOfWidth
+from tests.support.tensor_sizes import LargestOfWidth, MostAtOnceOfWidth
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,
@@ -48,7 +48,7 @@ def naive_logps(model: torch.nn.Module, batch: RolloutBatch, row: int) -> tuple[
 
 
 def chunked(model: torch.nn.Module, batch: RolloutBatch, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return response_logps(model, batch, chunk_size=chunk_size)[:2]
+    return response_logps(model, batch, chunk_size=chunk_size, needs_entropy_grad=True)[:2]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
@@ -81,6 +81,18 @@ def test_no_tensor_over_the_whole_vocabulary_is_larger_than_a_chunk(policy_path:
         logps, _ = token_logps(head, states, torch.zeros(64, dtype=torch.long), temperature=1.0, chunk_size=8)
         logps.sum().backward()
     assert largest.rows == 8
+
+
+@pytest.mark.parametrize("num_chunks", [2, 8])
+def test_no_chunk_leaves_logits_to_those_after_it(num_chunks: int) -> None:
+    head, states = torch.nn.Linear(8, 4096, bias=False), torch.randn(8 * num_chunks, 8, requires_grad=True)
+    targets = torch.zeros(len(states), dtype=torch.long)
+    head.requires_grad_(False)
+    with MostAtOnceOfWidth(4096) as most:
+        logps, entropy = token_logps(head, states, targets, temperature=1.0, chunk_size=8)
+        logps.sum().backward()
+    assert not entropy.requires_grad
+    assert most.rows <= 8 * 6
 
 
 def test_adapters_read_their_layers_input_as_it_is_under_autocast_and_learn_the_same(policy_path: str) -> None:

@@ -210,9 +210,8 @@ class RLModule(L.LightningModule):
         """Keep the gradients of a step's first micro-batches: the Trainer would clear them after `training_step`."""
 
     def _loss(self, batch: RolloutBatch) -> Tensor:
-        logps, entropy, values = self.networks.forward(batch)
-        if not self.objective.needs_entropy_grad:
-            entropy = entropy.detach()
+        wanted = self.objective.needs_entropy_grad
+        logps, entropy, values = self.networks.forward(batch, needs_entropy_grad=wanted)
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)

@@ -188,7 +188,13 @@ def response_states(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tens
 
 
 def token_logps(
-    head: nn.Module, states: Tensor, targets: Tensor, *, temperature: float, chunk_size: int
+    head: nn.Module,
+    states: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_size: int,
+    needs_entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (N,) log-probs of `targets` and entropies of softmax(head(states) / temperature).
 
@@ -198,13 +204,17 @@ def token_logps(
         targets: Token ids. (N,)
         temperature: Positive.
         chunk_size: Rows that meet the vocabulary at a time; memory is `chunk_size * V * 4` bytes a few times over.
+        needs_entropy_grad: Let entropies carry a gradient, too.
     """
 
     def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(states).float() / temperature
         log_normalizer = logits.logsumexp(-1)
         logps = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
-        entropy = log_normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
+        # What a checkpoint computes again and no backward pass takes stays until the graph goes. With a gradient that
+        # nobody asks for, that would be two tensors of logits of every chunk.
+        with torch.set_grad_enabled(needs_entropy_grad and torch.is_grad_enabled()):
+            entropy = log_normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
         return logps, entropy
 
     results = []
@@ -223,17 +233,25 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
 
 
 def response_logps(
-    model: nn.Module, batch: RolloutBatch, *, chunk_size: int = CHUNK_SIZE
+    model: nn.Module, batch: RolloutBatch, *, chunk_size: int = CHUNK_SIZE, needs_entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return log-probs and entropies of the response tokens, (B, T) each.
 
-    Both at the batch's temperature. Also returns the states (N, H) and their index in (B, T), for a critic.
+    Both at the batch's temperature, entropies with a gradient only if `needs_entropy_grad`. Also returns the states
+    (N, H) and their index in (B, T), for a critic.
     """
 
     def compute() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
         states, targets, index = response_states(model, batch)
         head = causal_lm(model).get_output_embeddings()
-        logps, entropy = token_logps(head, states, targets, temperature=batch.temperature, chunk_size=chunk_size)
+        logps, entropy = token_logps(
+            head,
+            states,
+            targets,
+            temperature=batch.temperature,
+            chunk_size=chunk_size,
+            needs_entropy_grad=needs_entropy_grad,
+        )
         return logps, entropy, states, index
 
     logps, entropy, states, index = as_forward(causal_lm(model), compute)

@@ -42,15 +42,15 @@ def really_kept(model: torch.nn.Module, passes: Passes) -> float:
 @pytest.mark.parametrize("model_type", [each.model_type for each in ARCHITECTURES if "moe" not in each.model_type])
 def test_what_a_pass_keeps_is_what_a_real_one_keeps(model_type: str, tmp_path) -> None:
     path = save_architecture(model_type, tmp_path, num_hidden_layers=2)
-    assert kept_bytes(load_shapes(path), PASSES) == really_kept(load_policy(path), PASSES)
+    assert kept_bytes(load_shapes(path), PASSES) == (really_kept(load_policy(path), PASSES), 0.0)
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4, base_dtype="bfloat16")], ids=["full", "lora"])
 def test_layers_autocast_and_adapters_count(lora: LoRA | None, tmp_path) -> None:
     path, passes = str(save_policy(tmp_path, num_hidden_layers=5)), replace(PASSES, is_autocast=True)
-    kept = kept_bytes(load_shapes(path, lora), passes)
+    kept, _ = kept_bytes(load_shapes(path, lora), passes)
     assert kept == pytest.approx(really_kept(load_policy(path, lora=lora), passes), rel=0.01)
-    assert kept < kept_bytes(load_shapes(path, lora), PASSES)
+    assert kept < kept_bytes(load_shapes(path, lora), PASSES)[0]
 
 
 def test_recomputing_frees_most_of_many_layers(tmp_path) -> None:
@@ -58,9 +58,10 @@ def test_recomputing_frees_most_of_many_layers(tmp_path) -> None:
     model = load_policy(path)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     inputs = really_kept(model, PASSES)
-    kept = kept_bytes(load_shapes(path), replace(PASSES, is_checkpointed=True))
-    all_of_it = kept_bytes(load_shapes(path), PASSES)
-    assert inputs < kept < inputs + all_of_it / 8 * 1.2
+    kept, again = kept_bytes(load_shapes(path), replace(PASSES, is_checkpointed=True))
+    all_of_it, _ = kept_bytes(load_shapes(path), PASSES)
+    assert inputs <= kept < 1.1 * inputs
+    assert again == pytest.approx(all_of_it / 8, rel=0.2)
 
 
 def adamw_8bit(parameters) -> torch.optim.Optimizer:

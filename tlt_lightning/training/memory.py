@@ -123,11 +123,14 @@ def forecast(
         "optimizer": state * trained,
     }
     gathered = {"gathered": sum(gathered_bytes(model, passes) for model in built.values())}
+    kept, again = zip(*(kept_bytes(model, passes) for model in built.values()), strict=True)
+    logits = float(LOGIT_COPIES * 4 * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens))
     return MemoryForecast(
         held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},
         activations={
-            "activations": sum(kept_bytes(model, passes) for model in built.values()),
-            "logits": float(LOGIT_COPIES * 4 * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens)),
+            "activations": sum(kept),
+            # A layer is computed again when the logits are gone.
+            "logits": max(logits, *again),
             **(gathered if passes.num_shards > 1 else {}),
         },
         step=temporary * trained / passes.num_shards,
@@ -156,10 +159,13 @@ def gathered_bytes(model: nn.Module, passes: Passes) -> float:
     return width * (root + 2.0 * max(layers)) + ((width + 4.0) * root if is_trained else 0.0)
 
 
-def kept_bytes(model: Any, passes: Passes) -> float:
+def kept_bytes(model: Any, passes: Passes) -> tuple[float, float]:
     """Add up what autograd keeps of one pass of a model on the meta device, its parameters left out.
 
     Layers keep alike: two passes, through the last layer and through the last two, tell of all.
+
+    Returns:
+        Bytes kept from the forward pass on, and those of a layer that is computed again in the backward pass.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -174,10 +180,10 @@ def kept_bytes(model: Any, passes: Passes) -> float:
             kept.append(_kept_of_pass(trunk, passes))
     of_layer, others = kept[1] - kept[0], 2 * kept[0] - kept[1]
     if not passes.is_checkpointed:
-        return others + len(layers) * of_layer
+        return others + len(layers) * of_layer, 0.0
     # Every layer keeps its input; one at a time is computed again and then keeps what it did without.
     width = 2 if passes.is_autocast else next(model.parameters()).element_size()
-    return others + of_layer + len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width)
+    return others + len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width), of_layer
 
 
 def _kept_of_pass(trunk: nn.Module, passes: Passes) -> float:

@@ -50,11 +50,11 @@ class Networks:
         others = (getattr(self.critic, "trunk", None), getattr(self.reference, "model", None))
         return not all(can_pack(causal_lm(each).base_model) for each in (self.policy, *others) if each is not None)
 
-    def forward(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, batch: RolloutBatch, *, needs_entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log-probs, entropies and values of the response tokens, (B, T) each."""
         # Not around the reference's pass, which may be one of the same network.
         with nullcontext() if self.tap is None else self.tap.over(batch.rows):
-            logps, entropy, states, index = response_logps(self.policy, batch)
+            logps, entropy, states, index = response_logps(self.policy, batch, needs_entropy_grad=needs_entropy_grad)
         return logps, entropy, None if self.critic is None else self.critic(batch, states, index)
 
     def score(
