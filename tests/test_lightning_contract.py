@@ -217,6 +217,25 @@ def test_what_a_sharded_policy_cannot_do_is_refused(trainer: dict[str, Any], mes
         check_trainer(sharded)
 
 
+def test_states_of_8_bits_are_refused_in_shards(paths: Paths) -> None:
+    policy_path, prompts_path, _ = paths
+
+    def adamw_8bit(groups: Any) -> torch.optim.Optimizer:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(groups)
+
+    sharded = L.Trainer(accelerator="cpu", devices=2, strategy="fsdp2", logger=False)
+    sharded.datamodule = make_data(prompts_path, make_engine("vllm"))  # type: ignore[attr-defined]
+    sharded.strategy._lightning_module = make_module(policy_path)
+    check_trainer(sharded)
+    sharded.strategy._lightning_module = make_module(policy_path, optimizer=adamw_8bit)
+    with pytest.raises(
+        MisconfigurationException, match=r"`model\.optimizer` keeps states of 8 bits .* `strategy: ddp`"
+    ):
+        check_trainer(sharded)
+
+
 # Configuration
 
 

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
+from tlt_lightning.training.memory import has_composed_states
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Sampling
@@ -112,6 +113,12 @@ def _check_sharded(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             "`WeightAveraging` keeps a copy of the whole policy, and `fsdp2` shards it; drop the callback, or use "
             "`strategy: ddp`."
+        )
+    build = getattr(trainer.lightning_module, "optimizer", None)
+    if build is not None and has_composed_states(build):
+        raise MisconfigurationException(
+            "`model.optimizer` keeps states of 8 bits or fewer, of which `fsdp2` cannot read a rank's rows back from a "
+            "checkpoint; use `torch.optim.AdamW`, or `strategy: ddp`."
         )
     io = trainer.strategy.checkpoint_io
     if type(io) is not TorchCheckpointIO and not hasattr(io, "save_part"):  # which `guard` puts in its place

@@ -223,17 +223,27 @@ def _give_storage(model: nn.Module) -> None:
 
 def _optimizer_bytes(build: OptimizerCallable) -> tuple[float, float]:
     """Return bytes of state, and temporary bytes of a step, for each trained number."""
-    parameter = nn.Parameter(torch.zeros(2**18))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = build([{"params": [parameter]}])
-    with torch.compiler.set_stance("force_eager"):  # as 8-bit ones would be, for this one step
-        optimizer.step()
-    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor) and value.dim()]
-    state = sum(map(_stored_bytes, tensors)) / parameter.numel()
-    group = optimizer.param_groups[0]
+    group, states = _sample_step(build)
+    state = sum(map(_stored_bytes, states)) / group["params"][0].numel()
     # torch's `foreach` steps, the default on CUDA, hold one more copy of the parameters.
     is_foreach = "foreach" in group and group["foreach"] is not False and not group.get("fused")
     return state, 4.0 if is_foreach else 0.0
+
+
+def has_composed_states(build: OptimizerCallable) -> bool:
+    """Tell whether an optimizer's states hold tensors of their own, as those of 8 bits do."""
+    return any(hasattr(state, "__tensor_flatten__") for state in _sample_step(build)[1])
+
+
+def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the group and the states of an optimizer that has moved one parameter."""
+    parameter = nn.Parameter(torch.zeros(2**18))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = build([{"params": [parameter]}])
+    with torch.compiler.set_stance("force_eager"):  # 8-bit ones would be compiled, for this one step
+        optimizer.step()
+    states = optimizer.state[parameter].values()
+    return optimizer.param_groups[0], [each for each in states if isinstance(each, Tensor) and each.dim()]
 
 
 def _stored_bytes(tensor: Tensor) -> float:
