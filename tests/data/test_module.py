@@ -50,3 +50,27 @@ def test_a_reward_that_scores_nothing_ends_the_run(policy_path: str, prompts_pat
     with pytest.raises(RuntimeError, match=r"`broken` scored none of the last 16 responses\. .*test_module\.py:\d+"):
         trainer.fit(make_module(policy_path), make_data(prompts_path, rewards=[broken]))
     assert trainer.global_step == 0
+
+
+def test_engines_are_told_how_long_answers_to_a_prompt_were(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[int, ...], float]] = []
+    generate, recorder = TransformersEngine.generate, Recorder()
+
+    def spy(self: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.extend((tuple(each.prompt_ids), each.expected_tokens) for each in requests)
+        return generate(self, requests, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", spy)
+    make_trainer(tmp_path, recorder, max_epochs=3).fit(
+        make_module(policy_path), make_data(prompts_path)
+    )  # 12 draws of 9 prompts
+    lengths: dict[tuple[int, ...], float] = {}
+    for draw, rollouts in zip(range(0, 48, 16), recorder.rollouts, strict=True):
+        for prompt, expected in asked[draw : draw + 16]:
+            assert expected == lengths.get(prompt, 0.0)
+        for prompt, _ in asked[draw : draw + 16]:
+            own = [len(each.response.token_ids) for each in rollouts if tuple(each.prompt.ids) == prompt]
+            lengths[prompt] = sum(own) / len(own)
+    assert max(expected for _, expected in asked) > 0

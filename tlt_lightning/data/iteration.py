@@ -27,7 +27,7 @@ from tlt_lightning.training.micro_batches import plan_minibatches
 
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
-    from tlt_lightning.data.prompts import PromptCursor
+    from tlt_lightning.data.prompts import LengthHistory, PromptCursor
     from tlt_lightning.module import RLModule
     from tlt_lightning.objectives.base import PolicyObjective
 
@@ -81,6 +81,7 @@ class PolicyIteration:
         collector: Writes and rewards the responses.
         settings: Sizes and sampling.
         cursor: Draws the prompts.
+        lengths: Remembers how long answers to them were.
         backlog: Keeps those that the schedule puts aside.
         saved: What `state` returned in the run that is resumed within this iteration.
     """
@@ -92,6 +93,7 @@ class PolicyIteration:
         collector: RolloutCollector,
         settings: IterationSettings,
         cursor: PromptCursor,
+        lengths: LengthHistory,
         backlog: Backlog,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
@@ -100,9 +102,9 @@ class PolicyIteration:
         self.log = module.iteration_log
         self.collector = collector
         self.settings = settings
-        self.cursor = cursor
+        self.cursor, self.lengths = cursor, lengths
         self.backlog = backlog
-        self.first_prompt, self.first_aside = cursor.position, backlog.aside
+        self.first_prompt, self.first_aside, self.first_lengths = cursor.position, backlog.aside, lengths.means
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
 
@@ -143,6 +145,7 @@ class PolicyIteration:
         wanted = settings.prompts_per_iteration // trainer.world_size
         informative: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
+        lengths: list[tuple[int, int]] = []
         num_begun = 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
@@ -159,11 +162,13 @@ class PolicyIteration:
                 course=course,
             )
             num_begun += len(course.groups)
+            lengths += course.lengths
             self.backlog.end(course, self.log)
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
         everything = [rollout for group in (*informative, *others) for rollout in group]
         self._log_age(everything)
+        self.lengths.learn(lengths, trainer.world_size)
         call_rollout_hook(trainer, "on_rollout_end", everything)
         log_rollouts(self.log, everything)
         self.log.update(self.collector.metrics)
@@ -181,7 +186,13 @@ class PolicyIteration:
         num_drawn = max_over_ranks(self.trainer, num_fresh) * world_size
         drawn = self.cursor.take(num_drawn, rank=rank, world_size=world_size)[:num_fresh]
         fresh = [
-            OpenGroup(prompt=prompt, draw=first + number * world_size, drawn=iteration, begun=iteration)
+            OpenGroup(
+                prompt=prompt,
+                draw=first + number * world_size,
+                drawn=iteration,
+                begun=iteration,
+                expected_tokens=self.lengths.means.get(prompt, 0.0),
+            )
             for number, prompt in enumerate(drawn)
         ]
         return [*groups, *fresh]

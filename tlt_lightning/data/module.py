@@ -23,7 +23,7 @@ from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
-from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
+from tlt_lightning.data.prompts import LengthHistory, PromptCursor, PromptSource, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
@@ -166,7 +166,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
-        self.cursor = PromptCursor(len(self.train_prompts), run_seed())
+        self.cursor, self.lengths = PromptCursor(len(self.train_prompts), run_seed()), LengthHistory()
         self._iteration, self._saved_iteration, self.backlog.aside = None, None, []
         self._weights = WeightSync(self.engine)
         self._ends = end_token_ids(policy)
@@ -252,6 +252,7 @@ class RolloutDataModule(L.LightningDataModule):
             torch.distributed.all_gather_object(ranks, own)
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
+            "lengths": self.lengths.means if anew is None else anew.first_lengths,
             "ranks": ranks,
             "settings": self._kept_settings,
         }
@@ -275,7 +276,7 @@ class RolloutDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert self.cursor is not None, "`load_state_dict` before `setup`"
         ranks, rank = state_dict["ranks"], self._trainer.global_rank
-        self.cursor.position = state_dict["cursor"]
+        self.cursor.position, self.lengths.means = state_dict["cursor"], state_dict["lengths"]
         self.backlog.load([state["aside"] for state in ranks], rank, self._trainer.world_size)
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
@@ -313,9 +314,8 @@ class RolloutDataModule(L.LightningDataModule):
         if done == self._settings.num_steps:
             return  # resumed behind an update's last step, Lightning asks for a batch more if no validation is due
         collector = self._collector(self._module.iteration_log)
-        self._iteration = PolicyIteration(
-            self._trainer, self._module, collector, self._settings, self.cursor, self.backlog, self._saved_iteration
-        )
+        parts = (self._settings, self.cursor, self.lengths, self.backlog, self._saved_iteration)
+        self._iteration = PolicyIteration(self._trainer, self._module, collector, *parts)
         self._saved_iteration = None
         yield from self._iteration.minibatches(self.train_prompts)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +211,23 @@ def _alone(messages: list[Message]) -> str:
     if len(messages) > 1 or messages[0]["role"] != "user":
         raise ValueError("holds a conversation, which needs a tokenizer with a chat template and `chat: true`")
     return messages[0]["content"]
+
+
+class LengthHistory:
+    """Remembers the mean length of the last answers to each prompt, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.means: dict[int, float] = {}
+
+    def learn(self, answers: Sequence[tuple[int, int]], num_ranks: int) -> None:
+        """Take prompt and length of this rank's answers in an iteration; a collective."""
+        ranks = [answers] * num_ranks
+        if num_ranks > 1:
+            torch.distributed.all_gather_object(ranks, answers)
+        lengths: dict[int, list[int]] = {}
+        for prompt, length in chain(*ranks):
+            lengths.setdefault(prompt, []).append(length)
+        self.means = self.means | {prompt: sum(found) / len(found) for prompt, found in lengths.items()}
 
 
 class PromptCursor:

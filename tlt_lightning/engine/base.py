@@ -78,6 +78,8 @@ class Request:
         written: An unfinished response to go on with; the new response holds it, too. None begins anew.
         seed: Noise of this request alone: the same weights write the same text whatever runs beside it, as far as the
             engine's arithmetic and its drafts allow. None draws from the rollout's noise.
+        expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
+            of the requests start the longest first.
     """
 
     id: int
@@ -86,6 +88,7 @@ class Request:
     max_tokens: int | None = None
     written: Response | None = None
     seed: int | None = None
+    expected_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

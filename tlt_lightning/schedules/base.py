@@ -23,6 +23,7 @@ class OpenGroup:
         begun: Iteration in which the oldest of `responses` was begun.
         deferrals: Times the group was put aside.
         responses: Its responses, ended or not; empty if nothing is kept of them.
+        expected_tokens: Mean length of the answers that the prompt had before the draw, 0 if it had none.
     """
 
     prompt: int
@@ -31,6 +32,7 @@ class OpenGroup:
     begun: int
     deferrals: int = 0
     responses: tuple[Response, ...] = ()
+    expected_tokens: float = 0.0
 
     @property
     def num_tokens(self) -> int:

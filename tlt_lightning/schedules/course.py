@@ -69,6 +69,7 @@ class RolloutCourse:
                 group=first_group + i // self.group_size,
                 written=self.responses.get(i),
                 seed=self._seed(i),
+                expected_tokens=self.groups[i // self.group_size].expected_tokens,
             )
             for i in self.open_ids
         ]
@@ -95,6 +96,11 @@ class RolloutCourse:
         """Numbers of the requests to learn from, in order."""
         size = self.group_size
         return [place * size + member for place in self.chosen or () for member in range(size)]
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Prompt and length of each response that has ended."""
+        return [(self.groups[each.request_id // self.group_size].prompt, len(each.token_ids)) for each in self.ended]
 
     def put_aside(self) -> list[OpenGroup]:
         """Return the groups that wait, with what is written of them."""

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.speculation_engines import GREEDY, ScriptedSelector, greedy_gap, save_endless_policy, siblings
+from tests.support.speculation_engines import (
+    GREEDY,
+    PROMPTS,
+    ScriptedSelector,
+    engine_of,
+    greedy_gap,
+    save_endless_policy,
+    siblings,
+)
 from tlt_lightning.engine import Request, RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
@@ -74,3 +82,15 @@ def test_selectors_and_callbacks_hear_of_the_requests_that_really_run(
     wrong = Counter(asked)
     wrong.subtract(ran)
     assert sum(map(abs, wrong.values())) < 0.1 * len(asked)
+
+
+def test_those_that_wait_start_longest_expected_first(tmp_path: Path) -> None:
+    expected = [3, 50, 0, 40]
+    requests = [
+        Request(id=i, prompt_ids=PROMPTS[i % 4], group=i % 4, max_tokens=4, expected_tokens=expected[i % 4])
+        for i in range(8)
+    ]
+    with engine_of(save_endless_policy(tmp_path / "policy"), None, max_num_seqs=1) as engine:
+        order = [response.request_id for response in engine.generate(requests, GREEDY, seed=0)]
+    # Nothing is known of group 2: one of its requests tells. Answers of 4 tokens lower what is expected of the others.
+    assert order == [2, 1, 3, 5, 7, 6, 0, 4]

@@ -55,6 +55,7 @@ REQUIRED: dict[str, str] = {
         "reset_connector)"
     ),
     "v1.core.sched.async_scheduler.AsyncScheduler": "schedule(throttle_prefills)",
+    "v1.core.sched.request_queue.FCFSRequestQueue": "clear; extend",
     "v1.core.sched.output.SchedulerOutput": (
         "num_scheduled_tokens; total_num_scheduled_tokens; scheduled_spec_decode_tokens; finished_req_ids; "
         "preempted_req_ids"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampling, VerifiedDraft
 from tlt_lightning.engine.progress_counter import ProgressCounter
+from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
 from tlt_lightning.engine.requests import joined, limit_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
@@ -48,6 +50,7 @@ class RequestWriter:
         self._engine, self._scheduler, self._speculative = engine, scheduler, speculative
         self._comparison = comparison
         self.pool = RequestPool(agreement)  # what callers ask for, until it is handed to the engine
+        self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
 
@@ -78,7 +81,8 @@ class RequestWriter:
             speculative.begin_rollout()
         try:
             self.pool.add(requests)
-            ended, is_heard = 0.0, False
+            ended, is_heard, is_to_order = 0.0, False, False
+            self._order = RequestOrder()
             drafts: Mapping[str, Sequence[VerifiedDraft]] = {} if speculative is None else speculative.verified_for
             while True:
                 if not is_heard:  # callers have had responses, after which they add and stop requests
@@ -87,12 +91,15 @@ class RequestWriter:
                     if leaving:
                         not_to_begin = [request for request in coming if request.id in leaving]
                         yield self._stopped(leaving, not_to_begin, policy_version, drafts)
+                    is_to_order |= bool(coming)
                     with numbers.in_force():
                         self._begin([request for request in coming if request.id not in leaving], params)
                 if not engine.has_unfinished_requests():
                     if is_heard:
                         break
                     continue
+                if is_to_order:
+                    self._arrange(is_first=not ended)
                 started = time.perf_counter()
                 pause = started - ended if is_async and ended else 0.0
                 with numbers.in_force():
@@ -102,16 +109,21 @@ class RequestWriter:
                     speculative.controller.account(ended - started, pause)
                 finished = [self._ended(output, policy_version, drafts) for output in outputs if output.finished]
                 is_heard &= not finished
+                is_to_order = bool(finished)  # seats and cache are free, and lengths are known
                 yield finished
             if self._comparison is not None:
                 self._comparison.end()
         finally:
-            if self._running:  # the caller gave up, or an exception passed through
-                engine.abort_request([str(number) for number in self._running])
-            for held in (self.pool, self._running, self._before):
-                held.clear()
-            if speculative is not None:
-                speculative.end_rollout()
+            self._leave()
+
+    def _leave(self) -> None:
+        """End a rollout, also one that the caller gave up or an exception passed through."""
+        if self._running:
+            self._engine.abort_request([str(number) for number in self._running])
+        for held in (self.pool, self._running, self._before):
+            held.clear()
+        if self._speculative is not None:
+            self._speculative.end_rollout()
 
     def write_freely(self, params: SamplingParams, number: int) -> Generator[list[Response], None, None]:
         """Write so many responses to random prompts, to see what engine steps cost."""
@@ -139,6 +151,7 @@ class RequestWriter:
     def _begin(self, requests: Sequence[Request], params: Callable[[Request], SamplingParams]) -> None:
         self._running.update((request.id, request) for request in requests)
         for request in requests:
+            self._order.begin(request.group, request.expected_tokens)
             prompt: Any = {"prompt_token_ids": text_of(request)}
             internal_id = self._engine.add_request(str(request.id), prompt, params(request))
             if request.written is not None:
@@ -148,7 +161,30 @@ class RequestWriter:
                 self._speculative.add(str(request.id), internal_id, tokens)
 
     def _ended(self, output: RequestOutput, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
-        return joined(self._running.pop(int(output.request_id)), response_of(output, version, drafts))
+        request = self._running.pop(int(output.request_id))
+        response = joined(request, response_of(output, version, drafts))
+        if not response.is_unfinished:
+            self._order.end(request.group, len(response.token_ids))
+        return response
+
+    def _arrange(self, *, is_first: bool) -> None:
+        """Put waiting requests into the order in which they are to start, where not all can."""
+        scheduler = self._scheduler
+        # Requests set back for lack of cache wait before all others, with what they have written.
+        set_back = list(takewhile(lambda request: request.num_output_tokens, scheduler.waiting))
+        waiting = list(scheduler.waiting)[len(set_back) :]
+        if is_first and len(waiting) <= scheduler.max_num_running_reqs:
+            return
+        running = defaultdict(list)
+        for request in (*scheduler.running, *set_back, *waiting):
+            if tokens := request.num_output_tokens + self._before.get(request.request_id, 0):
+                running[self._group_of(request)].append(tokens)
+        order = self._order.order([self._group_of(request) for request in waiting], running)
+        scheduler.waiting.clear()
+        scheduler.waiting.extend([*set_back, *(waiting[place] for place in order)])
+
+    def _group_of(self, request: Any) -> int:
+        return self._running[int(request.request_id.rpartition("-")[0])].group
 
     def _stopped(
         self,
