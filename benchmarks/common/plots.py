@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#888888"
-COLOURS = (GREY, BLUE, ORANGE, GREEN)
+COLOURS = (BLUE, ORANGE, GREEN, GREY)
 """Told apart by colour-blind readers (Okabe and Ito)."""
 
 
