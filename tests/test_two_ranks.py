@@ -115,6 +115,8 @@ def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_
     assert len({state["weights"] for state in (*whole, *resumed)}) == 1
     assert {state["steps"] for state in (*whole, *resumed)} == {12}
     assert [state["loaded"] for state in resumed] == [2, 4]  # each rank's engine has its own state back
+    assert sorted(whole[0]["held_out"] + whole[1]["held_out"]) == list(range(9))  # each answered by one rank
+    assert abs(len(whole[0]["held_out"]) - len(whole[1]["held_out"])) == 1
     assert whole[0]["rows"].keys() == {"2", "3"}
     assert [state["prompts"][-1] for state in resumed] == [state["prompts"][-1] for state in whole]
     drawn = PromptCursor(len(Path(prompts_path).read_text().splitlines()), 3).take(12)

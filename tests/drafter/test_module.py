@@ -168,7 +168,7 @@ def test_an_exported_head_is_loaded_again(name: str, request: pytest.FixtureRequ
     source: DrafterModule = request.getfixturevalue(name)
     batch = alone(random_sequence(60))
     source.refresh_target(load_policy(source.target))  # an earlier test moved it
-    path = source.export(tmp_path / "head", quality_on(source, [batch]))
+    path = source.export(tmp_path / "run" / "head", quality_on(source, [batch]))
     loaded = make_drafter(source.target, head=str(path))
     assert loaded.follows_target
     assert loaded.layer_ids == source.layer_ids

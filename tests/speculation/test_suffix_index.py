@@ -54,6 +54,9 @@ def test_most_frequent_continuation_wins_then_the_most_recent():
     assert proposed(index, 0, [1, 2], 1) == [3]
     index.append(0, "d", [1, 2, 5])
     assert proposed(index, 0, [1, 2], 1) == [3]  # frequent beats recent
+    for name, token in (("e", 3), ("f", 3), ("g", 4)):
+        index.append(1, name, [1, 2, token])
+    assert proposed(index, 1, [1, 2], 1) == [3]  # also where the frequent one was the only one at first
 
 
 def test_draft_goes_on_as_the_most_recent_occurrence_did():

@@ -48,14 +48,18 @@ class Save(L.Callback):
 
 
 class History(RolloutCallback):
-    """Keeps the metrics of each iteration, but for times."""
+    """Keeps the metrics of each iteration, but for times, and the held-out prompts that this rank answered."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self.prompts: list[list[int]] = []
+        self.held_out: list[int] = []
 
     def on_rollout_end(self, trainer, pl_module, rollouts):
-        self.prompts.append([rollout.prompt.index for rollout in rollouts[::4]])
+        if trainer.validating:
+            self.held_out += [rollout.prompt.index for rollout in rollouts]
+        else:
+            self.prompts.append([rollout.prompt.index for rollout in rollouts[::4]])
 
     def on_iteration_end(self, trainer, pl_module, iteration, metrics):
         clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/mfu")
@@ -72,7 +76,8 @@ def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> N
         max_epochs=3,
         callbacks=[history, *([] if ckpt_path else [Save(Path(out) / "within.ckpt")])],
         logger=False,
-        limit_val_batches=0,
+        check_val_every_n_epoch=3,
+        num_sanity_val_steps=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -87,5 +92,6 @@ def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> N
         "steps": trainer.global_step,
         "rows": rows,
         "prompts": history.prompts,
+        "held_out": history.held_out,
     }
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(state))
