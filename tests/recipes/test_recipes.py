@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.support.rows import (
@@ -136,3 +137,10 @@ def test_a_hundred_iterations_are_not_given_as_steps(tmp_path: Path, monkeypatch
     cli = instantiate("quickstart", tmp_path, monkeypatch, "--trainer.max_steps", "100")
     with pytest.raises(Exception, match="max_epochs"):
         check_trainer(cli.trainer)
+
+
+def test_states_of_8_bits_are_one_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli = instantiate("quickstart", tmp_path, monkeypatch, "--model.optimizer", "torchao.optim.AdamW8bit")
+    optimizer = cli.model.optimizer([torch.nn.Parameter(torch.zeros(4096))])
+    assert type(optimizer).__name__ == "AdamW8bit"
+    assert optimizer.param_groups[0]["lr"].item() > 0
