@@ -30,9 +30,10 @@ class Int8Linear(OnlineLinearBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if getattr(layer, _DONE, False):
             return
+        weight = self.get_weight_for_quantization(layer)
         # A CPU without VNNI adds two products of 8 bits in 16, which holds weights of 7 bits.
-        levels = 63 if layer.weight.is_cpu else 127
-        quantized, self.scale = quantized_by_channel(layer.weight, levels)  # kept: a CPU's kernel reads it in place
+        levels = 63 if weight.is_cpu else 127
+        quantized, self.scale = quantized_by_channel(weight, levels)  # kept: a CPU's kernel reads it in place
         replace_parameter(layer, "weight", quantized)
         replace_parameter(layer, "weight_scale", self.scale)
         for name in ("input_scale", "input_zero_point", "azp_adj"):  # of activations with fixed scales

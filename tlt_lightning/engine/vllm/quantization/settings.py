@@ -50,7 +50,7 @@ class Quantization:
 
         Raises ValueError for a type that has no layers in 8 bit beside it.
         """
-        found = given if isinstance(given, cls) else cls(given)
+        found = given if isinstance(given, Quantization) else cls(given)
         if found != cls(None) and dtype == "float32":
             raise ValueError("`dtype` must be `bfloat16` or `float16` beside `quantization`, got 'float32'.")
         return found
