@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tlt_lightning.engine.base import Request, Response, Sampling
+from tlt_lightning.seeds import seed_of
 
 
 def check_requests(
@@ -66,6 +67,12 @@ def limit_of(request: Request, sampling: Sampling) -> int:
     """Return the most tokens that are still to be written."""
     limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
     return limit - num_written(request)
+
+
+def noise_of(request: Request) -> int | None:
+    """Return the seed of a request's own noise: what follows the seam must not get that of the beginning."""
+    start = num_written(request)
+    return request.seed if request.seed is None or not start else seed_of(request.seed, start)
 
 
 def joined(request: Request, response: Response) -> Response:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.requests import check_requests, joined, limit_of, not_begun, num_written, text_of
+from tlt_lightning.engine.requests import check_requests, joined, limit_of, noise_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 
@@ -82,7 +82,7 @@ class TransformersEngine(RolloutEngine):
                     self._leaving.clear()
                 else:
                     batch, limit = self._next_batch(sampling)
-                    own = batch[0].seed
+                    own = noise_of(batch[0])
                     with (numbers if own is None else EngineRandom(own)).in_force():
                         responses = self._generate_batch(batch, limit, sampling)
                 if on_progress is not None:

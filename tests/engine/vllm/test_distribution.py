@@ -183,11 +183,12 @@ def test_stopped_and_continued_texts_are_as_likely_as_they_should_be(setup: Setu
     sampling = Sampling(max_tokens=HORIZON)
     logps = text_logps(setup.policy, sampling)
     cycle(setup, None)
-    requests = [Request(id=i, prompt_ids=PROMPT) for i in range(NUM_DRAWS)]
-    responses = write_in_pieces(setup.engine, requests, sampling, num_steps=5)  # others wait meanwhile
-    assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
-    for response in responses:
-        assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
+    for num_steps, seeds in ((5, [None] * NUM_DRAWS), (2, range(NUM_DRAWS))):  # without and with noise of their own
+        requests = [Request(id=i, prompt_ids=PROMPT, seed=seed) for i, seed in enumerate(seeds)]
+        responses = write_in_pieces(setup.engine, requests, sampling, num_steps)  # others wait meanwhile
+        assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
+        for response in responses:
+            assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8, "temperature": 0.7}])

@@ -12,7 +12,7 @@ from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampli
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
-from tlt_lightning.engine.requests import joined, limit_of, not_begun, num_written, text_of
+from tlt_lightning.engine.requests import joined, limit_of, noise_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm.internals import abort
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
@@ -211,7 +211,7 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
         min_p=sampling.min_p,
         min_tokens=min(max(sampling.min_tokens - num_written(request), 0), limit),
         max_tokens=limit,
-        seed=request.seed,
+        seed=noise_of(request),
         stop_token_ids=[*end_token_ids, *sampling.stop_token_ids],
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
