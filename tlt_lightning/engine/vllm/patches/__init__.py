@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from tlt_lightning.engine.vllm.patches import (
     asleep_free,
     cpu_experts,
+    cpu_generators,
     cpu_logprob_compile,
     cpu_temperatures,
     cpu_tied_head,
@@ -23,6 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_logprob_compile.PATCH,
     cpu_tied_head.PATCH,
     cpu_experts.PATCH,
+    cpu_generators.PATCH,
     cublas_workspaces.PATCH,
     drafter_first_pass.PATCH,
     flash_splits.PATCH,
