@@ -139,6 +139,7 @@ def write_in_pieces(
 ) -> list[Response]:
     """The responses, all stopped after every `num_steps` engine steps and continued in a rollout of its own."""
     written: dict[int, Response] = {}
+    first_seed = seed
     while open_requests := [r for r in requests if r.id not in written or written[r.id].is_unfinished]:
         steps = itertools.count(1)
 
@@ -150,4 +151,5 @@ def write_in_pieces(
         for response in engine.generate(asked, sampling, seed=seed, on_progress=stop):
             written[response.request_id] = response
         seed += 1000
+    assert seed > first_seed + 1000, "nothing was stopped"
     return [written[request.id] for request in requests]

@@ -208,7 +208,7 @@ class RolloutEngine(ABC):
         """Stop requests of the `generate` that is being read; those that have ended are left alone.
 
         It yields what they have written, as responses that are `unfinished`. An engine that writes batches to their
-        end stops only requests that have not begun.
+        end stops only requests that have not begun; one of several ranks hears of it when its next response ends.
         """
         raise RuntimeError(f"{type(self).__name__} cannot stop requests.")
 

@@ -37,6 +37,11 @@ class RequestPool:
         """Ids of this rank's requests that no meeting has taken up."""
         return {request.id for request in self._added}
 
+    @property
+    def asks_alone(self) -> bool:
+        """True if a lone rank asks for something; several meet only where a response has ended."""
+        return self.agreement.num_ranks == 1 and bool(self._added or self._stopped)
+
     def meet(self) -> tuple[list[Request], set[int]]:
         """Return requests and stops that all ranks have asked for since they last met, the same on all of them."""
         coming: list[Request] = []

@@ -111,6 +111,7 @@ class RequestWriter:
                 is_heard &= not finished
                 is_to_order = bool(finished)  # seats and cache are free, and lengths are known
                 yield finished
+                is_heard &= not self.pool.asks_alone  # from `on_progress`
             if self._comparison is not None:
                 self._comparison.end()
         finally:
