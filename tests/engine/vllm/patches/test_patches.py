@@ -191,7 +191,7 @@ def test_splits_shrink_with_the_batch() -> None:
 
 
 def test_a_second_engine_that_can_sleep_beside_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asleep_free, "_is_claimed", False)
+    monkeypatch.setattr(asleep_free, "_holder", None)
     asleep_free.claim_sleep_mode()
     with pytest.raises(RuntimeError, match="sleep: false"):
         asleep_free.claim_sleep_mode()

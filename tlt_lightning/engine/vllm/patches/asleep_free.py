@@ -45,25 +45,26 @@ PATCH = Patch(
     apply=_apply,
 )
 
-_is_claimed = False
+_holder: str | None = None
 
 
 def claim_sleep_mode() -> None:
     """Raise RuntimeError for an engine that sleeps beside another: vLLM's allocator serves one at a time."""
-    global _is_claimed
-    if _is_claimed:
+    global _holder
+    if _holder is not None:
         raise RuntimeError(
-            "vLLM's sleep mode serves one engine at a time, and this process holds memory of another. Close "
-            "that one, run `validate` or `predict` in a process of their own, or set `sleep: false` on the engine."
+            f"vLLM's sleep mode serves one engine at a time, and {_holder} in this process. Close that one, run "
+            "`validate` or `predict` in a process of their own, or set `sleep: false` on the engine."
         )
-    _is_claimed = True
+    _holder = "another one lives"
 
 
 def release_sleep_mode() -> None:
     """Let another engine sleep once vLLM's allocator has given back what the closed one held."""
-    global _is_claimed
+    global _holder
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.get_instance()
     allocator.release_pools()
-    _is_claimed = allocator.get_current_usage() > 0  # vLLM would refuse to load the next one's weights
+    left = allocator.get_current_usage() / 2**20  # vLLM would refuse to load the next one's weights
+    _holder = f"a closed one still holds {left:,.1f} MiB" if left else None
