@@ -79,7 +79,10 @@ def hooks() -> list[str]:
 @pytest.fixture
 def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
     callback = SimpleNamespace(**{name: lambda *_, name=name: hooks.append(name) for name in ROLLOUT_HOOKS})
-    trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, global_step=0, predicting=False)
+    ranks = {"global_rank": 0, "world_size": 1}
+    trainer: Any = SimpleNamespace(
+        callbacks=[callback], lightning_module=None, global_step=0, predicting=False, **ranks
+    )
     tokenizer: Any = SimpleNamespace(decode=lambda ids: f"text of {ids}", **SPECIAL)
     pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
     idle: Any = Idle()

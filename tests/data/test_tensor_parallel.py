@@ -33,6 +33,11 @@ def test_two_ranks_learn_from_what_one_engine_writes(policy_path: str, prompts_p
     assert len(first["rollouts"]) == len(second["rollouts"]) == 2 * 2 * 4
     in_an_iteration = [{index for index, *_ in rank["rollouts"][8:]} for rank in (first, second)]
     assert not in_an_iteration[0] & in_an_iteration[1]
+    ended = run(policy_path, prompts_path, tmp_path / "apart", 1)
+    assert ended.statuses == [0, 0], ended.stderr[-3000:]
+    for together, apart in zip((first, second), read(tmp_path / "apart"), strict=True):
+        assert together["rollouts"] == apart["rollouts"]
+        assert together["weights"] == pytest.approx(apart["weights"], rel=1e-5, abs=1e-4)
 
 
 @pytest.mark.vllm

@@ -89,8 +89,10 @@ class RolloutCollector:
             self.engine.wake()
         self.weights.sync(self.trainer)
         self.log.lap("sync")
-        course = course or RolloutCourse.of_all(len(prompts), group_size)
-        requests = course.requests([prompt.ids for prompt in prompts], first_group)
+        ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
+        course = course or RolloutCourse.of_all(len(prompts), group_size, **ranks)
+        ids = [prompt.ids for prompt in prompts]
+        requests = course.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
         is_first = not self._num_tokens  # dynamic sampling rolls out several times an iteration
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")

@@ -212,6 +212,9 @@ class RolloutEngine(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} cannot stop requests.")
 
+    seeds_requests = False
+    """Whether a seed for each request costs no more than one for all; rollouts then do not hang on who writes them."""
+
     can_stop = False
     """Whether it has `add` and `stop`, which all schedules but the synchronous one need."""
 

@@ -42,9 +42,10 @@ class RolloutCourse:
             self._close(place)
 
     @classmethod
-    def of_all(cls, num_groups: int, group_size: int) -> RolloutCourse:
-        """Return the course of a rollout that writes everything."""
-        groups = [OpenGroup(prompt=i, draw=i, drawn=0, begun=0) for i in range(num_groups)]
+    def of_all(cls, num_groups: int, group_size: int, *, rank: int = 0, num_ranks: int = 1) -> RolloutCourse:
+        """Return the course of a rollout that writes everything, of prompts that were dealt to ranks in turn."""
+        draws = range(-1 - rank, -1 - rank - num_groups * num_ranks, -num_ranks)  # not those of training
+        groups = [OpenGroup(prompt=i, draw=draw, drawn=0, begun=0) for i, draw in enumerate(draws)]
         return cls(SynchronousSchedule(), Demand(wanted=num_groups, iteration=0), groups, group_size)
 
     @property
@@ -58,8 +59,11 @@ class RolloutCourse:
         everything = range(len(self.groups) * self.group_size)
         return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
 
-    def requests(self, prompts: Sequence[Sequence[int]], first_group: int) -> list[Request]:
-        """Return what the engine is asked for; `prompts` are the groups' token ids."""
+    def requests(self, prompts: Sequence[Sequence[int]], first_group: int, *, has_seeds: bool = False) -> list[Request]:
+        """Return what the engine is asked for; `prompts` are the groups' token ids.
+
+        With `has_seeds` each request has noise of its own, whatever the schedule.
+        """
         if self.chosen is not None:  # what was put aside is enough
             return []
         return [
@@ -68,7 +72,7 @@ class RolloutCourse:
                 prompt_ids=prompts[i // self.group_size],
                 group=first_group + i // self.group_size,
                 written=self.responses.get(i),
-                seed=self._seed(i),
+                seed=self._seed(i) if has_seeds or self.schedule.has_own_noise else None,
                 expected_tokens=self.groups[i // self.group_size].expected_tokens,
             )
             for i in self.open_ids
@@ -112,9 +116,7 @@ class RolloutCourse:
         }
         return [replace(group, deferrals=group.deferrals + 1, responses=written[place]) for place, group in rest]
 
-    def _seed(self, number: int) -> int | None:
-        if not self.schedule.has_own_noise:
-            return None
+    def _seed(self, number: int) -> int:
         return seed_of(run_seed(), "draw", self.groups[number // self.group_size].draw, number % self.group_size)
 
 

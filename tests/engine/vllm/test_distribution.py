@@ -22,6 +22,7 @@ from tests.support.speculation_engines import ScriptedSelector, engine_of, write
 from tlt_lightning.engine import Request, Response, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.strategy import Drafter
 
 pytestmark = pytest.mark.vllm
@@ -113,7 +114,8 @@ def limited(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(setup: Setup, sampling: Sampling, seed: int) -> list[Response]:
-    requests = [Request(id=i, prompt_ids=PROMPT) for i in range(NUM_DRAWS)]
+    """Responses of which each has noise of its own, as in a run."""
+    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(seed, i)) for i in range(NUM_DRAWS)]
     return list(setup.engine.generate(requests, sampling, seed=seed))
 
 

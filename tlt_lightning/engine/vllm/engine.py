@@ -299,7 +299,7 @@ class VLLMEngine(RolloutEngine):
 
     # Writing
 
-    can_stop = True
+    can_stop = seeds_requests = True
 
     @override
     def generate(
