@@ -83,15 +83,16 @@ class _StepAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad, seen, scale = gradients[0].contiguous(), ctx.seen, ctx.scale
+        seen: _Seen | None = ctx.seen
+        grad, scale = gradients[0].contiguous(), ctx.scale
         rest = (ctx.lengths, ctx.lengths, True, scale)
         dq, dk, dv = _attend_backward(grad, q, k[:, 0], v[:, 0], out, lse, *rest)
         dq, dks, dvs = dq.float(), [dk], [dv]
         if seen is not None:  # its keys and values are frozen
-            here = [x[:, seen.rows] for x in (grad, q)]
-            whole = [x[:, seen.rows] for x in (out, lse)]
-            its, _, _ = _attend_backward(*here, seen.keys, seen.values, *whole, *seen.lengths, False, scale)
-            dq = dq.index_add(1, seen.rows, its.float())
+            q_seen, grad_seen, out_seen, lse_seen = (x[:, seen.rows] for x in (q, grad, out, lse))
+            given = (grad_seen, q_seen, seen.keys, seen.values, out_seen, lse_seen)
+            share, _, _ = _attend_backward(*given, *seen.lengths, False, scale)
+            dq = dq.index_add(1, seen.rows, share.float())
         drawn = (grad.float() * out.float()).sum(-1)  # rowsum(do * o)
         for step in range(1, k.shape[1]):
             share = torch.exp(_score(q, k[:, step], scale) - lse)
@@ -190,7 +191,7 @@ def _attend_backward(
         given = [x.transpose(0, 1) for x in (grad, q, k, v, out)]
         unused = q.new_zeros(2, dtype=torch.uint64), q.new_zeros(0)  # random state, of no dropout
         found = _aten._flash_attention_backward(*given, lse.contiguous(), *ends, 0.0, is_causal, *unused, scale=scale)
-        return tuple(x.transpose(0, 1) for x in found)  # type: ignore[return-value]
+        return tuple(x.transpose(0, 1) for x in found)
     results = []
     by_query = (x.split([*lengths], 1) for x in (grad, q, out, lse))
     by_key = (x.split([*key_lengths], 1) for x in (k, v))

@@ -58,7 +58,7 @@ class RankGroup(Agreement):
             whole = torch.empty(size, dtype=torch.uint8)
             self._broadcast(whole)
             data = whole.numpy().tobytes()
-        return pickle.loads(data)  # type: ignore[no-any-return]
+        return pickle.loads(data)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, src=self.ranks[0], group=self._group)

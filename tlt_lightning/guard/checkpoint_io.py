@@ -141,7 +141,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", *, as_rows: bool = False, **options: Any
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None, *, as_rows: bool = False
     ) -> dict[str, Any]:
         """Read a checkpoint, and what this rank has of its own.
 
@@ -149,16 +149,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
             path: Of the checkpoint.
             map_location: Lightning's own default is a function, with which torch loads no tensor that holds others
                 (8-bit states).
+            weights_only: As of `torch.load`.
             as_rows: Leave tensors in their files, and those of a sharded run as `Rows`; otherwise all are whole.
-            options: Of Lightning's own.
         """
         self.wait()
         check_readable(path)
         try:
             if as_rows:
-                checkpoint = torch.load(path, map_location=map_location, mmap=True, **options)
+                checkpoint = torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
             else:
-                checkpoint = super().load_checkpoint(path, map_location, **options)
+                checkpoint = super().load_checkpoint(path, map_location, weights_only)
             part = read_part(path, checkpoint[TOKEN], self._rank) if self._rank and TOKEN in checkpoint else None
             if SHARDS in checkpoint:
                 checkpoint = put_together(checkpoint, self._shards_of(path, checkpoint))

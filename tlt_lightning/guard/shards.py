@@ -25,7 +25,7 @@ def take_apart(checkpoint: dict[str, Any], num_shards: int) -> dict[str, Any]:
     states = {name: checkpoint[name] for name in _STATES if name in checkpoint}
     own = tree_map(lambda leaf: {_ROWS: leaf.to_local()} if isinstance(leaf, DTensor) else leaf, states)
     checkpoint |= {**own, SHARDS: num_shards}
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 def put_together(checkpoint: dict[str, Any], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

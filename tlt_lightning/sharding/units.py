@@ -79,7 +79,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def as_forward(model: nn.Module, function: Callable[[], T]) -> T:
     """Return what `function` does with a model's modules, as one forward pass of the model where it is sharded."""
     called: Any = getattr(model, "_called", None)
-    return function() if called is None else called(function)  # type: ignore[no-any-return]
+    return function() if called is None else called(function)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -89,7 +89,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def units_of(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     """Return units with the names of their own parameters, layers first; a model that is not sharded is one."""
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)} or {"": model}
+    sharded = {name: module for name, module in model.named_modules() if is_sharded(module)}
+    units = sharded or {"": model}
     own: dict[str, list[str]] = {
         unit: [] for unit in sorted(units, key=lambda name: -len(name.split(".")) * bool(name))
     }
