@@ -167,6 +167,8 @@ def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path
     if not ON_GPU:
         with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is not proven on vLLM's CPU build"):
             Quantization(None, kv_cache="fp8").check(policy_shapes(policy))
+    with pytest.raises(ValueError, match=r"not proven for engines over several ranks, and `tensor_parallel` is 2"):
+        Quantization("int8").check(policy_shapes(policy), 2)
     experts = save_architecture("qwen3_moe", tmp_path)
     with pytest.raises(ValueError, match="not proven for a mixture of experts"):
         Quantization("fp8").check(policy_shapes(str(experts)))

@@ -130,7 +130,7 @@ class VLLMEngine(RolloutEngine):
         from vllm.v1.engine.llm_engine import LLMEngine
 
         check_head_size(policy, internals.supported_head_sizes())
-        self.quantization.check(self._shapes)
+        self.quantization.check(self._shapes, self.num_ranks)
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
             asleep_free.claim_sleep_mode()

@@ -55,16 +55,22 @@ class Quantization:
             raise ValueError("`dtype` must be `bfloat16` or `float16` beside `quantization`, got 'float32'.")
         return found
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], num_ranks: int = 1) -> None:
         """Raise ValueError for a policy or a machine that cannot be quantized so.
 
         Args:
             shapes: Of the policy's tensors, by their Hugging Face names.
+            num_ranks: Ranks that are one engine.
         """
         if self.kv_cache == "fp8" and is_cpu_build():
             raise ValueError("`quantization.kv_cache` 'fp8' is not proven on vLLM's CPU build; set 'auto'.")
         if self.weights is None:
             return
+        if num_ranks > 1:
+            raise ValueError(
+                f"`quantization` is not proven for engines over several ranks, and `tensor_parallel` is {num_ranks}; set "
+                "`quantization: null` or `tensor_parallel: 1`."
+            )
         if any(".experts." in name for name in shapes):
             raise ValueError(
                 "`quantization` is not proven for a mixture of experts, as this policy is; set `quantization: null`."
