@@ -49,7 +49,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rounded(x: Tensor, kind: Kind, levels: int = 127) -> Tensor:
-    """What 8 bits with a scale a row leave of `x`, in float32."""
+    """Return the part that 8 bits with a scale a row leave of `x`, in float32."""
     x = x.float()
     if kind == "fp8":
         scale = x.abs().amax(-1, keepdim=True) / 448

@@ -68,8 +68,8 @@ class Quantization:
             return
         if num_ranks > 1:
             raise ValueError(
-                f"`quantization` is not proven for engines over several ranks, and `tensor_parallel` is {num_ranks}; set "
-                "`quantization: null` or `tensor_parallel: 1`."
+                "`quantization` is not proven for engines over several ranks, and `tensor_parallel` is "
+                f"{num_ranks}; set `quantization: null` or `tensor_parallel: 1`."
             )
         if any(".experts." in name for name in shapes):
             raise ValueError(
