@@ -1,4 +1,4 @@
-"""What the documents say: links lead somewhere, code runs, names exist."""
+"""Documents keep their word: links lead somewhere, code runs, names exist."""
 
 import ast
 import asyncio

@@ -34,7 +34,7 @@ def weights(out: Path, rank: int = 0) -> dict[str, torch.Tensor]:
 
 
 def whole(path: Path) -> dict[str, Any]:
-    """What one process, or each rank of `ddp`, resumes from."""
+    """Return the state that one process, or each rank of `ddp`, resumes from."""
     checkpoint = WholeCheckpointIO().load_checkpoint(path, weights_only=True)
     return {name: checkpoint[name] for name in ("state_dict", "optimizer_states")}
 

@@ -1,4 +1,4 @@
-"""What a user of Lightning tries first works as in Lightning, or is refused before anything loads."""
+"""Whatever a user of Lightning tries first works as in Lightning, or is refused before anything loads."""
 
 import json
 from argparse import ArgumentError

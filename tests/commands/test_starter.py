@@ -1,4 +1,4 @@
-"""What `recipes` lists and `init` writes; every recipe runs in such a folder in tests/recipes."""
+"""The list of `recipes` and the folder of `init`; every recipe runs in such a folder in tests/recipes."""
 
 import ast
 from pathlib import Path

@@ -30,7 +30,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def write_completions(policy: str, path: Path) -> str:
-    """What the policy writes, with greedy search and to many lengths."""
+    """Texts of the policy, with greedy search and to many lengths."""
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 32) for _ in range(4)] for _ in range(NUM_PROMPTS)]
     rows = []

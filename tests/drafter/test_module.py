@@ -1,4 +1,4 @@
-"""What a drafter shares with its target, what it drafts of a reduced vocabulary, and what travels."""
+"""A drafter's share in its target, its drafts of a reduced vocabulary, and its tensors that travel."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What every engine must do, run on both with the same tiny policy."""
+"""Duties of every engine, run on both with the same tiny policy."""
 
 import random
 from collections.abc import Iterator

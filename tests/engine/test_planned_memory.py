@@ -1,4 +1,4 @@
-"""What an engine will hold, from shapes; tests/engine/vllm/test_engine_life.py compares it with a live one."""
+"""Memory that an engine will hold, from shapes; tests/engine/vllm/test_engine_life.py compares it with a live one."""
 
 from collections.abc import Mapping
 

@@ -16,7 +16,7 @@ WEIGHT = torch.arange(10.0).reshape(5, 2)
 
 
 def state(rows: torch.Tensor) -> dict[str, Any]:
-    """What `take_apart` makes of a model of one weight and its optimizer on a rank."""
+    """Return the part that `take_apart` makes of a model of one weight and its optimizer on a rank."""
     optimizer = {"state": {0: {"exp_avg": {"rows": -rows}, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
     return {"state_dict": {"weight": {"rows": rows}}, "optimizer_states": [optimizer]}
 

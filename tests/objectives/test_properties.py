@@ -1,4 +1,4 @@
-"""What holds for every objective on any data."""
+"""Properties of every objective on any data."""
 
 from collections.abc import Callable
 from dataclasses import replace

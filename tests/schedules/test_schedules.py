@@ -96,7 +96,7 @@ class Seeded(SynchronousSchedule):
 
 
 class Fresh(TailBatching):
-    """What tail batching would be if deferred prompts were answered with new noise."""
+    """Tail batching as it would be if deferred prompts were answered with new noise."""
 
     has_own_noise = False
 

@@ -68,7 +68,7 @@ def save_endless_policy(path: Path, architecture: str = "qwen2", **overrides: ob
 
 
 def greedy_texts(policy: str, num_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """What the policy writes after prompts of one length, by `transformers`."""
+    """Return the policy's texts after prompts of one length, by `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(policy).eval()
     model.generation_config.eos_token_id = None
     written = model.generate(torch.tensor(prompts), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
@@ -76,7 +76,7 @@ def greedy_texts(policy: str, num_tokens: int, prompts: list[list[int]] = PROMPT
 
 
 def greedy_gap(policy: str, prompts: list[list[int]], texts: list[list[int]]) -> float:
-    """How far below the likeliest token's logit, by `transformers` in float32, that of any written token is."""
+    """Measure how far any written token's logit is below the likeliest one's, in float32."""
     model = AutoModelForCausalLM.from_pretrained(policy).eval()
     gaps = []
     for prompt, text in zip(prompts, texts, strict=True):

@@ -1,4 +1,4 @@
-"""How large tensors grow inside a computation."""
+"""Measures of how large tensors grow inside a computation."""
 
 import weakref
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an update will hold, from shapes alone, against what it does hold."""
+"""The forecast of an update's memory, from shapes alone, against what it holds."""
 
 from dataclasses import replace
 

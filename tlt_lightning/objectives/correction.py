@@ -24,7 +24,7 @@ class MismatchCorrection(ABC):
     """Weighs tokens by how likely the trainer finds them against how likely the engine did."""
 
     level: Level = "token"
-    """What a weight belongs to."""
+    """The unit that has one weight."""
 
     @abstractmethod
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def sharding(self) -> Sharding:
-        """How models are sharded."""
+        """The ranks that shard, and copies of them."""
         if self._mesh is None:
             if self.num_replicas == 1:
                 self._mesh = self.device_mesh["data_parallel"]

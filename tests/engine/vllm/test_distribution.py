@@ -1,4 +1,4 @@
-"""What is sampled under speculation follows the policy exactly: every text of a tiny vocabulary is counted.
+"""Text that is sampled under speculation follows the policy exactly: every text of a tiny vocabulary is counted.
 
 The policy knows 6 tokens and writes at most 3, so the probability of every text is known. The drafter is a random head,
 or a look-up in a prompt made to match whatever comes; both are mostly wrong, which is where a faulty verification

@@ -69,7 +69,7 @@ def test_vllm_compiles_the_rank_of_a_token_and_the_repair_does_not(cpu_build: No
 
 @pytest.mark.vllm
 def test_vllm_fails_under_top_k_without_drafts(cpu_build: None) -> None:
-    """Why a V1 runner samples plainly where nothing was drafted: it is more than a matter of speed."""
+    """A V1 runner samples plainly where nothing was drafted for more than speed's sake."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     with pytest.raises((RuntimeError, IndexError)):
