@@ -102,9 +102,9 @@ class Response:
         finish_reason: "stop" (end-of-sequence, a stop token or a stop string), "length", or "unfinished" (taken out
             by `RolloutEngine.stop`).
         policy_versions: Versions of the weights that wrote it, oldest first; one unless it was continued.
-        version_tokens: Tokens that each of them wrote; empty if one wrote all.
         drafts: The drafts verified for it, in order. After the kept tokens of each comes one of the policy's own; the
             last draft's may reach past the end. All tokens between drafts were decoded plainly.
+        version_tokens: Tokens that each of `policy_versions` wrote; empty if one wrote all.
     """
 
     request_id: int
@@ -112,8 +112,8 @@ class Response:
     logps: Sequence[float]
     finish_reason: str
     policy_versions: tuple[int, ...]
-    version_tokens: tuple[int, ...] = ()
     drafts: Sequence[VerifiedDraft] = field(default=(), compare=False)  # the same text may come by other drafts
+    version_tokens: tuple[int, ...] = ()
 
     @property
     def is_unfinished(self) -> bool:
