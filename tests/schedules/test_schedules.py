@@ -57,7 +57,7 @@ class Run:
             segments = [(version, len(text))] if before is None else [*before.segments, (version, len(text))]
             tokens = [*(() if before is None else before.token_ids), *text]
             versions, counts = zip(*segments, strict=True)
-            return course.add(Response(number, tokens, [0.0] * len(tokens), reason, versions, counts))
+            return course.add(Response(number, tokens, [0.0] * len(tokens), reason, versions, version_tokens=counts))
 
         has_enough = False
         while texts and not has_enough:
