@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 

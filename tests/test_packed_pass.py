@@ -120,7 +120,6 @@ def test_a_pack_lays_sequences_end_to_end_and_takes_them_apart() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("number", range(len(ARCHITECTURES)), ids=[each.model_type for each in ARCHITECTURES])
 def test_the_kernel_of_packs_agrees_with_padding(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type = ARCHITECTURES[number].model_type

@@ -54,7 +54,6 @@ def test_a_tensor_of_a_class_of_its_own_is_copied_as_such() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_of_a_gpu_are_complete_when_read_and_page_locked() -> None:
     copy, weight = HostCopy(), torch.full((1 << 24,), 1.0, device="cuda")
     copy.fill([("weight", weight)])

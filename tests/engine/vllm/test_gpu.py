@@ -37,7 +37,6 @@ from tlt_lightning.speculation.strategy import OFF, Strategy
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 Paths = tuple[str, str]
