@@ -13,6 +13,7 @@ kernels make of `l` and `o`, each part's share of the whole gradient comes out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -143,7 +144,8 @@ def _is_flash(q: Tensor) -> bool:
     return q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+@lru_cache(maxsize=16)  # a pack asks for the same in every step, forward and backward
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     # From page-locked memory, or the host would wait for the device.
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
 
@@ -153,7 +155,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output (heads, T, D), and the log-sum-exp of the scores in float32 (heads, T)."""
     if _is_flash(q):
-        ends = (_starts(lengths, q.device), _starts(key_lengths, q.device), max(lengths), max(key_lengths))
+        ends = (
+            _starts(tuple(lengths), q.device),
+            _starts(tuple(key_lengths), q.device),
+            max(lengths),
+            max(key_lengths),
+        )
         given = [x.transpose(0, 1) for x in (q, k, v)]
         out, lse, *_ = _aten._flash_attention_forward(*given, *ends, 0.0, is_causal, False, scale=scale)
         return out.transpose(0, 1).contiguous(), lse
@@ -187,7 +194,12 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shares of these keys in the gradients of queries, keys and values, all of whose output is `out`."""
     if _is_flash(q):
-        ends = (_starts(lengths, q.device), _starts(key_lengths, q.device), max(lengths), max(key_lengths))
+        ends = (
+            _starts(tuple(lengths), q.device),
+            _starts(tuple(key_lengths), q.device),
+            max(lengths),
+            max(key_lengths),
+        )
         given = [x.transpose(0, 1) for x in (grad, q, k, v, out)]
         unused = q.new_zeros(2, dtype=torch.uint64), q.new_zeros(0)  # random state, of no dropout
         found = _aten._flash_attention_backward(*given, lse.contiguous(), *ends, 0.0, is_causal, *unused, scale=scale)
