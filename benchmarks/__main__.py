@@ -12,7 +12,6 @@ BENCHMARKS = {
     "lossless": "benchmarks.lossless.run",
     "end_to_end": "benchmarks.end_to_end.run",
     "learning": "benchmarks.end_to_end.learning",
-    "idle_windows": "benchmarks.end_to_end.idle_windows",
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
