@@ -115,10 +115,9 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     A random head has everything to learn: it sees all of an iteration's tokens, at ten times the rate. Beside a frozen
     one the callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
     """
-    shares = {"adaptive": 0.1, "paired": 0.1, "random": 1.0} | ({"frozen": 0.0} if work.lengths is None else {})
+    shares = {"adaptive": 0.1, "random": 1.0} | ({"frozen": 0.0} if work.lengths is None else {})
     if arm not in shares:
         return []
-    from benchmarks.end_to_end.first_head import FirstHead
     from tlt_lightning.drafter.module import DrafterModule
     from tlt_lightning.long_tail.budget import FixedBudget
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
@@ -130,8 +129,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
         head=None if is_random else head,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0),
     )
-    drafting = LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=FixedBudget(shares[arm]))
-    return [drafting, FirstHead(drafting)] if arm == "paired" else [drafting]
+    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=FixedBudget(shares[arm]))]
 
 
 def modules_of(

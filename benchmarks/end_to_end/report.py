@@ -8,15 +8,13 @@ from typing import Any
 
 from benchmarks.common.results import heading, table
 from benchmarks.common.statistics import middle, rounded, spread
-from benchmarks.end_to_end.work import FIRST_HEAD, OVERHEAD, STAGES
+from benchmarks.end_to_end.work import OVERHEAD, STAGES
 
 Rows = list[dict[str, Any]]
 Runs = list[dict[str, Any]]
 Point = tuple[int, float, float]
 """Iteration, seconds since training began, mean reward."""
 
-PAIRED = "acceptance_length"  # tokens per engine step on held-out text
-PARTS = 4  # that the table of a paired run cuts it into
 LAST = 5  # iterations that a reward at the end is averaged over
 
 
@@ -101,36 +99,6 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
         "to publish and after the last; the policy's drift (KL, nats) at the end."
     )
     return ["## The drafter in the course of the run", "", lead, "", *table([*header, "policy drift"], lines)]
-
-
-def paired(run: dict[str, Any]) -> Rows:
-    """Return the iterations in which both heads of a paired run were measured, on one text."""
-    names = (f"drafter/{PAIRED}", FIRST_HEAD + PAIRED)
-    return [row for row in run["iterations"] if all(row["metrics"].get(name) is not None for name in names)]
-
-
-def paired_table(runs: Runs) -> list[str]:
-    """Return the quality of the first head and of the trained one on equal text, by quarters."""
-    lines: list[list[Any]] = []
-    for run in runs:
-        rows = paired(run)
-        size = -(-len(rows) // PARTS)
-        for part in [rows[start : start + size] for start in range(0, len(rows), size or 1)]:
-            cells = []
-            for name in ("length", "rate_pos_1", "rate_pos_3"):
-                pair = (middle(values(part, f"{prefix}acceptance_{name}")) for prefix in (FIRST_HEAD, "drafter/"))
-                cells.append(", ".join(f"{value:.3f}" for value in pair if value is not None))
-            drift = rounded(middle(values(part[-1:], "drafter/policy_drift")), 3)
-            span = f"{part[0]['iteration']} to {part[-1]['iteration']}"
-            lines.append([f"{run['mode']} {run['seed']}", span, drift, *cells])
-    if not lines:
-        return []
-    header = ["run", "iterations", "drift at their end", "tokens per step", "draft 1 accepted", "draft 3 accepted"]
-    lead = (
-        "The head the run began with, then the one trained along: each drafts the held-out text of the last iteration "
-        "for the policy of now. Medians."
-    )
-    return ["## Both heads on the same text", "", lead, "", *table(header, lines)]
 
 
 def curve(run: dict[str, Any]) -> list[Point]:
@@ -234,7 +202,7 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
     lines += schedule_table(natural, warmup)
-    lines += [*drafter_table(runs, warmup), *paired_table(runs)]
+    lines += drafter_table(runs, warmup)
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []
     for run in runs:

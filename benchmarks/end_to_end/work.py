@@ -12,9 +12,6 @@ STAGES = ("rollout", "idle", "logprobs", "update", "drafter", "sync", "reward", 
 """Stages of an iteration, overhead last."""
 OVERHEAD = STAGES[-3:]
 
-FIRST_HEAD = "drafter/first_"
-"""Prefix of what the head that a run began with is worth, in arm `paired`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
