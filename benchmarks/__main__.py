@@ -15,8 +15,6 @@ BENCHMARKS = {
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
-    "selector_regret": "benchmarks.simulation.selector_regret",
-    "training_budget": "benchmarks.simulation.training_budget",
 }
 
 

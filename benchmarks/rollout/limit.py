@@ -1,11 +1,15 @@
 """Model how fast a rollout could be at the measured step times and the measured acceptance.
 
-A rollout is its prompts' seconds plus a sum over steps. A step at batch b that verifies K drafts takes T(b, K): the
-median of the steps that the fixed arms (K > 0) and the plain engine (K = 0) took at such batches, in the same run.
-Contexts need no coefficient of their own: lengths are replayed, so each batch size is met at the contexts at which it
-was measured. A position's draft is accepted with the chance that the longest fixed draft measured, given the positions
-before it. The limit chooses for every step the K with the most tokens per second, knowing T and the chances, switches
-for nothing, and is averaged over five draws of luck. (It looks no step ahead, which costs it 1% at most.) What the
+With N responses of lengths l_1 <= ... <= l_N that advance together, l_i - l_(i-1) tokens of each response that still
+runs are written while n = N - i + 1 run, so a rollout that verifies K drafts in every step takes
+
+    prompts + sum over i of (l_i - l_(i-1)) T(n, K) / E(K).
+
+T(n, K) is the median of the steps that a fixed arm (K > 0) or the plain engine (K = 0) took at such batches, in the
+same run. Contexts need no coefficient of their own: lengths are replayed, so each batch size is met at the contexts at
+which it was measured. E(K) is the tokens of a step, 1 and the shares of drafts that were kept at the first K positions
+of the longest fixed draft. The limit takes the best K at each n and switches for nothing. Left out: responses part by
+luck, and drafts beyond an end are lost; that is at most 1.2% of the rollouts in `results/rollout_*.json`. What the
 model makes of the plain and the fixed arms is reported beside what they took: that is its error.
 """
 
@@ -14,19 +18,17 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from benchmarks.rollout.arms import KS
 from benchmarks.rollout.steps import EDGES
-from benchmarks.simulation.selector_regret import DRAFT_LENGTHS, Oracle
-from benchmarks.simulation.simulator import RolloutSimulator, StepCosts, Workload, constant
-from tlt_lightning.speculation import FixedSelector, SelectorState
 
 Runs = Sequence[dict[str, Any]]
-SEEDS = range(5)
+NAMES = {0: "plain"} | {k: f"K={k}" for k in KS}
+"""Arms that the model is made of, by their K."""
 LEAST_STEPS = 4
 """Steps that the median of a bin needs to be believed."""
 
@@ -50,68 +52,46 @@ def step_curve(runs: Runs) -> tuple[list[float], list[float]]:
     return [batch for batch, _ in points], [milliseconds for _, milliseconds in points]
 
 
-def measured_costs(arms: Mapping[str, Runs]) -> StepCosts:
-    """Return a table of the step times of the arms "plain" and "K=<length>".
-
-    Raises:
-        ValueError: One of them was not measured.
-    """
-    names = ["plain", *(f"K={k}" for k in DRAFT_LENGTHS)]
-    if missing := [name for name in names if not arms.get(name)]:
-        raise ValueError(f"`arms` lacks runs of {missing}; the model needs the plain arm and every fixed one.")
-    curves = {name: step_curve(arms[name]) for name in names}
-    most = round(max(points[-1] for points, _ in curves.values()))
-    batches = sorted({*(edge for edge in EDGES if edge < most), most, 2 * most})  # the last slope is flat
-    plain, *speculative = (np.interp(batches, *curves[name]).tolist() for name in names)
-    rows = tuple(zip(*speculative, strict=True))
-    free = {"context_token": 0.0, "catch_up_fixed": 0.0, "catch_up_token": 0.0}
-    return StepCosts(
-        batch_sizes=tuple(batches), plain=tuple(plain), num_draft_tokens=DRAFT_LENGTHS, speculative=rows, **free
-    )
-
-
-def conditional_chances(run: Mapping[str, Any]) -> list[float]:
-    """Return the chance of each position's draft given that those before it were accepted."""
-    kept = [1.0, *(run[f"acceptance_rate_pos_{k}"] for k in range(1, max(DRAFT_LENGTHS) + 1))]
-    return [after / before if before else 0.0 for before, after in pairwise(kept)]
+def tokens_per_step(runs: Runs, num_draft_tokens: int) -> float:
+    """Return the mean tokens of a step that verifies so many drafts, by runs of a longer draft."""
+    positions = range(1, num_draft_tokens + 1)
+    return 1 + sum(statistics.fmean(run[f"acceptance_rate_pos_{k}"] for run in runs) for k in positions)
 
 
 def model(arms: Mapping[str, Runs], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the limit, the modelled times of its own arms, and the best K by batch size.
 
     `arms` are runs of the plain and the fixed arms on the recorded `lengths`.
+
+    Raises:
+        ValueError: One of the arms was not measured.
     """
-    costs = measured_costs(arms)
-    chances = np.mean([conditional_chances(run) for run in arms[f"K={max(DRAFT_LENGTHS)}"]], axis=0)
-    acceptance = {"learned": constant(*chances.tolist())}
-    workload = Workload(acceptance=acceptance, num_requests=len(lengths), recorded=tuple(lengths))
+    if missing := [name for name in NAMES.values() if not arms.get(name)]:
+        raise ValueError(f"`arms` lacks runs of {missing}; the model needs the plain arm and every fixed one.")
+    curves = {k: step_curve(arms[name]) for k, name in NAMES.items()}
+    tokens = {k: tokens_per_step(arms[NAMES[max(KS)]], k) for k in NAMES}
+    running = np.arange(len(lengths), 0, -1)
+    written = np.diff(np.sort(lengths), prepend=0)
+    seconds = {k: written * np.interp(running, *curves[k]) / tokens[k] / 1e3 for k in NAMES}
     prompts = statistics.median(run["prefill_seconds"] for run in arms["plain"])
-    modelled: dict[str, list[float]] = {}
-    for seed in SEEDS:
-        simulator = RolloutSimulator(replace(workload, seed=seed), costs)
-        selectors = {"limit": Oracle(simulator), "plain": FixedSelector(0)}
-        selectors |= {f"K={k}": FixedSelector(k) for k in DRAFT_LENGTHS}
-        for name, selector in selectors.items():
-            modelled.setdefault(name, []).append(simulator.run(selector).makespan + prompts)
-    seconds = {name: statistics.fmean(values) for name, values in modelled.items()}
+    batches = [edge for edge in EDGES if edge <= len(lengths)]
+    step_ms = np.array([np.interp(batches, *curves[k]) for k in NAMES])  # (K, batch size)
+    best = np.argmin(step_ms / np.array(list(tokens.values()))[:, None], axis=0)
     return {
-        "limit_seconds": seconds.pop("limit"),
-        "modelled_seconds": seconds,
-        "measured_seconds": {name: statistics.median(run["seconds"] for run in arms[name]) for name in seconds},
-        "step_ms": [
-            list(row) for row in zip(costs.batch_sizes, costs.plain, *zip(*costs.speculative, strict=True), strict=True)
-        ],
-        "best_k": best_by_batch(simulator, len(lengths)),
+        "limit_seconds": prompts + float(np.min(list(seconds.values()), axis=0).sum()),
+        "modelled_seconds": {NAMES[k]: prompts + float(each.sum()) for k, each in seconds.items()},
+        "measured_seconds": {name: statistics.median(run["seconds"] for run in arms[name]) for name in NAMES.values()},
+        "step_ms": [[batch, *row] for batch, row in zip(batches, step_ms.T.tolist(), strict=True)],
+        "best_k": ranges_of(batches, [list(NAMES)[index] for index in best], len(lengths)),
     }
 
 
-def best_by_batch(simulator: RolloutSimulator, num_requests: int) -> list[list[int]]:
+def ranges_of(batches: Sequence[int], best: Sequence[int], num_requests: int) -> list[list[int]]:
     """Return [first batch, last batch, best K] by range of batch sizes, as vLLM's table."""
     ranges: list[list[int]] = []
-    for first, after in pairwise((*(edge for edge in EDGES if edge <= num_requests), num_requests + 1)):
-        best = Oracle(simulator).select(SelectorState(first)).num_draft_tokens
-        if ranges and ranges[-1][2] == best:
+    for (first, after), k in zip(pairwise((*batches, num_requests + 1)), best, strict=True):
+        if ranges and ranges[-1][2] == k:
             ranges[-1][1] = after - 1
         else:
-            ranges.append([first, after - 1, best])
+            ranges.append([first, after - 1, k])
     return ranges

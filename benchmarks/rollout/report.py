@@ -117,7 +117,7 @@ def limit_section(results: dict[str, Any]) -> list[str]:
         [name, f"{measured[name]:.2f}", f"{made:.2f}", f"{made / measured[name] - 1:+.1%}"] for name, made in modelled
     ]
     lines += [*table(["arm", "measured", "modelled", "error"], rows), "Milliseconds per step:", ""]
-    lines += table(["batch", "plain", *(f"K={k}" for k in KS)], limit["step_ms"][:-1])  # the last is extrapolated
+    lines += table(["batch", "plain", *(f"K={k}" for k in KS)], limit["step_ms"])
     best = ", ".join(f"{first}-{last}: {k}" for first, last, k in limit["best_k"])
     return [*lines, f"Best K by batch size: {best}.", ""]
 

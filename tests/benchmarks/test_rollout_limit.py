@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.rollout.arms import KS
 from benchmarks.rollout.limit import model
 from benchmarks.rollout.steps import Row, summarize
-from benchmarks.simulation.selector_regret import DRAFT_LENGTHS, Oracle
-from benchmarks.simulation.simulator import Outcome, RolloutSimulator, StepCosts, Workload, constant
-from tlt_lightning.speculation import FixedSelector
+from tests.support.simulated_rollout import Outcome, RolloutSimulator, StepCosts, Workload, constant
+from tlt_lightning.speculation import OFF, FixedSelector, SelectorState, Strategy
 
 CHANCES = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 LENGTHS = tuple(
@@ -20,6 +20,17 @@ LENGTHS = tuple(
 WORKLOAD = Workload(acceptance={"learned": constant(*CHANCES)}, num_requests=128, recorded=LENGTHS, seed=11)
 COSTS = StepCosts(context_token=0.0)
 PROMPTS = 0.25
+
+
+class Oracle(FixedSelector):
+    """Knows the true acceptance and cost of every step of `simulator`, and takes the best arm."""
+
+    def __init__(self, simulator: RolloutSimulator) -> None:
+        super().__init__(max(KS))
+        self.simulator = simulator
+
+    def select(self, state: SelectorState) -> Strategy:
+        return max((OFF, *map(Strategy, KS)), key=lambda arm: self.simulator.expected_rate(state, arm))
 
 
 def as_run(outcome: Outcome) -> dict[str, Any]:
@@ -37,7 +48,7 @@ def as_run(outcome: Outcome) -> dict[str, Any]:
 def arms() -> dict[str, list[dict[str, Any]]]:
     simulator = RolloutSimulator(WORKLOAD, COSTS)
     runs = {"plain": [as_run(simulator.run(FixedSelector(0)))]}
-    return runs | {f"K={k}": [as_run(simulator.run(FixedSelector(k)))] for k in DRAFT_LENGTHS}
+    return runs | {f"K={k}": [as_run(simulator.run(FixedSelector(k)))] for k in KS}
 
 
 def test_the_model_finds_the_limit_and_the_arms_it_was_made_from(arms: dict[str, list[dict[str, Any]]]) -> None:

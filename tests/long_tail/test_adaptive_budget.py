@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulation.training import World, simulate
+from tests.support.simulated_training import World, simulate
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration
 from tlt_lightning.long_tail.forecast import GainForecast

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from benchmarks.simulation.simulator import StepCosts
+from tests.support.simulated_rollout import StepCosts
 from tlt_lightning.speculation import OFF, MeasuredStep, Strategy
 from tlt_lightning.speculation.selectors.step_time import StepTimeModel
 

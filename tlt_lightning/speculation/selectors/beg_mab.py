@@ -14,7 +14,7 @@ Algorithm 1 of TLT (arXiv 2511.16665, section 5.2), but:
   a random draw; an arm that is far behind is still left alone.
 
 A pull's reward scatters by some 10%, so arms closer than that are told apart only after more pulls than a short rollout
-has. Over 21 seeds of each scenario of `python -m benchmarks selector_regret`, a first rollout loses at most 3.1%
+has. Over 21 seeds of each scenario of `benchmarks/results/selector_regret.md`, a first rollout loses at most 3.1%
 against the best fixed draft length known in hindsight, and at most 1.8% in the mean of a scenario's seeds;
 `CostModelSelector`, which shares what it sees among batch sizes and draft lengths, loses less.
 """

@@ -1,7 +1,7 @@
 """Predict the seconds of an engine step from the batch, the draft length and the context.
 
 Our own; the paper has none. The shape of the default prior was fitted to the step times of a 7B model on an H200 (worst
-error 4%, `python -m benchmarks selector_regret` uses the same table); its scale is taken from the first step seen.
+error 4%); its scale is taken from the first step seen.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The simulated rollout: its costs, its luck and its accounts."""
 
-import json
-
 import numpy as np
 import pytest
 
-from benchmarks.simulation import selector_regret as benchmark
-from benchmarks.simulation.simulator import RolloutSimulator, StepCosts, Workload, change, constant
+from tests.support.simulated_rollout import RolloutSimulator, StepCosts, Workload, change, constant
 from tlt_lightning.speculation import OFF, FixedSelector, SelectorState, Strategy, ThresholdSelector
 
 SMALL = Workload(acceptance={"learned": constant(0.8), "sibling": constant(0.4)}, num_requests=16, max_length=512)
@@ -102,23 +99,3 @@ def test_expected_rate_is_tokens_per_second_of_one_request():
     simulator = RolloutSimulator(SMALL)
     rate = simulator.expected_rate(SelectorState(8, 350.0), Strategy(3))
     assert rate == pytest.approx((1 + 0.8 + 0.64 + 0.512) / 0.0064)
-
-
-def test_bad_workloads_are_refused():
-    with pytest.raises(ValueError, match="`num_requests` must be at least 1, got 0"):
-        Workload(acceptance={}, num_requests=0)
-
-
-def test_regret_is_measured_printed_and_written(monkeypatch, tmp_path, capsys):
-    workload = Workload(acceptance={"learned": constant(0.8)}, num_requests=4, max_length=64)
-    monkeypatch.setattr(benchmark, "SCENARIOS", {"tiny": workload})
-    benchmark.main(["--num-seeds", "2", "--out", str(tmp_path)])
-    written = json.loads((tmp_path / "selector_regret.json").read_text())
-    tiny = written["scenarios"]["tiny"]
-    assert tiny["best_fixed"] in ("K=3", "K=5", "K=7")
-    assert min(tiny["slower"]["K=0"]) > 0.3
-    assert len(tiny["slower"]["oracle"]) == 2
-    assert all(abs(value) < 0.1 for value in tiny["slower"]["oracle"])
-    report = (tmp_path / "selector_regret.md").read_text()
-    assert report in capsys.readouterr().out
-    assert report.count("| tiny |") == 1

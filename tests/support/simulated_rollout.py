@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt_lightning.arguments import check_at_least
 from tlt_lightning.speculation.strategy import Drafter, SelectorState, Strategy, StrategySelector
 
 AcceptanceProfile = Callable[[float], Sequence[float]]
@@ -122,10 +121,6 @@ class Workload:
     pause_share: float = 0.002
     seed: int = 0
     recorded: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_at_least("num_requests", self.num_requests, 1)
-        check_at_least("max_length", self.max_length, 1)
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each response, (num_requests,) int64."""
