@@ -18,9 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.xfail(
-    raises=RuntimeError, reason="on an H200, 2026-11-22, a closed engine still held memory; whose is open"
-)
 def test_an_engine_that_sleeps_leaves_its_memory_and_another_follows_it(prompts_path: str, tmp_path: Path) -> None:
     policy = save_endless_policy(tmp_path / "policy")
     data = make_data(prompts_path, VLLMEngine(dtype="bfloat16", kv_cache_gib=2.0, max_num_seqs=32, enforce_eager=True))

@@ -24,7 +24,7 @@ from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
-from tlt_lightning.engine.vllm.policy_weights import checked, reload_policy
+from tlt_lightning.engine.vllm.policy_weights import checked, forget_reloads, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
@@ -187,13 +187,15 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
         self._policy_version, self._asleep = _NO_WEIGHTS, False
+        head = None if self._speculative is None else self._speculative.head
         if self._speculative is not None:
             self._speculative.close()
             self._speculative = None
         if engine is not None:
+            forget_reloads(engine, head)
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)
             self._patches.close()
-            del engine
+            del engine, head
             gc.collect()  # its cycles hold device memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

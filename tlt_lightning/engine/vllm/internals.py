@@ -67,7 +67,7 @@ REQUIRED: dict[str, str] = {
     ),
     _LAYERWISE: (
         "initialize_layerwise_reload(model); finalize_layerwise_reload(args, kwargs); "
-        "finalize_layerwise_processing(model, model_config); get_layerwise_info(layer)"
+        "finalize_layerwise_processing(model, model_config); get_layerwise_info(layer); LAYERWISE_INFO"
     ),
     "model_executor.model_loader.reload.types.LayerReloadingInfo": "loaded_weights; load_numel",
     "model_executor.models.transformers.base.Base": (

@@ -65,6 +65,25 @@ def check_shapes(given: Shapes, expected: Shapes) -> None:
         )
 
 
+def forget_reloads(engine: LLMEngine, head: Any) -> None:
+    """Let go of the layers that vLLM remembers for reloading weights; call it before the engine is shut down.
+
+    vLLM keeps a weak dictionary by layer, but its values hold loaders, which hold the layers: after the first reload of
+    weights a closed engine's layers would stay until the process ends, and with them memory of vLLM's sleep mode.
+
+    Args:
+        engine: Live.
+        head: The head's module in it; None without one.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    remembered = internals.reach(layerwise, "LAYERWISE_INFO")
+    policy = internals.reach(internals.model_runner_of(engine), "get_model")()
+    for model in filter(None, (policy, head)):
+        for layer in model.modules():
+            remembered.pop(layer, None)
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 

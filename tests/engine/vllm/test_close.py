@@ -1,0 +1,29 @@
+"""An engine that is closed leaves nothing of its models behind."""
+
+import gc
+from pathlib import Path
+from weakref import ref
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.eagle_head import make_head, save_head
+from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy
+from tlt_lightning.engine.vllm.speculation import Speculation
+
+
+@pytest.mark.vllm
+def test_no_layer_outlives_the_engine_whose_weights_were_replaced(tmp_path: Path) -> None:
+    policy = save_endless_policy(tmp_path / "policy")
+    head = save_head(make_head(policy), tmp_path / "head")
+    with engine_of(policy, Speculation(selector=ScriptedSelector(), head=head, max_draft_tokens=5)) as engine:
+        engine.update_drafter(load_file(f"{head}/model.safetensors").items(), 0)
+        parts = engine.inspect()
+        models = [parts.model_runner.get_model(), parts.speculative_runner.head]
+        layers = {
+            f"{type(model).__name__}.{name}": ref(layer) for model in models for name, layer in model.named_modules()
+        }
+        del parts, models
+    gc.collect()
+    assert layers
+    assert [name for name, layer in layers.items() if layer() is not None] == []
