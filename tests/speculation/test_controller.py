@@ -12,7 +12,7 @@ from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
 from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter
-from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
+from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy
 from tlt_lightning.speculation.trace import StepTrace, read_trace
 
 
@@ -83,6 +83,20 @@ def test_pauses_are_the_steps_own_unless_they_may_have_outlasted_it() -> None:
         control.account(seconds, pause)
     assert [seconds for *_, seconds in selector.records] == [0.375] * 2
     assert control.counters.decode_steps == 3
+
+
+def test_what_was_learned_of_steps_in_16_bit_is_not_restored_in_8_bit() -> None:
+    selectors = [CostModelSelector() for _ in range(3)]
+    old, same, other = (
+        StrategyController(selector, compute_dtype=kind)
+        for selector, kind in zip(selectors, ("bfloat16", "bfloat16", "fp8"), strict=True)
+    )
+    old.weights_changed(5)
+    selectors[0].calibrate([MeasuredStep(1, OFF, 350.0, 0.125)])
+    for control in (same, other):
+        control.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert [selector.wants_calibration for selector in selectors] == [False, False, True]
+    assert other.drafter_version == same.drafter_version == 5
 
 
 def test_state_is_restored() -> None:

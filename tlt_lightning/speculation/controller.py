@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 from tlt_lightning.speculation.trace import StepTrace
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class StrategyController:
         is_cold: The head has no weights worth trying before the first `weights_changed` that names them.
         agreement: Whose selector chooses, where several ranks are one engine. All of them learn, each by its own clock,
             so that a run may go on with other ranks.
+        compute_dtype: Type that the engine computes in; what a selector learned of steps in another is not restored.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class StrategyController:
         trace: StepTrace | None = None,
         is_cold: bool = False,
         agreement: Agreement = ALONE,
+        compute_dtype: str = "bfloat16",
     ) -> None:
         self.selector = selector
         self.steps_per_choice = steps_per_choice
@@ -91,6 +96,7 @@ class StrategyController:
         self.trace = trace
         self.is_cold = is_cold
         self.agreement = agreement
+        self.compute_dtype = compute_dtype
         self.drafter_version = -1
         self.counters = SpeculationCounters()
         self.strategy = OFF
@@ -239,6 +245,7 @@ class StrategyController:
         """Return everything learned by this worker."""
         return {
             "selector": self.selector.state_dict(),
+            "compute_dtype": self.compute_dtype,
             "alarm": self.alarm.state_dict(),
             "drafter_version": self.drafter_version,
             "lookup_scores": None if self.lookups is None else self.lookups.scores.state_dict(),
@@ -246,7 +253,11 @@ class StrategyController:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` saved."""
-        self.selector.load_state_dict(state_dict["selector"])
+        learned_in = state_dict.get("compute_dtype", self.compute_dtype)
+        if learned_in == self.compute_dtype:
+            self.selector.load_state_dict(state_dict["selector"])
+        else:
+            log.info("The selector learned steps in %s and starts anew in %s.", learned_in, self.compute_dtype)
         self.alarm.load_state_dict(state_dict["alarm"])
         self.drafter_version = state_dict["drafter_version"]
         if self.lookups is not None and state_dict["lookup_scores"] is not None:

@@ -152,7 +152,7 @@ class VLLMEngine(RolloutEngine):
         internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
         agreement, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
         if self.speculation is not None:
-            self._speculative = self.speculation.install(self._engine, head, graphs, agreement)
+            self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, agreement)
         self._writer = RequestWriter(
             self._engine, internals.scheduler_of(self._engine), self._speculative, agreement, comparison
         )

@@ -161,12 +161,18 @@ class Speculation:
         }
 
     def install(
-        self, engine: LLMEngine, head: HeadShape | None, graphs: PlannedGraphs | None, agreement: Agreement = ALONE
+        self,
+        engine: LLMEngine,
+        compute_dtype: str,
+        head: HeadShape | None,
+        graphs: PlannedGraphs | None,
+        agreement: Agreement = ALONE,
     ) -> SpeculativeRunner:
         """Speculate in a live engine for as long as it lives.
 
         Args:
             engine: An engine started with these arguments.
+            compute_dtype: Type it computes in.
             head: The head's shape, from `check`.
             graphs: The graphs it captured by plan; None if it has none.
             agreement: Of the ranks that are the engine.
@@ -186,6 +192,7 @@ class Speculation:
             trace=None if self.trace is None or not agreement.is_first else StepTrace(self.trace),
             is_cold=self.cold_head,
             agreement=agreement,
+            compute_dtype=compute_dtype,
         )
         model_runner, has_head = internals.model_runner_of(engine), head is not None
         runner: SpeculativeRunner = (
