@@ -27,6 +27,14 @@ def test_others_end_the_run_with_both_numbers_and_the_way_out(dtype: str, shift:
         check_agreement(ROWS, padded(shift), MASK, dtype=dtype, when="After it")
 
 
+def test_in_8_bit_the_message_says_how_to_tell_too_few_bits_from_a_fault() -> None:
+    for dtype, is_told in {"bfloat16": False, "fp8": True}.items():
+        with pytest.raises(RuntimeError) as caught:
+            check_agreement(ROWS, padded(9.0), MASK, dtype=dtype, when="")
+        for remedy in ("`python -m benchmarks mismatch`", "`quantization.layers_in_16_bit`", "`quantization: null`"):
+            assert (remedy in str(caught.value)) == is_told
+
+
 def test_a_large_kl_is_a_warning_in_every_iteration(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         warn_of_mismatch(0.005, 1)

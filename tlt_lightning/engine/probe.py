@@ -26,6 +26,10 @@ LOUD_KL, LOUD_KL_8_BIT = 0.02, 0.1
 """Warn above this `mismatch/kl` of an iteration, in nats a token; bfloat16 alone makes up to 0.005."""
 
 _CAUSES = f"vLLM may not run this architecture rightly, or a callback changed the policy unseen. {WAY_OUT}"
+_CAUSES_OF_8_BIT = (
+    "8 bits may be too few for this policy: `python -m benchmarks mismatch` finds layers to keep in 16 bit "
+    "(`quantization.layers_in_16_bit`), and with `quantization: null` the run shows whether it is they. Otherwise "
+)
 
 
 def check_agreement(
@@ -48,7 +52,7 @@ def check_agreement(
         raise RuntimeError(
             f"{when} the engine does not compute with the policy's weights: log-probs of {len(sampled)} tokens differ "
             f"by {mean:.2g} on average and {float(differences.max()):.2g} at most, where {limit} on average is allowed "
-            f"in {dtype}. {_CAUSES}."
+            f"in {dtype}. {_causes(dtype)}."
         )
     return mean
 
@@ -63,5 +67,10 @@ def warn_of_mismatch(kl: float, iteration: int, dtype: str = "bfloat16") -> None
             iteration,
             kl,
             limit,
-            _CAUSES,
+            _causes(dtype),
         )
+
+
+def _causes(dtype: str) -> str:
+    """Return what may be wrong with an engine of this type, and the ways out."""
+    return _CAUSES_OF_8_BIT + _CAUSES if dtype in EIGHT_BIT else _CAUSES
