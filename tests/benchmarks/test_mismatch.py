@@ -1,6 +1,11 @@
-"""The rows of `micro/mismatch.py` name layers that an engine can keep apart, and each layer is in one of them."""
+"""The rows of `micro/mismatch.py` name layers that an engine can keep apart, and measure the engine that keeps them."""
 
-from benchmarks.micro.mismatch import choices
+from argparse import Namespace
+
+import pytest
+
+from benchmarks.common.arguments import FILES
+from benchmarks.micro.mismatch import choices, measure
 
 
 def test_fused_layers_stay_together_and_every_kind_has_a_row() -> None:
@@ -15,3 +20,14 @@ def test_fused_layers_stay_together_and_every_kind_has_a_row() -> None:
     assert sorted(patterns) == sorted(f"*.{kind.partition('.')[2]}" for kind in kinds)
     alone = choices(["model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"])
     assert alone["qkv_proj"] == ["*.qkv_proj"]
+
+
+@pytest.mark.vllm
+def test_an_engine_that_keeps_all_layers_is_nearer_to_the_policy_than_one_that_keeps_none() -> None:
+    policy, prompts = FILES["tiny"].policy, FILES["tiny"].val
+    args = Namespace(policy=policy, prompts=prompts, num_prompts=8, max_tokens=8, weights="fp8", seed=0)
+    all_kept, none_kept = measure(["*_proj"], args), measure([], args)
+    assert all_kept["difference"] < 0.5 * none_kept["difference"] < 0.1
+    assert 0 <= all_kept["kl"] < 0.5 * none_kept["kl"]
+    assert none_kept["ratio_max"] > 1 > none_kept["effective"] > 0.9
+    assert none_kept["tokens"] == 64
