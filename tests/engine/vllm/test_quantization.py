@@ -5,7 +5,9 @@ vocabulary is counted against. On a GPU the same runs with CUDA graphs.
 """
 
 import json
+import logging
 import math
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -63,11 +65,15 @@ def linear(engine: VLLMEngine, name: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_layers_compute_in_8_bit_with_the_newest_weights(policy: str, kind: Kind) -> None:
+def test_layers_compute_in_8_bit_with_the_newest_weights(
+    policy: str, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
     module = load_policy(policy)
+    caplog.set_level(logging.INFO)
     quantization = Quantization(kind, layers_in_16_bit=["model.layers.0.*"])
     with engine_of(policy, None, dtype="bfloat16", quantization=quantization) as engine:
         assert engine.compute_dtype == kind
+        assert re.search(rf"Layers in {kind}: mlp.down_proj: 3 .* by \w+LinearKernel; in 16 bit: embed", caplog.text)
         before = write(engine, siblings(prompts=[PROMPT]))
         addresses = [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()]
         with torch.no_grad():
@@ -163,11 +169,29 @@ def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path
         Quantization("fp8", "model.layers.0.*")
     with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', which is the name of no linear layer.*q_proj"):
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
-    if not ON_GPU:
-        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is not proven on vLLM's CPU build"):
-            Quantization(None, kv_cache="fp8").check(policy_shapes(policy))
     with pytest.raises(ValueError, match=r"not proven for engines over several ranks, and `tensor_parallel` is 2"):
         Quantization("int8").check(policy_shapes(policy), 2)
     experts = save_architecture("qwen3_moe", tmp_path)
     with pytest.raises(ValueError, match="not proven for a mixture of experts"):
         Quantization("fp8").check(policy_shapes(str(experts)))
+
+
+def test_machines_that_cannot_are_refused_before_anything_is_loaded(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    shapes = policy_shapes(policy)
+    for capability in ((8, 0), (12, 0)):
+        found = DeviceCapability(*capability)
+        monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, found=found, **__: found)
+        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is proven on Hopper GPUs alone"):
+            Quantization(None, kv_cache="fp8").check(shapes)
+    with pytest.raises(ValueError, match=r"'int8' cannot run here: .* before Blackwell\. Take 'fp8', or null"):
+        Quantization("int8").check(shapes)
+    of_activations_in_16_bit = object.__new__(kernels.MarlinFP8ScaledMMLinearKernel)
+    monkeypatch.setattr(kernels, "init_fp8_linear_kernel", lambda **_: of_activations_in_16_bit)
+    with pytest.raises(ValueError, match=r"'fp8' cannot run here: GPUs before Ada .* Take 'int8', or null"):
+        Quantization("fp8").check(shapes)

@@ -77,7 +77,9 @@ REQUIRED: dict[str, str] = {
     "model_executor.layers.quantization.online.base": "_ONLINE_LINEAR_METHODS",
     "model_executor.layers.quantization.online.base.OnlineQuantizationConfig": "quantized_layer_summaries",
     "model_executor.kernels.linear": (
-        "init_int8_linear_kernel(is_channelwise, is_static_input_scheme, input_symmetric, module_name)"
+        "init_int8_linear_kernel(is_channelwise, is_static_input_scheme, input_symmetric, module_name); "
+        "init_fp8_linear_kernel(activation_quant_key, weight_quant_key, input_dtype, out_dtype, weight_shape, "
+        "force_kernel, module_name); MarlinFP8ScaledMMLinearKernel"
     ),
     "v1.sample.rejection_sampler": (
         "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to); _expand"

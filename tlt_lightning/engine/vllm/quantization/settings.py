@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
+from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.internals import reach
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ class Quantization:
         layers_in_16_bit: Patterns of layers that stay in 16 bit, by their Hugging Face names: `model.layers.0.*`,
             `*.down_proj`. vLLM fuses some layers (`q_proj`, `k_proj`, `v_proj`; `gate_proj`, `up_proj`): name all
             of them or none.
-        kv_cache: `fp8` halves the bytes of a token's keys and values, which are cut at 448 in size; their scale is 1.
+        kv_cache: `fp8` halves the bytes of a token's keys and values. These and queries are cut at 448 in size: their
+            scale is 1. Hopper GPUs only.
     """
 
     weights: Literal["fp8", "int8"] | None = "fp8"
@@ -62,8 +64,8 @@ class Quantization:
             shapes: Of the policy's tensors, by their Hugging Face names.
             num_ranks: Ranks that are one engine.
         """
-        if self.kv_cache == "fp8" and is_cpu_build():
-            raise ValueError("`quantization.kv_cache` 'fp8' is not proven on vLLM's CPU build; set 'auto'.")
+        if self.kv_cache == "fp8":
+            self._check_cache()
         if self.weights is None:
             return
         if num_ranks > 1:
@@ -75,20 +77,29 @@ class Quantization:
             raise ValueError(
                 "`quantization` is not proven for a mixture of experts, as this policy is; set `quantization: null`."
             )
+        layers = linear_layers(shapes)
         for pattern in self.layers_in_16_bit:
-            if not any(fnmatch(layer, pattern) for layer in linear_layers(shapes)):
+            if not any(fnmatch(layer, pattern) for layer in layers):
                 raise ValueError(
                     f"`quantization.layers_in_16_bit` has {pattern!r}, which is the name of no linear layer; they "
-                    f"are called like {', '.join(linear_layers(shapes)[:7])}."
+                    f"are called like {', '.join(layers[:7])}."
                 )
         self._check_kernels()
 
+    def _check_cache(self) -> None:
+        """Raise ValueError unless this is a Hopper GPU, whose FlashAttention 3 reads keys and values of 8 bits."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_device_capability_family(90):
+            raise ValueError("`quantization.kv_cache` 'fp8' is proven on Hopper GPUs alone; set 'auto'.")
+
     def _check_kernels(self) -> None:
-        """Raise ValueError with vLLM's reasons unless this build has a kernel for this machine."""
+        """Raise ValueError with the reasons unless this build has a kernel of 8 bits for this machine."""
         import torch
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.kernels import linear
         from vllm.model_executor.layers.quantization.utils import quant_utils
+        from vllm.platforms import current_platform
 
         try:
             with set_current_vllm_config(VllmConfig()):
@@ -96,14 +107,18 @@ class Quantization:
                     linear.init_int8_linear_kernel(
                         is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="a check"
                     )
+                    if current_platform.has_device_capability(100):  # vLLM finds out in the first product
+                        raise ValueError("vLLM multiplies int8 on GPUs before Blackwell.")
                 else:
-                    linear.init_fp8_linear_kernel(
+                    kernel = linear.init_fp8_linear_kernel(
                         activation_quant_key=quant_utils.kFp8DynamicTokenSym,
                         weight_quant_key=quant_utils.kFp8StaticChannelSym,
                         weight_shape=(1024, 1024),
                         input_dtype=torch.bfloat16,
                         out_dtype=torch.bfloat16,
                     )
+                    if isinstance(kernel, linear.MarlinFP8ScaledMMLinearKernel):
+                        raise ValueError("GPUs before Ada multiply no fp8; there vLLM keeps activations in 16 bit.")
         except ValueError as error:
             other = next(name for name in _SPECS if name != self.weights)
             raise ValueError(
@@ -129,8 +144,22 @@ class Quantization:
             )
         quantized = "; ".join(reach(engine, "vllm_config.quant_config.quantized_layer_summaries"))
         kept = "".join(f", {pattern}" for pattern in self.layers_in_16_bit)
-        log.info("Layers in %s: %s; in 16 bit: embedding, norms, head%s", self.weights, quantized, kept)
+        log.info(
+            "Layers in %s: %s, multiplied by %s; in 16 bit: embedding, norms, head%s",
+            self.weights,
+            quantized,
+            ", ".join(_kernels(engine)),
+            kept,
+        )
         return self.weights
+
+
+def _kernels(engine: Any) -> list[str]:
+    """Return the names of vLLM's kernels in a live engine's layers of 8 bit."""
+    modules = reach(internals.model_runner_of(engine), "get_model")().modules()
+    methods = [getattr(module, "quant_method", None) for module in modules]
+    kernels = [getattr(method, "kernel", getattr(method, "fp8_linear", None)) for method in methods]
+    return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
