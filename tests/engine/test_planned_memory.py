@@ -34,6 +34,8 @@ def test_types_count_by_their_width(policy_path: str) -> None:
     assert plain["engine, weights"] == 2 * numbers
     assert wide["engine, weights"] == 4 * numbers
     assert narrow["engine, weights"] == 2 * numbers - linear
+    kept = plan(policy_path, VLLMEngine(dtype="bfloat16", quantization=Quantization("fp8", ["model.layers.0.*"])))
+    assert kept["engine, weights"] == 2 * numbers - linear // 2
     assert wide["engine, cache"] == 2 * plain["engine, cache"] == 4 * narrow["engine, cache"]
 
 

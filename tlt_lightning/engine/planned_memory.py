@@ -6,7 +6,7 @@ shape, of which vLLM decides most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -43,8 +43,8 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     path = None if engine.speculation is None else engine.speculation.head
     head = {} if path is None else read_head(path).tensors
     held = {
-        "engine, weights": _weights(shapes, width, engine.quantization.weights is not None) / engine.num_ranks,
-        "engine, drafter": _weights(head, width, False),
+        "engine, weights": _weights(shapes, width, engine.quantization.quantized_layers(shapes)) / engine.num_ranks,
+        "engine, drafter": _weights(head, width),
         "engine, graphs": 0.0 if engine.enforce_eager else _graphs(engine, config.num_hidden_layers, bool(head)),
         "engine, a step": _step(config, engine, step_tokens(device_bytes)),
     }
@@ -56,10 +56,10 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     return held | {"engine, cache": max(0.0, min(left, full))}
 
 
-def _weights(shapes: Mapping[str, tuple[int, ...]], width: int, in_8_bit: bool) -> float:
-    """Return the bytes of weights; in 8 bit the linear layers have a byte a number."""
-    is_linear = {name: in_8_bit and len(shape) == 2 and ".layers." in name for name, shape in shapes.items()}
-    return float(sum(prod(shape) * (1 if is_linear[name] else width) for name, shape in shapes.items()))
+def _weights(shapes: Mapping[str, tuple[int, ...]], width: int, quantized: Collection[str] = ()) -> float:
+    """Return the bytes of weights; those of layers in 8 bit, `quantized`, have a byte a number."""
+    narrow = {f"{layer}.weight" for layer in quantized}
+    return float(sum(prod(shape) * (1 if name in narrow else width) for name, shape in shapes.items()))
 
 
 def _token(config: Any, engine: Any, width: int, has_head: bool) -> float:

@@ -86,6 +86,11 @@ class Quantization:
                 )
         self._check_kernels()
 
+    def quantized_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the names of a policy's layers in 8 bit, given the shapes of the policy's tensors."""
+        kept = self.layers_in_16_bit if self.weights else ["*"]
+        return [layer for layer in linear_layers(shapes) if not any(fnmatch(layer, pattern) for pattern in kept)]
+
     def _check_cache(self) -> None:
         """Raise ValueError unless this is a Hopper GPU, whose FlashAttention 3 reads keys and values of 8 bits."""
         from vllm.platforms import current_platform
