@@ -83,15 +83,15 @@ def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.
         yield Setup(engine, selector, drafters, policy, f"{name}, graphs, {dtype}" if graphs_dtype else name, rounding)
 
 
-def text_logps(policy: str, sampling: Sampling) -> dict[tuple[int, ...], list[float]]:
-    """Every text that can be written, with the log-probability of each of its tokens."""
-    model = AutoModelForCausalLM.from_pretrained(policy).eval()
+def text_logps(policy: Any, sampling: Sampling) -> dict[tuple[int, ...], list[float]]:
+    """Every text that a policy, a path or a model, can write, with the log-probability of each of its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(policy).eval() if isinstance(policy, str) else policy
     texts: dict[tuple[int, ...], list[float]] = {}
     open_texts: dict[tuple[int, ...], list[float]] = {(): []}
     for length in range(1, HORIZON + 1):
         prefixes = list(open_texts)
         with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])).logits[:, -1]
+            logits = model(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])).logits[:, -1].float()
         logps = limited(logits / sampling.temperature, sampling).log_softmax(-1).tolist()
         longer = {
             (*prefix, token): [*open_texts[prefix], row[token]]

@@ -1,7 +1,7 @@
 """8-bit rollouts: layers compute what their 8-bit weights say, updates requantize them in place, drafts stay lossless.
 
-The policy that is sampled from is the quantized one, and its log-probs are returned: they are what every text of a tiny
-vocabulary is counted against. On a GPU the same runs with CUDA graphs.
+The policy that is sampled from is the quantized one, and its log-probs are returned: every text of a tiny vocabulary is
+counted against a policy that is quantized here, without vLLM. On a GPU the same runs with CUDA graphs.
 """
 
 import json
@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.conftest import save_policy
-from tests.engine.vllm.test_distribution import HORIZON, NUM_DRAWS, PROMPT, VOCAB, chi_square_p
+from tests.engine.vllm.test_distribution import HORIZON, NUM_DRAWS, PROMPT, VOCAB, chi_square_p, text_logps
 from tests.support.architectures import save_architecture
 from tests.support.eagle_head import make_head, save_head
 from tests.support.speculation_engines import (
@@ -53,11 +54,30 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rounded(x: Tensor, kind: Kind, levels: int = 127) -> Tensor:
     """Return the part that 8 bits with a scale a row leave of `x`, in float32."""
     x = x.float()
-    if kind == "fp8":
-        scale = x.abs().amax(-1, keepdim=True) / 448
-        return (x / scale).to(torch.float8_e4m3fn).float() * scale
-    scale = x.abs().amax(-1, keepdim=True) / levels
-    return (x / scale).round() * scale
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (448 if kind == "fp8" else levels)
+    return ((x / scale).to(torch.float8_e4m3fn).float() if kind == "fp8" else (x / scale).round()) * scale
+
+
+class RoundedLinear(nn.Module):
+    """Computes a linear layer in 8 bit, as vLLM should."""
+
+    def __init__(self, layer: nn.Linear, kind: Kind) -> None:
+        super().__init__()
+        self.kind, self.bias = kind, None if layer.bias is None else layer.bias.float()
+        self.weight = rounded(layer.weight, kind, 127 if ON_GPU else 63)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(rounded(x, self.kind), self.weight, self.bias).to(x.dtype)
+
+
+def rounded_policy(path: str, kind: Kind) -> nn.Module:
+    """Return the policy in bfloat16 with its layers' linear parts in 8 bit."""
+    model = load_policy(path).bfloat16().eval()
+    for block in model.get_submodule("model.layers").modules():
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, RoundedLinear(layer, kind))
+    return model
 
 
 def linear(engine: VLLMEngine, name: str) -> Any:
@@ -113,12 +133,24 @@ def speculating(request: pytest.FixtureRequest, policy: str, tmp_path: Path) -> 
         yield engine
 
 
+def share_of_the_way(found: dict[tuple[int, ...], float], policy: str, kind: Kind) -> float:
+    """Return where log-probs of texts lie from the policy in 16 bit, 0, to the one in 8 bit, 1, by least squares."""
+    wide, narrow = (
+        {text: sum(values) for text, values in text_logps(model, Sampling(max_tokens=HORIZON)).items()}
+        for model in (load_policy(policy).bfloat16().eval(), rounded_policy(policy, kind))
+    )
+    way = {text: narrow[text] - wide[text] for text in found}
+    return sum((found[text] - wide[text]) * way[text] for text in found) / sum(each**2 for each in way.values())
+
+
 def draw(engine: VLLMEngine, seed: int) -> list[Response]:
     requests = [Request(id=i, prompt_ids=PROMPT) for i in range(NUM_DRAWS)]
     return list(engine.generate(requests, Sampling(max_tokens=HORIZON), seed=seed))
 
 
-def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(speculating: VLLMEngine) -> None:
+def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(
+    speculating: VLLMEngine, policy: str
+) -> None:
     selector: Any = speculating.speculation.selector  # type: ignore[union-attr]
     plain = draw(speculating, seed=1) + draw(speculating, seed=2)
     selector.at_random(0)
@@ -136,6 +168,10 @@ def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(spec
     assert 0.9 < sum(probabilities.values()) < 1.03
     for responses in (plain, drafted):
         assert chi_square_p(Counter(tuple(each.token_ids) for each in responses), probabilities) > 1e-4
+    quantization: Any = speculating.quantization
+    if quantization.kv_cache == "auto":
+        found = {text: fmean(values) for text, values in logps.items()}
+        assert 0.6 < share_of_the_way(found, policy, quantization.weights) < 1.4
 
 
 @pytest.mark.gpu
