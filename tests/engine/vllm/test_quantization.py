@@ -175,11 +175,11 @@ def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_the_update_after_a_sleep_brings_the_same_texts(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8 fp8"])
+def test_the_update_after_a_sleep_brings_the_same_texts(kind: str, tmp_path: Path) -> None:
     policy = save_endless_policy(tmp_path / "policy")
     head = save_trained_head(policy, tmp_path / "head")
-    command = [sys.executable, "-m", "tests.support.sleeping_engine", policy, head, kind]
+    command = [sys.executable, "-m", "tests.support.sleeping_engine", policy, head, *kind.split()]
     finished = subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in finished.stdout.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
