@@ -112,24 +112,25 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
 def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     """Return the callback that trains the drafter, for the arms that have one.
 
-    A random head has everything to learn: it sees all of an iteration's tokens, at ten times the rate. Beside a frozen
-    one the callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
+    A random head has everything to learn, at ten times the rate. Heads train as much as pays; beside a frozen one the
+    callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
     """
-    shares = {"adaptive": 0.1, "random": 1.0} | ({"frozen": 0.0} if work.lengths is None else {})
-    if arm not in shares:
+    if arm not in ("adaptive", "random", *["frozen"] * (work.lengths is None)):
         return []
     from tlt_lightning.drafter.module import DrafterModule
+    from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
     from tlt_lightning.long_tail.budget import FixedBudget
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
     is_random = arm == "random"
     lr = work.drafter_lr * (10 if is_random else 1)
+    budget = FixedBudget(0.0) if arm == "frozen" else AdaptiveBudget()
     drafter = DrafterModule(
         work.policy,
         head=None if is_random else head,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0),
     )
-    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=FixedBudget(shares[arm]))]
+    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=budget)]
 
 
 def modules_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.common.results import heading, table
@@ -15,6 +16,7 @@ Runs = list[dict[str, Any]]
 Point = tuple[int, float, float]
 """Iteration, seconds since training began, mean reward."""
 
+SPANS = [*((n, n) for n in range(1, 6)), (6, 10), (11, 20), (21, 30), (31, 40), (41, 10**9)]
 LAST = 5  # iterations that a reward at the end is averaged over
 
 
@@ -70,35 +72,82 @@ def stage_table(runs: Runs, warmup: int, *, is_paired: bool) -> list[str]:
     return table([*header, "overhead", "rollout tok/s", "acceptance length", "trainer/engine KL"], lines)
 
 
+def drafted(row: dict[str, Any]) -> float:
+    """Return the engine's tokens per step if every draft were of the longest length tried; 1 without drafts."""
+    return 1 + sum(sum(values([row], f"speculation/acceptance_rate_pos_{k}")) for k in range(1, 8))
+
+
 def drafter_table(runs: Runs, warmup: int) -> list[str]:
-    """Return the acceptance in the course of each drafting run, and its training time."""
+    """Return what decisions about publishing foretold in each drafting run, and what the engine found."""
     lines: list[list[Any]] = []
     for run in runs:
         rows = timed(run, warmup)
         rates = [middle(values(rows, f"speculation/acceptance_rate_pos_{k}")) for k in (1, 3)]
         if rates[0] is None:
             continue
-        published = values(run["iterations"], "drafter/published")
-        before, after = (values(run["iterations"], f"drafter/acceptance_{when}") for when in ("before", "after"))
-        drift = values(rows[-1:], "drafter/policy_drift")
-        lines.append(
-            [
-                f"{run['arm']} {run['mode']} {run['seed']}",
-                *(rounded(rate, 3) for rate in rates),
-                f"{before[0]:.2f} -> {after[-1]:.2f}" if published else None,
-                f"{sum(published):.0f} of {len(published)}" if published else None,
-                rounded(middle(values(rows, "drafter/idle_seconds_used")), 2),
-                rounded(middle(drift), 4),
-            ]
-        )
+        judged = [row for row in rows if values([row], "drafter/acceptance_length")]
+        pairs = [(row["metrics"]["drafter/acceptance_length"], drafted(row)) for row in judged]
+        gains: dict[float, list[tuple[float, float]]] = {1.0: [], 0.0: []}  # by `drafter/published`
+        for old, new in pairwise(run["iterations"]):
+            for decision in values([new], "drafter/published"):
+                gains[decision].append((new["metrics"]["drafter/acceptance_gain"], drafted(new) - drafted(old)))
+        cells = [cell for each in gains.values() for cell in (len(each), foretold(each, "+.3f"))]
+        drift = rounded(middle(values(rows[-1:], "drafter/policy_drift")), 4)
+        name = f"{run['arm']} {run['mode']} {run['seed']}"
+        lines.append([name, *(rounded(rate, 3) for rate in rates), foretold(pairs, ".2f"), *cells, drift])
     if not lines:
         return []
-    header = ["run", "draft 1 accepted", "draft 3 accepted", "held-out tokens per step", "published", "idle s used"]
+    header = ["run", "draft 1 accepted", "draft 3 accepted", "tokens per step", "published", "gain", "refused", "gain"]
     lead = (
-        "Acceptance in the engine, median over the iterations that count; on held-out text before the first decision "
-        "to publish and after the last; the policy's drift (KL, nats) at the end."
+        "Acceptance in the engine, median over the iterations that count. Means of tokens per step, and of what a "
+        "decision about publishing gains: foretold on held-out text -> found in the engine's rollout thereafter, gains "
+        "against the rollout before. What was refused shows luck and drift alone. Drift (KL, nats) at the end."
     )
-    return ["## The drafter in the course of the run", "", lead, "", *table([*header, "policy drift"], lines)]
+    return ["## The drafter, foretold and found", "", lead, "", *table([*header, "policy drift"], lines)]
+
+
+def foretold(pairs: Sequence[tuple[float, float]], form: str) -> str | None:
+    """Return the means of what was foretold and of what was found."""
+    return " -> ".join(f"{statistics.mean(each):{form}}" for each in zip(*pairs, strict=True)) or None
+
+
+def course_table(runs: Runs) -> list[str]:
+    """Return natural runs in the course of their iterations, beside the plain run of their seed."""
+    clocks = {(run["arm"], run["seed"]): [0.0, *(clock for _, clock, _ in curve(run))] for run in runs}
+    lines: list[list[Any]] = []
+    crossings = []
+    for run in runs:
+        mine, plain = clocks[run["arm"], run["seed"]], clocks.get(("plain", run["seed"]), [])
+        shared = min(len(mine), len(plain))
+        if shared > 1 and mine is not plain:
+            behind = max((number for number in range(1, shared) if mine[number] >= plain[number]), default=0)
+            ahead = "not ahead of" if behind == shared - 1 else f"from iteration {behind + 1} on ahead of"
+            speed = plain[shared - 1] / mine[shared - 1]
+            crossings.append(f"{run['arm']} {run['seed']} {ahead} plain, {speed:.2f}x after {shared - 1}")
+        for first, last in SPANS:
+            rows = [row for row in run["iterations"] if first <= row["iteration"] <= last]
+            if not rows:
+                continue
+            end, written = rows[-1]["iteration"], sum(values(rows, "rollout/tokens"))
+            lines.append(
+                [
+                    f"{run['arm']} {run['seed']}",
+                    f"{first} to {end}",
+                    *(f"{statistics.mean(seconds(rows, stage)):.2f}" for stage in ("iteration", "rollout", "drafter")),
+                    f"{mine[end]:.1f}",
+                    f"{plain[end] / mine[end]:.2f}" if end < shared else None,
+                    f"{statistics.mean(values(rows, 'reward/mean')):.3f}",
+                    f"{statistics.mean(map(drafted, rows)):.2f}",
+                    f"{sum(values(rows, 'drafter/tokens')) / written:.2f}" if written else None,
+                    rounded(middle(values(rows, "drafter/predicted_saving_s")), 1),
+                    f"{sum(values(rows, 'drafter/published')):.0f}",
+                ]
+            )
+    header = ["run", "iterations", "s", "rollout s", "drafter s", "s so far", "speedup so far", "reward"]
+    header += ["tokens per step", "trained on, of the tokens", "foretold to save s", "published"]
+    lead = "Means over iterations; of the seconds that the budget foretells a plan of training to save, the median."
+    told = [f"{'; '.join(crossings)}.", ""] if crossings else []
+    return ["## In the course of the run", "", lead, "", *table(header, lines), *told]
 
 
 def curve(run: dict[str, Any]) -> list[Point]:
@@ -201,6 +250,7 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += [f"## Natural lengths, seed {results['seed']}: seconds by stage", ""]
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
+    lines += course_table([run for run in natural if run["iterations"]])
     lines += schedule_table(natural, warmup)
     lines += drafter_table(runs, warmup)
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
