@@ -102,3 +102,31 @@ def test_nothing_grows_with_the_square_of_a_document() -> None:
             )
         found.append(largest.elements)
     assert found[1] == 2 * found[0] < 1024 * 1024
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, on a GPU kernels."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", [{}, SEEN], ids=["whole texts", "later pieces"])
+def test_the_number_of_operations_does_not_grow_with_the_steps_and_what_is_seen_is_gathered_once(
+    seen: dict[int, int],
+) -> None:
+    found = []
+    for steps in (2, 7):
+        *tensors, documents = random_pack(steps, LENGTHS, ROWS, seen, torch.float32)
+        for _ in range(2):
+            with Operations() as operations:
+                value_and_gradients(
+                    lambda q, k, v, its=documents: attend_in_documents(None, q, k, v, its, scaling=0.25)[0], tensors
+                )
+            found.append(operations.number)
+    first, again, *more = found
+    assert more == [first, again]
+    assert first - again >= 2 * len(seen)

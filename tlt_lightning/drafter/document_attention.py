@@ -13,7 +13,8 @@ kernels make of `l` and `o`, each part's share of the whole gradient comes out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -25,11 +26,48 @@ _aten = torch.ops.aten
 _EFFICIENT_ROWS = 32  # to a multiple of which torch's memory-efficient kernel pads its log-sum-exp
 
 
-class Documents(NamedTuple):
-    """Says who attends to whom in a pack: entries of each document, and keys and values before it, if any."""
+@dataclass(frozen=True)
+class Documents:
+    """Says who attends to whom in a pack, in all of its steps.
+
+    Args:
+        lengths: Entries of each document.
+        contexts: Keys and values before each document, (1, key heads, c, D) each, None where there are none.
+    """
 
     lengths: Sequence[int]
     contexts: Sequence[tuple[Tensor, Tensor] | None]
+
+    @cached_property
+    def seen(self) -> _Seen | None:
+        """What documents that are later pieces of sequences see before themselves; None if there are none such."""
+        ends = list(accumulate(self.lengths))
+        found = [
+            (torch.arange(end - length, end, device=context[0].device), *context)
+            for length, end, context in zip(self.lengths, ends, self.contexts, strict=True)
+            if context is not None
+        ]
+        if not found:
+            return None
+        rows, keys, values = zip(*found, strict=True)
+        k, v = _in_autocast(*(torch.cat(parts, 2)[0] for parts in (keys, values)))
+        return _Seen(torch.cat(rows), k, v, ([len(part) for part in rows], [part.shape[2] for part in keys]))
+
+
+class _Seen(NamedTuple):
+    """Holds rows of a pack (R,), the keys and values (key heads, C, D) before them, and how many each document has."""
+
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+    lengths: tuple[Sequence[int], Sequence[int]]
+
+
+def _in_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors in the type of products; rotary embeddings leave float32 behind."""
+    device = tensors[0].device.type
+    is_mixed = torch.is_autocast_enabled(device)
+    return [tensor.to(torch.get_autocast_dtype(device)) if is_mixed else tensor for tensor in tensors]
 
 
 def attend_in_documents(
@@ -47,97 +85,74 @@ def attend_in_documents(
     """
     if attention_mask is None:
         return torch.zeros_like(query).transpose(1, 2), None
-    if torch.is_autocast_enabled(query.device.type):  # rotary embeddings leave float32 behind
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    groups, rows, used = query.shape[1] // key.shape[1], query.shape[2], sum(attention_mask.lengths)
-    keys, values = (
-        x[0].repeat_interleave(groups, 0).unflatten(1, (-1, rows))[:, :, :used].contiguous() for x in (key, value)
-    )
-    result = _StepAttention.apply(query[0, :, :used].contiguous(), keys, values, attention_mask, options["scaling"])
+    query, key, value = _in_autocast(query, key, value)
+    rows, used = query.shape[2], sum(attention_mask.lengths)
+    keys, values = (x[0].unflatten(1, (-1, rows))[:, :, :used] for x in (key, value))
+    result = _StepAttention.apply(query[0, :, :used], keys, values, attention_mask, options["scaling"])
     return F.pad(cast("Tensor", result), (0, 0, 0, rows - used)).transpose(0, 1)[None], None
 
 
 class _StepAttention(torch.autograd.Function):
-    """Attention of one step: queries (heads, T, D), keys and values of all steps so far (heads, steps, T, D)."""
+    """Attention of one step: queries (heads, T, D), keys and values of all steps so far (key heads, steps, T, D).
+
+    Entries of steps 2 to `s` are in one tensor (key heads, group, s - 1, T, D), `group` being the heads of a key head:
+    small heads are bound by the number of kernels. Products are taken in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
-        lengths = documents.lengths
+        lengths, seen = documents.lengths, documents.seen
         out, lse = _attend(q, k[:, 0], v[:, 0], lengths, lengths, True, scale)
-        outs, lses = [out], [lse]
-        seen = _Seen.of(documents, q, k.shape[0])
+        own = lse.new_empty(0)
         if seen is not None:
             its, its_lse = _attend(q[:, seen.rows], seen.keys, seen.values, *seen.lengths, False, scale)
-            outs.append(torch.zeros_like(out).index_copy(1, seen.rows, its))
-            lses.append(torch.full_like(lse, -torch.inf).index_copy(1, seen.rows, its_lse))
-        for step in range(1, k.shape[1]):
-            outs.append(v[:, step])
-            lses.append(_score(q, k[:, step], scale))
-        if len(outs) > 1:
-            lse = torch.stack(lses).logsumexp(0)
-            whole = sum(torch.exp(part - lse)[..., None] * its.float() for its, part in zip(outs, lses, strict=True))
-            out = cast("Tensor", whole).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.lengths, ctx.seen, ctx.scale = lengths, seen, scale
+            its_lse = torch.full_like(lse, -torch.inf).index_copy(1, seen.rows, its_lse)
+            whole = torch.logaddexp(lse, its_lse)
+            out = out * torch.exp(lse - whole)[..., None]
+            out, lse = out.index_add(1, seen.rows, its * torch.exp(its_lse - whole)[:, seen.rows, None]), whole
+        if k.shape[1] > 1:
+            scores = scale * (_grouped(q, k).float() * k[:, None, 1:]).sum(-1)  # (key heads, group, s - 1, T)
+            whole = torch.cat([_grouped(lse, k), scores], 2).logsumexp(2, keepdim=True)
+            own = torch.exp(scores - whole)
+            from_own = (own[..., None] * v[:, None, 1:]).sum(2)
+            out = (_grouped(out, k) * torch.exp(_grouped(lse, k) - whole)[..., None])[:, :, 0] + from_own
+            out, lse = out.flatten(0, 1), whole[:, :, 0].flatten(0, 1)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, own)
+        ctx.documents, ctx.scale = documents, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        seen: _Seen | None = ctx.seen
-        grad, scale = gradients[0].contiguous(), ctx.scale
-        rest = (ctx.lengths, ctx.lengths, True, scale)
-        dq, dk, dv = _attend_backward(grad, q, k[:, 0], v[:, 0], out, lse, *rest)
-        dq, dks, dvs = dq.float(), [dk], [dv]
+        q, k, v, out, lse, own = ctx.saved_tensors
+        lengths, seen, scale = ctx.documents.lengths, ctx.documents.seen, ctx.scale
+        grad = gradients[0].transpose(0, 1).contiguous().transpose(0, 1)  # as `out` lies
+        dq, dk, dv = _attend_backward(grad, q, k[:, 0], v[:, 0], out, lse, lengths, lengths, True, scale)
+        dk, dv = dk[:, None], dv[:, None]
         if seen is not None:  # its keys and values are frozen
             q_seen, grad_seen, out_seen, lse_seen = (x[:, seen.rows] for x in (q, grad, out, lse))
             given = (grad_seen, q_seen, seen.keys, seen.values, out_seen, lse_seen)
             share, _, _ = _attend_backward(*given, *seen.lengths, False, scale)
-            dq = dq.index_add(1, seen.rows, share.float())
-        drawn = (grad.float() * out.float()).sum(-1)  # rowsum(do * o)
-        for step in range(1, k.shape[1]):
-            share = torch.exp(_score(q, k[:, step], scale) - lse)
-            slope = scale * share * ((grad.float() * v[:, step].float()).sum(-1) - drawn)
-            dq = dq + slope[..., None] * k[:, step].float()
-            dks.append((slope[..., None] * q.float()).to(k.dtype))
-            dvs.append((share[..., None] * grad.float()).to(v.dtype))
-        return dq.to(q.dtype), torch.stack(dks, 1), torch.stack(dvs, 1), None, None
+            dq = dq.float().index_add(1, seen.rows, share.float())
+        if k.shape[1] > 1:
+            slopes = grad.float()
+            drawn = (slopes * out).sum(-1)  # rowsum(do * o)
+            slopes = _grouped(slopes, k)
+            each = scale * own * ((slopes * v[:, None, 1:]).sum(-1) - _grouped(drawn, k))
+            dq = dq + (each[..., None] * k[:, None, 1:]).sum(2).flatten(0, 1)
+            dk = torch.cat([dk, (each[..., None] * _grouped(q, k)).sum(1).to(k.dtype)], 1)
+            dv = torch.cat([dv, (own[..., None] * slopes).sum(1).to(v.dtype)], 1)
+        return dq.to(q.dtype), dk, dv, None, None
 
 
-class _Seen(NamedTuple):
-    """Holds what documents that are later pieces of sequences see before themselves.
-
-    Rows of the pack (R,), keys and values (heads, C, D), and how many of both belong to each such document.
-    """
-
-    rows: Tensor
-    keys: Tensor
-    values: Tensor
-    lengths: tuple[Sequence[int], Sequence[int]]
-
-    @classmethod
-    def of(cls, documents: Documents, like: Tensor, num_heads: int) -> _Seen | None:
-        """Gather the contexts of `documents` in the type of `like`; None if there are none."""
-        ends = list(accumulate(documents.lengths))
-        found = [
-            (torch.arange(end - length, end, device=like.device), *context)
-            for length, end, context in zip(documents.lengths, ends, documents.contexts, strict=True)
-            if context is not None
-        ]
-        if not found:
-            return None
-        rows, keys, values = zip(*found, strict=True)
-        k, v = (torch.cat(parts, 2)[0].to(like.dtype) for parts in (keys, values))
-        k, v = (x.repeat_interleave(num_heads // x.shape[0], 0) for x in (k, v))
-        return cls(torch.cat(rows), k, v, ([len(part) for part in rows], [part.shape[2] for part in keys]))
+def _grouped(x: Tensor, key: Tensor) -> Tensor:
+    """View heads (heads, T, ...) by their key heads, beside the steps: (key heads, group, 1, T, ...)."""
+    return x.unflatten(0, (len(key), -1))[:, :, None]
 
 
-def _score(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return scale * (q.float() * k.float()).sum(-1)
-
-
-# Attention of several documents one behind the other: q (heads, T, D), k and v (heads, S, D), of which `lengths` and
-# `key_lengths` belong to each. On CUDA in 16 bit one kernel serves all documents, elsewhere each has its own.
+# Attention of several documents one behind the other: q (heads, T, D), k and v (key heads, S, D), of which `lengths`
+# and `key_lengths` belong to each. On CUDA in 16 bit one kernel serves all documents and groups of heads, elsewhere
+# each document has its own, and each head keys of its own.
 
 
 def _is_flash(q: Tensor) -> bool:
@@ -163,8 +178,9 @@ def _attend(
         )
         given = [x.transpose(0, 1) for x in (q, k, v)]
         out, lse, *_ = _aten._flash_attention_forward(*given, *ends, 0.0, is_causal, False, scale=scale)
-        return out.transpose(0, 1).contiguous(), lse
+        return out.transpose(0, 1), lse
     outs, lses = [], []
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     parts = zip(q.split([*lengths], 1), k.split([*key_lengths], 1), v.split([*key_lengths], 1), strict=True)
     for each in parts:
         given = [x[None] for x in each]
@@ -205,6 +221,8 @@ def _attend_backward(
         found = _aten._flash_attention_backward(*given, lse.contiguous(), *ends, 0.0, is_causal, *unused, scale=scale)
         return tuple(x.transpose(0, 1) for x in found)
     results = []
+    num_key_heads = len(k)
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     by_query = (x.split([*lengths], 1) for x in (grad, q, out, lse))
     by_key = (x.split([*key_lengths], 1) for x in (k, v))
     for pieces in zip(*by_query, *by_key, strict=True):
@@ -221,4 +239,4 @@ def _attend_backward(
             )
         results.append([x[0] for x in found[:3]])
     dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*results, strict=True))
-    return dq, dk, dv
+    return dq, *(x.unflatten(0, (num_key_heads, -1)).sum(1) for x in (dk, dv))
