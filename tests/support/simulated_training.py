@@ -19,6 +19,7 @@ class World:
         best: Tokens per step that a head can reach.
         skill: What the head begins with, in passes over an iteration's tokens.
         speed: Skill that training on an iteration's tokens gives.
+        lag: Skill that does not show in drafts yet.
         drift: Share of the skill that is lost in an iteration, by its number.
         decode: Decode seconds at one token per step; everything else takes 10 seconds.
         price: Seconds of training on all of an iteration's tokens, by iteration.
@@ -29,6 +30,7 @@ class World:
     best: float = 3.0
     skill: float = 0.0
     speed: float = 0.3
+    lag: float = 0.0
     drift: Callable[[int], float] = lambda iteration: 0.0
     decode: float = 40.0
     price: Callable[[int], float] = lambda iteration: 6.0
@@ -37,6 +39,7 @@ class World:
 
     def acceptance(self, skill: float) -> float:
         """Return the tokens per step of a head of that skill."""
+        skill = max(0.0, skill - self.lag)
         return 1 + (self.best - 1) * skill / (skill + 1)
 
 

@@ -17,6 +17,7 @@ _NUM_SHARES = 8  # each half the one before
 _NEWEST = 0.5  # weight of the newest iteration in running means
 _FIRST_REST = 4  # iterations until what was learned is doubted; twice as many each time nothing came of it
 _LUCK = 0.04  # of the margin: what a bound of a normal error, 90% certain, shows on average where nothing is gained
+_COLD_TRIAL = 4  # trials of a head that drafts nothing yet
 _FALL = 0.95  # of the acceptance that the engine had: less is drift
 
 
@@ -31,7 +32,8 @@ class AdaptiveBudget(TrainingBudget):
 
     Args:
         most: Largest share of an iteration's tokens.
-        trial: Seconds of training without savings yet, in iterations. It is also the most that is ever in the account.
+        trial: Seconds of training without savings yet, in iterations. It is also the most that savings fill the account
+            to. A cold head has four times as much: its first steps, at a rate that still rises, do not show in drafts.
         overhead: Share of the run's seconds that is paid into the account, for probes.
         horizon: Iterations that a gain counts for, at most, or if the run's end is not known.
 
@@ -115,8 +117,10 @@ class AdaptiveBudget(TrainingBudget):
             self._usage += 0.2 * (iteration.learned_share - self._usage)
         self._certain *= 1 - 1 / self.horizon
         full = self.trial * self._means["seconds"]
-        start = full if is_first else self._balance
-        self._balance = min(full, start + self.overhead * iteration.seconds + saved - iteration.cost)
+        start = self._balance
+        if is_first:
+            start = full * (_COLD_TRIAL if iteration.learned_share is None else 1)
+        self._balance = min(max(full, start), start + self.overhead * iteration.seconds + saved - iteration.cost)
         self._forecast.advance(trained)
         self._since_trial += 1
         if iteration.acceptance < _FALL * self._heard:
