@@ -6,8 +6,8 @@
 Texts are written with every arm at temperature 1 and scored by the trainer's own pass: the k3 estimate of the KL
 divergence between the log-probs the engine returned and the trainer's must be the same with and without speculation,
 and the tokens must be as surprising as the policy's entropy says (see `lossless/checks.py`). Writes
-`lossless_<size>.json` and `.md` after every arm. `--parts enumeration` counts every text that a policy of six tokens
-can write instead, with the tests' own code, and writes `enumeration_gpu.*` or `enumeration_cpu.*`.
+`lossless_<size>.json` and `.md` after every arm. (Every text that a policy of six tokens can write is counted by
+`tests/engine/vllm/test_distribution.py`, on a GPU too.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.results import about, heading, note_of, save, table
 from benchmarks.lossless.checks import agreement, score
-from benchmarks.lossless.enumeration import count_texts
 from benchmarks.rollout.arms import ENGINES, arms_of
 from benchmarks.rollout.process import EngineError, Engines
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
@@ -90,12 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     """Check all arms and write the report."""
     parser = sized_parser_of(__doc__)
     add_arguments(parser)
-    parser.add_argument("--parts", nargs="+", choices=["texts", "enumeration"], default=["texts"], help="what to check")
     args = parser.parse_args(arguments)
-    if "enumeration" in args.parts:
-        count_texts(args)
-    if "texts" not in args.parts:
-        return
     take_size(args, trains=False)
     setup = setup_of(args, num_prompts=64, group_size=4, max_tokens=1024)
     record = about(args.size, note_of(setup.policy, args.note), args.seed)

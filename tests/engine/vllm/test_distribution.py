@@ -3,7 +3,7 @@
 The policy knows 6 tokens and writes at most 3, so the probability of every text is known. The drafter is a random head,
 or a look-up in a prompt made to match whatever comes; both are mostly wrong, which is where a faulty verification
 shows. On a GPU the same is counted under vLLM's V2 runner with CUDA graphs and asynchronous scheduling, in both types;
-`python -m benchmarks lossless --parts enumeration` keeps what was counted.
+`--junit-xml FILE` of pytest keeps what was counted.
 """
 
 import math
