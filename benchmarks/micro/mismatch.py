@@ -19,12 +19,9 @@ from benchmarks.common.results import about, heading, note_of, save, table
 from tlt_lightning import PromptSource
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
-from tlt_lightning.engine.vllm.quantization.settings import linear_layers
+from tlt_lightning.engine.vllm.quantization.settings import FUSED, linear_layers
 from tlt_lightning.objectives.kl import k3
 from tlt_lightning.policy import load_policy, load_tokenizer, policy_shapes, stream_weights
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM makes one of."""
 
 
 def choices(layers: Sequence[str]) -> dict[str, list[str] | None]:

@@ -13,6 +13,9 @@ from tlt_lightning.engine.vllm.internals import reach
 
 log = logging.getLogger(__name__)
 
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM makes one of, and computes in one type."""
+
 _SPECS = {"fp8": "fp8_per_channel_static", "int8": "int8_per_channel_static"}  # vLLM's names
 
 
@@ -28,8 +31,7 @@ class Quantization:
         weights: Type of weights and activations: `fp8` (e4m3; GPUs from Ada and Hopper on have the kernels), or `int8`,
             which older GPUs and CPUs run as well. None leaves both in 16 bit.
         layers_in_16_bit: Patterns of layers that stay in 16 bit, by their Hugging Face names: `model.layers.0.*`,
-            `*.down_proj`. vLLM fuses some layers (`q_proj`, `k_proj`, `v_proj`; `gate_proj`, `up_proj`): name all
-            of them or none.
+            `*.down_proj`. vLLM fuses `q_proj`, `k_proj`, `v_proj`; `gate_proj`, `up_proj`: name all of them or none.
         kv_cache: `fp8` halves the bytes of a token's keys and values. These and queries are cut at 448 in size: their
             scale is 1. Hopper GPUs only.
     """
@@ -84,12 +86,27 @@ class Quantization:
                     f"`quantization.layers_in_16_bit` has {pattern!r}, which is the name of no linear layer; they "
                     f"are called like {', '.join(layers[:7])}."
                 )
+        self._check_fused(layers)
         self._check_kernels()
 
     def quantized_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the names of a policy's layers in 8 bit, given the shapes of the policy's tensors."""
-        kept = self.layers_in_16_bit if self.weights else ["*"]
-        return [layer for layer in linear_layers(shapes) if not any(fnmatch(layer, pattern) for pattern in kept)]
+        return [layer for layer in linear_layers(shapes) if self.weights and not self._keeps(layer)]
+
+    def _keeps(self, layer: str) -> bool:
+        return any(fnmatch(layer, pattern) for pattern in self.layers_in_16_bit)
+
+    def _check_fused(self, layers: Sequence[str]) -> None:
+        """Raise ValueError for patterns that keep a part of what vLLM makes one layer of."""
+        for parent in dict.fromkeys(layer.rpartition(".")[0] for layer in layers):
+            for group in FUSED:
+                parts = [f"{parent}.{kind}" for kind in group if f"{parent}.{kind}" in layers]
+                kept = [part for part in parts if self._keeps(part)]
+                if 0 < len(kept) < len(parts):
+                    raise ValueError(
+                        f"`quantization.layers_in_16_bit` keeps {', '.join(kept)} alone, but vLLM computes "
+                        f"{', '.join(parts)} as one layer; name all of them or none."
+                    )
 
     def _check_cache(self) -> None:
         """Raise ValueError unless this is a Hopper GPU, whose FlashAttention 3 reads keys and values of 8 bits."""
