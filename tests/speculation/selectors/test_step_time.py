@@ -70,6 +70,19 @@ def test_calibration_beats_the_prior_before_the_first_rollout():
     assert worst_error(calibrated, host_cost) < 0.15
 
 
+def test_step_times_in_8_bit_are_learned_from_steps_in_8_bit() -> None:
+    plain = (3.37, 3.56, 4.35, 4.27, 5.72)  # as measured once; drafting costs what it costs in 16 bit
+    saved = [wide - narrow for wide, narrow in zip(H200.plain, plain, strict=True)]
+    rows = tuple(tuple(cell - less for cell in row) for row, less in zip(H200.speculative, saved, strict=True))
+    narrow = StepCosts(plain=plain, speculative=rows)
+    model = StepTimeModel(("learned",))
+    model.calibrate(
+        [MeasuredStep(b, s, 350.0, narrow.step(b, s, 350.0)) for b in (1, 4, 16, 64, 128) for s in STRATEGIES]
+    )
+    assert worst_error(model, narrow.step) < 0.13
+    assert worst_error(learn(H200.step, 600), narrow.step) > 0.3
+
+
 def test_pauses_hardly_move_it():
     model = learn(H200.step, 600)
     before = model.seconds(8, Strategy(3), 500.0)
