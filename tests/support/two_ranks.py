@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 import torch
+from lightning.pytorch.cli import LightningArgumentParser, Namespace, SaveConfigCallback
 from lightning.pytorch.strategies import DDPStrategy
 
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, RunReport, Sampling
@@ -32,6 +33,15 @@ def late_signal(prompt: str, response: str, row: dict) -> float:
 
 
 NUMBERS = itertools.count()
+
+
+class CommandLine(SaveConfigCallback):
+    """What Lightning's command line adds, without writing."""
+
+    def __init__(self) -> None:
+        super().__init__(LightningArgumentParser(), Namespace())
+
+    def setup(self, trainer, pl_module, stage): ...
 
 
 class Observer(RolloutCallback):
@@ -113,7 +123,7 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=1 if mode == "dynamic" else 2,
-        callbacks=[Observer(Path(out), die=mode == "die"), RunReport(f"{out}/report")],
+        callbacks=[Observer(Path(out), die=mode == "die"), CommandLine(), RunReport(f"{out}/report")],
         logger=False,
         limit_val_batches=0,
         enable_checkpointing=False,

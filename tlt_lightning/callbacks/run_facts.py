@@ -33,7 +33,10 @@ def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
 
 
 def configuration(trainer: L.Trainer, module: L.LightningModule) -> str:
-    """Return the configuration as YAML: the command line's, or what module and data module have saved of theirs."""
+    """Return the configuration as YAML: the command line's, or what module and data module have saved of theirs.
+
+    A collective: Lightning asks rank zero for `trainer.log_dir`.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, SaveConfigCallback) and trainer.log_dir is not None:
             file = Path(trainer.log_dir) / callback.config_filename

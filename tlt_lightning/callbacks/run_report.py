@@ -90,8 +90,7 @@ class RunReport(RolloutCallback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            self._head = {"facts": facts(trainer, pl_module), "config": configuration(trainer, pl_module)}
+        self._head = {"facts": facts(trainer, pl_module), "config": configuration(trainer, pl_module)}
 
     @override
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
