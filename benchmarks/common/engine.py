@@ -58,6 +58,7 @@ class BenchEngine(VLLMEngine):
             RuntimeError: The requests ended first.
         """
         batch, is_over = len(requests), False
+        assert self._writer is not None
         next(script)
 
         def move_on(progress: RolloutProgress) -> None:
@@ -70,7 +71,8 @@ class BenchEngine(VLLMEngine):
                     raise EndOfScript from end
 
         try:
-            for _ in self.generate(requests, Sampling(max_tokens=max_tokens), seed=0, on_progress=move_on):
+            asked = requests if self._writer.pool.agreement.is_first else []  # ranks of one engine pool theirs
+            for _ in self.generate(asked, Sampling(max_tokens=max_tokens), seed=0, on_progress=move_on):
                 pass
         except EndOfScript:
             pass
