@@ -40,6 +40,7 @@ KEPT = (
     "drafter/",
     "mismatch/",
     "train/",
+    "memory/",
 )
 """Metrics that go into the results."""
 
@@ -81,7 +82,8 @@ class Recorder(RolloutCallback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._diary.ready(hardware())
+        if trainer.is_global_zero:
+            self._diary.ready(hardware())
 
     @override
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
@@ -91,8 +93,11 @@ class Recorder(RolloutCallback):
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
-        kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
-        trainer.should_stop = self._diary.iteration(iteration, kept, self._lengths if self._keep_lengths else None)
+        is_over = False
+        if trainer.is_global_zero:
+            kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
+            is_over = self._diary.iteration(iteration, kept, self._lengths if self._keep_lengths else None)
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(is_over, all=False)
 
 
 def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None:
@@ -164,6 +169,7 @@ def modules_of(
         GRPO(),
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=work.lr, weight_decay=0.0),
         lora=LoRA(rank=work.lora_rank, alpha=2 * work.lora_rank, base_dtype="bfloat16") if work.lora_rank else None,
+        gradient_checkpointing=work.gradient_checkpointing,
     )
     return module, data
 
@@ -175,7 +181,7 @@ def trainer_of(
     return L.Trainer(
         accelerator="cpu" if work.is_tiny else "gpu",
         devices=work.devices,
-        strategy="ddp" if work.devices > 1 else "auto",
+        strategy=work.strategy if work.devices > 1 else "auto",
         precision=work.precision,  # type: ignore[arg-type]
         max_epochs=work.iterations,
         gradient_clip_val=1.0,

@@ -77,6 +77,19 @@ def drafted(row: dict[str, Any]) -> float:
     return 1 + sum(sum(values([row], f"speculation/acceptance_rate_pos_{k}")) for k in range(1, 8))
 
 
+def memory_table(runs: Runs, warmup: int) -> list[str]:
+    """Return the most memory of a device by stage, and what the update made of it."""
+    lines: list[list[Any]] = []
+    for run in runs:
+        rows = timed(run, warmup)
+        peaks = [max(values(rows, f"memory/peak_{stage}"), default=None) for stage in STAGES]
+        if any(peaks):
+            speed = [middle(values(rows, f"train/{name}")) for name in ("tokens_per_s", "mfu")]
+            lines.append([f"{run['arm']} {run['mode']} {run['seed']}", *peaks, *speed])
+    header = ["peak GiB by stage", *STAGES, "update tok/s", "utilisation"]
+    return table(header, lines) if lines else []
+
+
 def drafter_table(runs: Runs, warmup: int) -> list[str]:
     """Return what decisions about publishing foretold in each drafting run, and what the engine found."""
     lines: list[list[Any]] = []
@@ -232,13 +245,14 @@ def render(results: dict[str, Any]) -> list[str]:
     lines = heading("End to end", results)
     for command in results["earlier"]:
         lines += [f"Goes on from `{command}`.", ""]
+    where = f" on {work['devices']} devices by {work['strategy']}" if work.get("devices", 1) > 1 else ""
     trained = f"LoRA of rank {work['lora_rank']}" if work["lora_rank"] else "all weights trained"
     tokens = work.get("micro_batch_tokens")  # which earlier results lack
     passes = f"at most {tokens:,} tokens" if tokens else f"{work['micro_batch_size']} sequences on average"
     drafts = "; heads sample their drafts" if work["draft_sampling"] == "probabilistic" else ""
     lines += [
         f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "
-        f"optimizer step, passes of {passes}, {trained}{drafts}. Medians and "
+        f"optimizer step, passes of {passes}, {trained}{where}{drafts}. Medians and "
         f"quartiles over iterations after the first {warmup}. Overhead is sync (with the engine's sleep and wake), "
         "reward and other.",
         "",
@@ -252,7 +266,7 @@ def render(results: dict[str, Any]) -> list[str]:
     lines += reward_table([run for run in natural if not run["error"]])
     lines += course_table([run for run in natural if run["iterations"]])
     lines += schedule_table(natural, warmup)
-    lines += drafter_table(runs, warmup)
+    lines += [*memory_table(runs, warmup), *drafter_table(runs, warmup)]
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []
     for run in runs:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,16 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import sized_parser_of, take_size
+from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, note_of, save
 from benchmarks.end_to_end.arm import run_arm
 from benchmarks.end_to_end.report import render
-from benchmarks.end_to_end.work import SETTINGS, Diary, Work
+from benchmarks.end_to_end.work import SETTINGS, Diary, Work, write_random
+from benchmarks.micro.step_time import SEVEN_B, THIRTY_TWO_B, TINY_SHAPE
 from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
 WITH_HEAD = ("frozen", "adaptive")
 SCHEDULED = tuple(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial"))
-GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling")
+GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices")
+GIVEN += ("strategy", "gradient_checkpointing", "lora_rank")
+SHAPES = {"7b": SEVEN_B, "32b": THIRTY_TWO_B, "tiny": TINY_SHAPE}
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 
@@ -104,10 +110,17 @@ class Bench:
             if run.arm != "trl":
                 keep = run.arm == "plain" and run.mode == "natural" and run.seed == self.args.seeds[0]
                 arguments = (work, run.arm, next(iter(self.args.head), None), diary.path, diary.until, keep)
-            process = PROCESSES.Process(target=target, args=arguments)
-            process.start()
-            process.join(seconds + MARGIN)
-            if process.is_alive():
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            ranks = [
+                PROCESSES.Process(target=_be_rank, args=(rank, port, target, *arguments))
+                for rank in range(work.devices)
+            ]
+            for process in ranks:
+                process.start()
+            end = time.time() + seconds + MARGIN
+            for process in ranks:
+                process.join(max(0.0, end - time.time()))
                 process.kill()
                 process.join()
             for told in diary.read():
@@ -115,8 +128,8 @@ class Bench:
                     run.iterations.append(told)
                 else:
                     run.setup_seconds, run.device = told["setup_seconds"], told["device"]
-        if process.exitcode:
-            run.error = f"exit status {process.exitcode} after {len(run.iterations)} iterations"
+        if status := next((each.exitcode for each in ranks if each.exitcode), 0):
+            run.error = f"exit status {status} after {len(run.iterations)} iterations"
         print(f"--- {run}: {len(run.iterations)} iterations in {run.seconds:.1f} s {run.error}", flush=True)
 
     def save(self) -> None:
@@ -127,6 +140,12 @@ class Bench:
         record |= {"warmup": args.warmup, "earlier": self.earlier, "left_out": self.left_out}
         results = {**record, "work": settings_of(self.work), "runs": [vars(run) for run in self.runs]}
         save(stem, results, render(results))
+
+
+def _be_rank(rank: int, port: int, run: Callable[..., None], *arguments: Any) -> None:
+    """Run as one of the ranks that Lightning would start itself, which would run the command line anew."""
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run(*arguments)
 
 
 def settings_of(work: Work) -> dict[str, Any]:
@@ -194,9 +213,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, help="sequences in one of TRL's")
     parser.add_argument("--max-tokens", type=int, help="longest response")
     parser.add_argument("--lr", type=float, help="learning rate")
+    parser.add_argument("--lora-rank", type=int, help="of adapters; 0 trains all weights")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again")
+    parser.add_argument("--devices", type=int, default=1, help="ranks, with a device each; TRL's arm has one")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp", help="of several ranks")
+    parser.add_argument("--shape", choices=list(SHAPES), help="write random weights of it to `--policy`, if not there")
     parser.add_argument("--lengths", type=Path, help="results of another size whose recorded lengths are replayed")
     parser.add_argument("--previous", type=Path, nargs="*", default=[], help="results to go on from")
     args = parser.parse_args(arguments)
+    if args.shape:
+        run_apart(write_random, SHAPES[args.shape], args.policy)
     take_size(args, trains=True)
     args.name, args.seeds = args.name or args.size, args.seeds or [args.seed, args.seed + 1, args.seed + 2]
     args.arms = args.arms or [arm for arm in ARMS if args.head or arm not in WITH_HEAD]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.common.arguments import ASSETS
+
 STAGES = ("rollout", "idle", "logprobs", "update", "drafter", "sync", "reward", "other")
 """Stages of an iteration, overhead last."""
 OVERHEAD = STAGES[-3:]
@@ -37,6 +39,8 @@ class Work:
         pack_tokens: Tokens of one training step of the drafter.
         draft_sampling: How a head drafts, as in `Speculation`.
         devices: Devices of the run, one process each.
+        strategy: Of the Trainer, where there are several.
+        gradient_checkpointing: Whether the update computes activations again instead of keeping them.
         seed: Of everything.
         lengths: Tokens of every response, by iteration and request; None lets end tokens decide.
     """
@@ -60,6 +64,8 @@ class Work:
     pack_tokens: int = 4096
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     devices: int = 1
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    gradient_checkpointing: bool = False
     seed: int = 0
     lengths: list[list[int]] | None = None
 
@@ -100,6 +106,18 @@ class Work:
         if (longest := max(map(max, lengths))) > work.max_tokens:
             raise ValueError(f"`lengths` go up to {longest} tokens, `max_tokens` is {work.max_tokens}; raise it.")
         return replace(work, lengths=lengths, iterations=len(lengths))
+
+
+def write_random(shape: dict[str, Any], path: str) -> None:
+    """Write a policy of a configuration, with random weights and the quickstart's tokenizer, unless there is one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if not Path(path, "config.json").exists():
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
+        AutoTokenizer.from_pretrained(ASSETS / "policy").save_pretrained(path)
+        model.save_pretrained(path)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
