@@ -55,6 +55,32 @@ def stop_one(engine: VLLMEngine, rank: int) -> list[list[Any]]:
     return sorted(answers)
 
 
+def write_between_sleeps(policy: str, head: str, tensor_parallel: int) -> dict[str, Any]:
+    """Greedy texts before and after sleeps, under drafts chosen by the clock; with CUDA graphs on a GPU."""
+    is_gpu = torch.cuda.is_available()
+    speculation = Speculation(selector=ClockSelector(0), head=head, siblings=True, steps_per_choice=1)
+    engine = VLLMEngine(
+        dtype="bfloat16" if is_gpu else "float32",
+        kv_cache_gib=0.0625,
+        max_num_seqs=16,
+        enforce_eager=not is_gpu,
+        speculation=speculation,
+        tensor_parallel=tensor_parallel,
+        compare_steps=True,
+    )
+    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    texts = []
+    for version in range(3):
+        engine.wake()
+        engine.update_weights(stream_weights(load_policy(policy)), version)
+        engine.warm_up()
+        texts.append(write(engine, siblings()))
+        stats = engine.stats()
+        engine.sleep()
+    engine.close()
+    return {"texts": texts, "stats": stats}
+
+
 def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)

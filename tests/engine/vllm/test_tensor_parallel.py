@@ -5,14 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.common.processes import run_apart
 from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head
 from tests.support.rank_processes import run_ranks
-from tests.support.speculation_engines import PROMPTS, greedy_texts, save_endless_policy, save_trained_head
+from tests.support.speculation_engines import (
+    PROMPTS,
+    greedy_gap,
+    greedy_texts,
+    save_endless_policy,
+    save_trained_head,
+    siblings,
+)
+from tests.support.tensor_parallel import write_between_sleeps
 from tlt_lightning.engine import rank_group
 
 pytestmark = pytest.mark.vllm
+
+TOLERANCE = 0.3  # logits, as in test_gpu.py
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +81,21 @@ def test_a_new_head_arrives_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
 def test_ranks_that_schedule_different_steps_end_with_an_error(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "have parted at the next engine step" in rank["parted"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_write_greedily_what_one_does(tmp_path: Path) -> None:
+    """In bfloat16, whose rounding depends on the split: each token is the likeliest one within what it tells apart."""
+    policy = save_endless_policy(tmp_path / "policy")
+    head = save_trained_head(policy, tmp_path / "head")
+    found = [run_apart(write_between_sleeps, policy, head, ranks, num_ranks=ranks) for ranks in (1, 2)]
+    prompts = [list(request.prompt_ids) for request in siblings()]
+    for each in found:
+        assert all(greedy_gap(policy, prompts, texts) < TOLERANCE for texts in each["texts"])
+        assert each["stats"]["speculation/acceptance_length"] > 1.3
+    pairs = [*zip(found[0]["texts"][0], found[1]["texts"][0], strict=True)]
+    print(f"{sum(one == two for one, two in pairs)} of {len(pairs)} texts are equal")
 
 
 @pytest.mark.parametrize(
