@@ -2,13 +2,16 @@
 
 Each rank runs vLLM's scheduler by itself, from the same requests, seeds and sampled tokens, so all schedule the same
 steps and meet in the model's collectives. Only times differ. What depends on them travels from the first rank, on the
-host and by gloo: nothing on the device waits for it, and a rank that is gone is an error at once.
+host and by gloo: nothing on the device waits for it, and a rank that is gone is an error at once. With it travels a
+checksum of what the ranks have scheduled and written: one that has parted from the others is an error, too.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -22,7 +25,8 @@ from tlt_lightning.speculation.agreement import Agreement
 T = TypeVar("T")
 
 _ROOM = 512  # bytes that travel in one broadcast with their number; a strategy takes some 130
-_HEADER = 4
+_SIZE = 4  # bytes of a number
+_HEADER = 2 * _SIZE
 
 
 class RankGroup(Agreement):
@@ -36,6 +40,7 @@ class RankGroup(Agreement):
         self._group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.num_ranks, self.index = len(self.ranks), dist.get_rank(group)
+        self._noted = 0  # checksum
 
     @override
     def decide(self, choose: Callable[[], T]) -> T:
@@ -44,7 +49,7 @@ class RankGroup(Agreement):
         if self.is_first:
             value = choose()
             data = pickle.dumps(value)
-            head = len(data).to_bytes(_HEADER, "little") + data[:_ROOM]
+            head = len(data).to_bytes(_SIZE, "little") + self._noted.to_bytes(_SIZE, "little") + data[:_ROOM]
             buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._broadcast(buffer)
         if self.is_first:
@@ -52,7 +57,9 @@ class RankGroup(Agreement):
                 self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return value  # type: ignore[return-value]
         received = buffer.numpy().tobytes()
-        size = int.from_bytes(received[:_HEADER], "little")
+        size = int.from_bytes(received[:_SIZE], "little")
+        if int.from_bytes(received[_SIZE:_HEADER], "little") != self._noted:
+            raise self._parted()
         data = received[_HEADER : _HEADER + size]
         if size > _ROOM:
             whole = torch.empty(size, dtype=torch.uint8)
@@ -71,13 +78,30 @@ class RankGroup(Agreement):
 
     @override
     def is_any(self, flag: bool) -> bool:
-        return self.smallest(-flag) < 0
+        smallest, least, most = self._smallest(-flag, self._noted, -self._noted)
+        if least != -most:
+            raise self._parted()
+        return smallest < 0
+
+    @override
+    def note(self, numbers: Iterable[int]) -> None:
+        self._noted = zlib.crc32(array("q", numbers), self._noted)
 
     def smallest(self, value: int) -> int:
         """Return the smallest of the ranks' values."""
-        tensor = torch.tensor(value)
+        return self._smallest(value)[0]
+
+    def _smallest(self, *values: int) -> list[int]:
+        tensor = torch.tensor(values)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
-        return int(tensor)
+        return tensor.tolist()
+
+    def _parted(self) -> RuntimeError:
+        return RuntimeError(
+            f"Rank {self.ranks[self.index]} has scheduled or written other tokens than the ranks with which it is one "
+            f"engine (`tensor_parallel` {self.num_ranks}). Set `engine.compare_steps` to hear at which step they part, "
+            "and report this."
+        )
 
     def check_same(self, what: str, facts: Sequence[Any]) -> None:
         """Raise RuntimeError on every rank unless all of them are at `what`, with the same facts."""

@@ -1,8 +1,8 @@
-"""Decide what depends on a clock, which the ranks of one engine must not decide each by its own."""
+"""Decide what depends on a clock, once for all ranks of an engine; notice when they part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -30,6 +30,9 @@ class Agreement:
     def is_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return flag
+
+    def note(self, numbers: Iterable[int]) -> None:
+        """Note what must be equal on all ranks; `decide` and `is_any` compare all that was noted."""
 
 
 ALONE = Agreement()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +68,7 @@ class RankExecutor(UniProcExecutor):
         facts = (f"{blocks} blocks of cache", f"checksum of planned CUDA graphs {planned}")
         group.check_same("start of the engine", facts)
         comparison = StepComparison(scheduler_of(engine), group) if compare else None
-        self.on_step = None if comparison is None else comparison.step
+        self.on_step = partial(_note, group) if comparison is None else comparison.step
         return group, comparison
 
     def _usable_memory(self) -> list[int]:
@@ -93,6 +94,12 @@ class RankExecutor(UniProcExecutor):
 def _group() -> RankGroup:
     """Return the ranks that are this engine, once it has started."""
     return RankGroup(reach(parallel_state, "get_tp_group")().cpu_group)
+
+
+def _note(group: RankGroup, output: SchedulerOutput) -> None:
+    """Note the tokens of a step by request, and which of them are drafts."""
+    drafts = output.scheduled_spec_decode_tokens.values()
+    group.note((*output.num_scheduled_tokens.values(), *map(len, drafts)))
 
 
 class StepComparison:

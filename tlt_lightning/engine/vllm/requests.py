@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampling, VerifiedDraft
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from tlt_lightning.engine.vllm.executor import StepComparison
+
+
+_STEPS_PER_CHECK = 32  # of what the ranks of an engine have written; a check takes some 0.1 ms
 
 
 class RequestWriter:
@@ -84,7 +87,9 @@ class RequestWriter:
             ended, is_heard, is_to_order = 0.0, False, False
             self._order = RequestOrder()
             drafts: Mapping[str, Sequence[VerifiedDraft]] = {} if speculative is None else speculative.verified_for
-            while True:
+            for number in count():
+                if not number % _STEPS_PER_CHECK:
+                    self._compare()
                 if not is_heard:  # callers have had responses, after which they add and stop requests
                     coming, leaving = self.pool.meet()
                     is_heard = not leaving
@@ -116,6 +121,13 @@ class RequestWriter:
                 self._comparison.end()
         finally:
             self._leave()
+
+    def _compare(self) -> None:
+        """Raise RuntimeError if the ranks of the engine have other last tokens."""
+        agreement = self.pool.agreement
+        if agreement.num_ranks > 1:
+            agreement.note(request.all_token_ids[-1] for request in self._scheduler.running)
+            agreement.is_any(False)
 
     def _leave(self) -> None:
         """End a rollout, also one that the caller gave up or an exception passed through."""
@@ -164,6 +176,7 @@ class RequestWriter:
     def _ended(self, output: RequestOutput, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
         request = self._running.pop(int(output.request_id))
         response = joined(request, response_of(output, version, drafts))
+        self.pool.agreement.note(response.token_ids)
         if not response.is_unfinished:
             self._order.end(request.group, len(response.token_ids))
         return response
