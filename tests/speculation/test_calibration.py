@@ -2,12 +2,23 @@
 
 import logging
 from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
 
 from tlt_lightning.speculation import CostModelSelector, FixedSelector, calibration
-from tlt_lightning.speculation.calibration import LEAST_ERROR, CalibrationSelector, FillerDrafter, measure_steps
+from tlt_lightning.speculation.agreement import Agreement
+from tlt_lightning.speculation.calibration import (
+    LEAST_ERROR,
+    CalibrationSelector,
+    FillerDrafter,
+    follow,
+    lead,
+    measure_steps,
+)
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
 
 
@@ -120,6 +131,55 @@ def test_the_time_is_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) ->
         assert machine.now < 0.15
         assert list(machine.begun) == [1]
         assert machine.num_steps < 30
+
+
+def test_warming_up_ends_at_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda size, strategy: 1.0, settle=50, sleeps=0.25)
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    assert machine.measure(FixedSelector(3), 1) == {}
+    half = int(calibration.MAX_SECONDS / 2 / 0.25)  # steps
+    assert machine.drafted[: half + 3] == [OFF] * (half + 1) + [Strategy(3), OFF]
+
+
+@pytest.mark.parametrize("num_steps", [[3], [2, 0, 4]])
+def test_ranks_that_follow_take_the_steps_of_the_one_that_measures(num_steps: list[int]) -> None:
+    class Shared(Agreement):
+        """Hands what the first rank decides to the second."""
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def decide(self, choose: Callable[[], object]) -> object:
+            if self.is_first:
+                decided.put(choose())
+                return None
+            return decided.get(timeout=30)
+
+    decided: Queue[object] = Queue()
+    taken: list[list[tuple[int, int]]] = [[], []]
+
+    def decode(rank: int, size: int) -> Generator[object, None, None]:
+        for step in range(100):
+            taken[rank].append((size, step))
+            yield
+            assert step < 50
+
+    led = lead(partial(decode, 0), Shared(0))
+    for size, number in enumerate(num_steps, start=3):
+        with closing(led(size)) as steps:
+            for _ in range(number):
+                next(steps)
+    decided.put(0)
+    follow(partial(decode, 1), Shared(1))
+    assert taken[1] == taken[0] == [(size, step) for size, n in enumerate(num_steps, start=3) for step in range(n)]
+    assert decided.empty()
+
+
+def test_prompts_are_the_same_in_every_run_and_of_tokens_that_every_vocabulary_has() -> None:
+    prompts = calibration.random_prompts(9)
+    assert prompts == calibration.random_prompts(9)
+    assert [len(prompt) for prompt in prompts] == [calibration.PROMPT_LENGTH] * 9
+    assert {token for prompt in prompts for token in prompt} == set(range(16))
 
 
 def test_batches_grow_up_to_the_largest() -> None:

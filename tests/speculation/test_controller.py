@@ -75,6 +75,28 @@ def test_calls_that_finish_no_step_add_to_the_next() -> None:
     assert selector.records[0][3] == 0.75
 
 
+def test_a_rollout_begins_without_the_seconds_choice_and_counts_of_the_last() -> None:
+    selector, lookups = ScriptedSelector(), LookupDrafter(siblings=True, ngram=False)
+    control = StrategyController(selector, steps_per_choice=2, lookups=lookups)
+    for _ in range(2):
+        control.begin_rollout()
+        control.add("a", [1, 2])
+        control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
+        control.account(0.25)
+        control.plan(1, 0.0, 0)
+        control.plan(1, 0.0, 0)  # the first of a choice that the rollout's end cuts short
+        control.account(0.5, 0.5)
+        assert control.look_up(["a"], 3) == {}
+        control.remove("a")
+        control.end_rollout()
+    assert [seconds for *_, seconds in selector.records] == [0.25, 0.25]
+    assert control.counters.decode_steps == 1
+    assert lookups.propose("a", Strategy(2, "sibling"), 2) is None
+    selector.script = lambda state: Strategy(2)
+    control.begin_rollout()
+    assert control.plan(1, 0.0, 0).drafts == Strategy(2)  # a choice of its own
+
+
 def test_pauses_are_the_steps_own_unless_they_may_have_outlasted_it() -> None:
     selector = ScriptedSelector()
     control = StrategyController(selector, steps_per_choice=1)

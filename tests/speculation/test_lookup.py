@@ -47,6 +47,14 @@ def test_siblings_draft_for_each_other_and_for_nobody_else() -> None:
     assert made.drafts("b", [*PROMPT, 20, 21]) == [22, 23, 24]
 
 
+def test_a_text_shorter_than_a_match_is_looked_up_whole() -> None:
+    made = Texts()
+    for request_id in ("c", "d"):
+        made.begin(request_id, [7, 8])
+    made.grow("c", [9])
+    assert made.drafts("d", [7, 8]) == [9]
+
+
 def test_the_text_itself_is_looked_up_alone_when_asked_for() -> None:
     made = Texts(ngram=True)
     made.grow("a", [20, 21, 22])

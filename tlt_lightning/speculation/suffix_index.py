@@ -63,10 +63,6 @@ class SuffixIndex:
         self.match_lengths = tuple(sorted({*lengths, max_match}, reverse=True))
         self._groups: dict[Hashable, _Group] = {}  # least recently appended to first
 
-    def __contains__(self, group: Hashable) -> bool:
-        """Return True if something of `group` is held."""
-        return group in self._groups
-
     def append(self, group: Hashable, text: Hashable, tokens: Sequence[int]) -> None:
         """Add `tokens` to the end of `text` in `group`; make group and text at first mention.
 

@@ -50,6 +50,8 @@ def test_batches_are_padded_to_the_smallest_graph():
     assert plan.find("target", 17, 4) == FullGraph("target", 20, 4)
     assert plan.find("target", 21, 4) is None
     assert plan.find("target", 9, 3) is None
+    assert plan.piecewise == (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+    assert BucketedGraphPool().plan(arms_by_batch(FixedSelector(3), 20), (1, 2, 4, 8)).piecewise == (8,)
 
 
 def test_equal_shapes_of_different_drafters_are_merged_and_look_ups_without_a_head_need_no_drafter_graph():

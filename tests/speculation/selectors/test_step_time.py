@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from tests.support.simulated_rollout import StepCosts
@@ -137,6 +138,38 @@ def test_drafters_have_costs_of_their_own():
     for drafter in ("learned", "sibling"):
         strategy = Strategy(5, drafter)
         assert model.seconds(8, strategy, 350.0) == pytest.approx(H200.step(8, strategy, 350.0), rel=0.08)
+
+
+def test_a_token_may_cost_more_from_the_knees_on() -> None:
+    seconds = [StepTimeModel(("learned",)).seconds(batch, OFF, 0.0) for batch in range(1, 400)]
+    slopes = [after - before for before, after in itertools.pairwise(seconds)]
+    kinks = [batch for batch, (a, b) in enumerate(itertools.pairwise(slopes), start=2) if b > a + 1e-6]
+    assert kinks == [64, 128, 256]
+
+
+def bayesian_regression(
+    rows: np.ndarray, ratios: np.ndarray, noise: float, weights: np.ndarray, covariance: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The posterior mean and covariance of a linear model's weights, in one piece (Bishop 2006, equation 3.50)."""
+    precision = np.linalg.inv(covariance) + rows.T @ rows / noise**2
+    posterior = np.linalg.inv(precision)
+    return posterior @ (np.linalg.inv(covariance) @ weights + rows.T @ ratios / noise**2), posterior
+
+
+def test_without_forgetting_an_update_is_bayesian_regression() -> None:
+    model, noise = StepTimeModel(("learned", "sibling"), window=10**12), 0.3
+    model.update(1, OFF, 350.0, 0.005)
+    for case in ((8, Strategy(3), 500.0), (200, Strategy(5, "sibling"), 90.0), (3, Strategy(1), 4000.0)):
+        weights, covariance = model._weights.copy(), model._covariance.copy()
+        features = model.features(*case)
+        row = features / (features @ weights)  # in units of what was predicted
+        model.update(*case, 0.9 * model.seconds(*case), noise)
+        mean, spread = bayesian_regression(row[None], np.array([0.9]), noise, weights, covariance)
+        np.testing.assert_allclose(model._weights, mean, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(model._covariance, spread, rtol=1e-4, atol=1e-12)
+        seconds, error = model.estimate(*case)
+        assert seconds == pytest.approx(model.scale * (features @ mean))
+        assert error == pytest.approx(np.sqrt(features @ spread @ features) / (features @ mean), rel=1e-4)
 
 
 def test_impossible_time_is_refused():
