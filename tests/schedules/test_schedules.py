@@ -144,7 +144,13 @@ def test_partial_rollouts_lose_no_prompt_and_keep_their_bound(lag: int) -> None:
     ages = [i - v for i, it in enumerate(partial.learned) for g in it.values() for r in g for v in r.policy_versions]
     assert max(ages) == lag
     assert partial.num_steps < plain.num_steps
-    assert partial.log.read()["schedule/tokens_thrown_away"] == ("sum", 0)
+    numbers = partial.log.read()
+    assert numbers["schedule/tokens_thrown_away"] == ("sum", 0)
+    learned = [response for iteration in partial.learned for group in iteration.values() for response in group]
+    continued = sum(len(response.segments) > 1 for response in learned) / len(learned)
+    assert numbers["schedule/continued"] == ("mean", pytest.approx(continued))
+    assert 0 < continued < 0.5
+    assert numbers["schedule/dropped"] == ("mean", 0.0)
     for iteration in partial.learned:
         assert all(sum(c for _, c in r.segments) == len(r.token_ids) for group in iteration.values() for r in group)
 
@@ -252,3 +258,15 @@ def test_dynamic_sampling_goes_on_with_what_the_first_rollout_left() -> None:
     batched = run(TailBatching(0.25), 1)
     assert batched.backlog.begin(Demand(wanted=2, iteration=0, is_first=False), batched.log) == ([], 2)
     assert len(batched.backlog.aside) == 2
+
+
+def test_what_was_put_aside_may_be_enough_without_a_rollout() -> None:
+    response = Response(0, [7], [0.0], "stop", (0,))
+    groups = [
+        OpenGroup(prompt=draw, draw=draw, drawn=0, begun=0, responses=(response,) * SIZE if draw < 2 else ())
+        for draw in range(3)
+    ]
+    course = RolloutCourse(PartialRollout(0.5), Demand(wanted=2, iteration=1), groups, SIZE)
+    assert course.requests([[5]] * 3, 0) == []
+    assert course.taken == list(range(2 * SIZE))
+    assert [group.draw for group in course.put_aside()] == [2]

@@ -111,7 +111,9 @@ class RolloutCourse:
         size, chosen = self.group_size, {*(self.chosen or ())}
         rest = [(place, group) for place, group in enumerate(self.groups) if place not in chosen]
         written = {
-            place: tuple(_plain(self.responses[i]) for i in range(place * size, (place + 1) * size))
+            place: tuple(
+                _plain(self.responses[i]) for i in range(place * size, (place + 1) * size) if i in self.responses
+            )  # none of a group that was drawn while what was put aside is enough
             for place, _ in rest
         }
         return [replace(group, deferrals=group.deferrals + 1, responses=written[place]) for place, group in rest]
