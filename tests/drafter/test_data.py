@@ -172,6 +172,21 @@ def test_packs_come_in_another_order_in_each_epoch(policy: str, completions: str
     assert sorted(first) == sorted(second)
 
 
+def test_ranks_share_the_packs_of_an_epoch(policy: str, completions: str, tmp_path: Path) -> None:
+    data = DrafterDataModule(completions, num_tokens=128)
+    make_trainer(tmp_path, max_epochs=0).fit(make_module(policy), data)
+    alone = data.train_dataloader()
+    assert len(alone) == len(alone.plans) > 4
+    ranks = []
+    for rank in (0, 1):
+        loader = data.train_dataloader()
+        loader.rank, loader.num_ranks = rank, 2
+        assert len(loader) == len(alone) // 2
+        ranks.append([pack.input_ids.tolist() for pack in loader])
+    dealt = [pack for pair in zip(*ranks, strict=True) for pack in pair]
+    assert dealt == [pack.input_ids.tolist() for pack in alone][: len(dealt)]
+
+
 def test_responses_to_one_prompt_stay_on_one_side() -> None:
     texts = [([prompt], [prompt, answer]) for prompt in range(20) for answer in range(5)]
     train, held_out = split_by_prompt(texts, 0.1, seed=0)

@@ -34,7 +34,8 @@ def test_every_entry_is_packed_once_and_packs_are_full(seed: int) -> None:
 def test_sequences_that_fit_are_cut_only_to_fill_a_gap() -> None:
     assert spans([102, 102, 52], 256) == {0: [(0, 100)], 1: [(0, 100)], 2: [(0, 50)]}
     assert spans([202, 202], 256) == {0: [(0, 144), (144, 200)], 1: [(0, 200)]}
-    assert spans([252, 202], 256) == {0: [(0, 250)], 1: [(0, 200)]}  # a gap of 6 is not worth a cut
+    assert spans([250, 202], 256) == {0: [(0, 248)], 1: [(0, 200)]}  # a gap of 8 is not worth a cut
+    assert spans([249, 202], 256) == {0: [(0, 247)], 1: [(0, 191), (191, 200)]}
 
 
 def test_sequences_without_entries_are_left_out() -> None:

@@ -2,14 +2,17 @@
 
 import json
 from dataclasses import replace
+from math import expm1, log
 from typing import Any
 
 import pytest
 
 from tests.support.simulated_training import World, simulate
+from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration
 from tlt_lightning.long_tail.forecast import GainForecast
+from tlt_lightning.long_tail.publication import Publication
 
 CONSTANT = (0.0, *(2.0**-number for number in range(8)))
 COLD = World()
@@ -164,3 +167,102 @@ def test_bad_arguments_name_themselves(arguments: dict[str, Any], message: str) 
 def test_bad_arguments_of_a_fixed_budget_name_themselves(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FixedBudget(**arguments)
+
+
+def publication(before: float, after: float, error: float, *, is_published: bool) -> Publication:
+    old, new = (DraftQuality((length - 1,), (), (), (), 1) for length in (before, after))
+    return Publication(old, new, after - before, after - before - error, is_published, has_diverged=False)
+
+
+TOOK = MeasuredIteration(seconds=10.0, decode_seconds=8.0, cost=0.5, training_seconds=0.4, share=0.5, learned_share=0.5)
+
+
+def test_what_was_saved_for_certain_is_paid_into_the_account() -> None:
+    budget = AdaptiveBudget(trial=0.5, overhead=0.01, horizon=10)
+    assert budget.metrics() == {"drafter/predicted_saving_s": 0.0, "drafter/balance_s": 0.0}
+    budget.decide(0, None)
+    budget.note_iteration(replace(TOOK, cost=4.0))
+    balance = 0.5 * 10 + 0.01 * 10 - 4.0  # the trial, the overhead, less the cost; nothing is saved yet
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance)
+    budget.note_publication(publication(2.0, 2.2, 0.1, is_published=False))
+    budget.note_iteration(TOOK)
+    balance += 0.01 * 10 - 0.5
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance)
+    budget.note_publication(publication(2.0, 2.2, 0.1, is_published=True))  # 0.1 for certain
+    budget.note_iteration(TOOK)
+    balance += 0.01 * 10 - 0.5 + 8.0 * 0.5 * 0.1 / 2.0
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance)
+    budget.note_iteration(TOOK)
+    balance += 0.01 * 10 - 0.5 + 8.0 * 0.5 * expm1(log(1.05) * 0.9)  # it fades over the horizon
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance)
+    budget.note_publication(publication(2.2, 2.2, 0.22, is_published=False))
+    budget.note_iteration(TOOK)
+    certain = log(1.05) * 0.9**2 - 0.04 * 0.1  # less what luck alone would show
+    balance += 0.01 * 10 - 0.5 + 8.0 * 0.5 * expm1(certain)
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance)
+    budget.note_iteration(replace(TOOK, cost=0.0, learned_share=None, seconds=400.0))
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance + 4.0)  # with the head off it saves nothing
+
+
+def test_the_account_holds_a_trial_at_most() -> None:
+    budget = AdaptiveBudget(trial=0.5, overhead=0.01)
+    for _ in range(3):
+        budget.note_iteration(replace(TOOK, cost=0.0))
+    assert budget.limit(3.0) == 5.0
+
+
+def test_idle_windows_cost_nothing_and_are_affordable_without_a_balance() -> None:
+    decisions = []
+    for idle_share in (0.0, 1.0):
+        budget = AdaptiveBudget(trial=0.5)
+        took = replace(TOOK, cost=5.01, training_seconds=5.0, share=1.0, idle_share=idle_share)
+        budget.note_iteration(took)
+        assert 0.01 < budget.limit(0.0) < 0.01 + 5.0 / 2**7
+        decisions.append(budget.decide(1, None))
+    assert decisions == [None, 1.0]
+
+
+def settled_budget() -> AdaptiveBudget:
+    """One that has measured, without a doubt, that nothing is gained."""
+    budget = AdaptiveBudget(overhead=0.05)  # which pays for what is tried
+    for _ in range(12):
+        budget.note_iteration(replace(TOOK, acceptance=2.0))
+        budget.note_publication(publication(2.0, 2.0, 0.001, is_published=False))
+    assert budget.decide(12, None) is None
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("trained", "acceptance", "tries"), [(0.0, 1.89, True), (0.5, 1.89, False), (0.0, 1.91, False)]
+)
+def test_acceptance_that_falls_without_training_is_drift_and_tried_anew(
+    trained: float, acceptance: float, tries: bool
+) -> None:
+    budget = settled_budget()
+    budget.note_iteration(replace(TOOK, share=trained, acceptance=acceptance))
+    assert (budget.decide(13, None) is not None) is tries
+
+
+def test_rest_is_doubted_after_four_iterations_and_then_after_twice_as_many() -> None:
+    budget, tried = settled_budget(), []
+    for iteration in range(13, 40):
+        if budget.decide(iteration, None) is not None:
+            tried.append(iteration)
+            for _ in range(12):
+                budget.note_publication(publication(2.0, 2.0, 0.001, is_published=False))
+                budget.note_iteration(replace(TOOK, acceptance=2.0))
+    assert tried == [16, 25]
+
+
+def test_forecasts_are_those_of_the_weighted_hypotheses() -> None:
+    """The numbers of the module's grid, before and after evidence; no hypothesis gains more than its gap."""
+    forecast, shares = GainForecast(), [1.0, 0.25]
+    assert forecast.plan(shares, [1.0, 0.25], 5.0, 20) == (0.25, pytest.approx(16.6097, abs=1e-4))
+    forecast.advance(0.5)
+    assert forecast.observe(0.1, 0.02) == pytest.approx(0.109499, abs=1e-6)
+    assert forecast.plan(shares, [1.0, 0.25], 5.0, 20) == (1.0, pytest.approx(16.1863, abs=1e-4))
+    forecast.advance(1.0)
+    assert forecast.observe(0.15, 0.0) == pytest.approx(0.173821, abs=1e-6)
+    assert forecast.plan(shares, [3.0, 0.75], 5.0, 20) == (0.25, pytest.approx(7.9334, abs=1e-4))
+    assert forecast.plan([], [], 5.0, 20) == forecast.plan(shares, [1.0, 0.25], 5.0, 0) == (None, 0.0)
+    assert forecast.plan(shares, [1.0, 0.25], 5.0, 1)[1] >= 0.0

@@ -14,7 +14,7 @@ from tlt_lightning.objectives import (
     explained_variance,
     whiten,
 )
-from tlt_lightning.objectives.advantages import at_last_token, discounted_sum
+from tlt_lightning.objectives.advantages import at_last_token, discounted_sum, group_statistics
 
 RandomVectors = Callable[..., SimpleNamespace]
 
@@ -23,6 +23,18 @@ def test_reward_lands_on_the_last_unmasked_token() -> None:
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
     placed = at_last_token(torch.tensor([1.0, 2.0, 3.0]), mask)
     assert placed.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+
+
+def test_a_reward_is_compared_with_its_own_group_of_whatever_size() -> None:
+    rewards = torch.tensor([1.0, -2.0, 4.0, 0.5, 3.0, 0.0, 7.0, 1.5])
+    groups = torch.tensor([5, 9, 5, 9, 9, 2, 5, 5])
+    centred, deviation, size = group_statistics(rewards, groups)
+    for group in (2, 5, 9):
+        own = rewards[groups == group]
+        torch.testing.assert_close(centred[groups == group], own - own.mean())
+        std = own.std() if len(own) > 1 else torch.tensor(0.0)
+        torch.testing.assert_close(deviation[groups == group], std.expand(len(own)))
+        assert size[groups == group].tolist() == [len(own)] * len(own)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])

@@ -33,6 +33,7 @@ from tlt_lightning.objectives import (
     StraightThrough,
     TokenSum,
 )
+from tlt_lightning.objectives.kl import log_ratio
 
 OBJECTIVES = {
     "GRPO": GRPO(),
@@ -206,3 +207,12 @@ def test_a_batch_without_a_single_token_is_worth_nothing(
     vectors.batch.response_mask = torch.zeros_like(vectors.batch.response_mask)
     metrics, gradients = evaluate(objective, with_advantages(objective, vectors))
     assert all((x == 0).all() for x in [*metrics.values(), *gradients])
+
+
+def test_a_log_ratio_is_bounded_by_20_on_both_sides_without_a_gradient_beyond() -> None:
+    logps = torch.tensor([-30.0, -19.5, 0.0, 19.5, 30.0], requires_grad=True)
+    bounded = log_ratio(logps, torch.zeros(5))
+    assert bounded.tolist() == [-20.0, -19.5, 0.0, 19.5, 20.0]
+    bounded.sum().backward()
+    assert logps.grad is not None
+    assert logps.grad.tolist() == [0, 1, 1, 1, 0]

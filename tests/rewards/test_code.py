@@ -269,3 +269,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
 )
 def test_the_last_fenced_block_with_what_is_tested_is_the_code(response: str, code: str) -> None:
     assert extract_code(response, tests="assert Stack()") == code
+
+
+def test_a_file_holds_64_mib_and_no_byte_more() -> None:
+    code = "with open('big', 'wb') as file: file.truncate(%d)\n"
+    assert score(code % (64 << 20) + DOUBLE) == 1.0
+    assert score(code % ((64 << 20) + 1) + DOUBLE) == 0.0

@@ -70,9 +70,9 @@ class Machine:
 
 
 def test_every_arm_is_measured_between_two_turns_of_off() -> None:
-    machine = Machine(lambda size, strategy: 1.0 + strategy.num_draft_tokens)
+    machine = Machine(lambda size, strategy: 2.0 * (1 + strategy.num_draft_tokens))
     measured = machine.measure(CostModelSelector((1, 3)), 1)
-    assert measured == {(1, OFF): 1.0, (1, Strategy(1)): 2.0, (1, Strategy(3)): 4.0}
+    assert measured == {(1, OFF): 2.0, (1, Strategy(1)): 4.0, (1, Strategy(3)): 8.0}
     turns = [a for a, b in zip(machine.drafted, [*machine.drafted[1:], None], strict=True) if a != b]
     assert turns[-5:] == [OFF, Strategy(1), OFF, Strategy(3), OFF]
     assert {step.error for step in machine.steps} == {LEAST_ERROR}

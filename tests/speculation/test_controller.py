@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,17 @@ def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
     else:
         rewards = [json.loads(state)["rewards"][0][1:] for state in (learned, json.dumps(selector.state_dict()))]
         assert all(set(map(tuple, after)) <= set(map(tuple, before)) for before, after in zip(*rewards, strict=True))
+
+
+def test_counts_begin_at_zero_and_acceptance_at_one() -> None:
+    counters = SpeculationCounters()
+    assert not any(getattr(counters, count.name) for count in fields(counters))
+    assert counters.stats() == {
+        "speculation/acceptance_length": 1.0,
+        "speculation/off_share": 0.0,
+        "speculation/k_mean": 0.0,
+        "speculation/switches": 0.0,
+    }
 
 
 def test_counters_by_hand() -> None:

@@ -143,6 +143,14 @@ def test_probe_is_held_for_its_length():
     assert {2, 8} <= set(lengths) <= {2, 8, 10, 16, 24}  # a check is shorter, for want of budget
 
 
+def test_whether_to_probe_is_decided_every_eighth_step() -> None:
+    selector, left = calibrated(exploration=0.0), []
+    for _ in range(24):
+        run(selector, 0.02, 1)
+        left.append(selector.state_dict()["probe"][1])
+    assert left == [7, 6, 5, 4, 3, 2, 1, 0] * 3
+
+
 def test_a_probe_ends_when_its_head_is_silenced() -> None:
     selector = calibrated(exploration=0.05)
     run(selector, 0.02, 500)

@@ -140,6 +140,27 @@ def test_drafters_have_costs_of_their_own():
         assert model.seconds(8, strategy, 350.0) == pytest.approx(H200.step(8, strategy, 350.0), rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("batch", "strategy", "context", "seconds", "error"),
+    [
+        (1, OFF, 0.0, 1.0007, 0.600),
+        (1, Strategy(3), 1000.0, 1.3355, 0.654),
+        (8, Strategy(5, "mixed"), 1000.0, 1.5875, 0.806),
+        (40, Strategy(3, "ngram"), 2000.0, 1.4676, 1.462),
+        (100, Strategy(3, "sibling"), 2000.0, 2.8932, 2.162),
+    ],
+)
+def test_what_is_believed_of_a_machine_that_was_never_timed(
+    batch: int, strategy: Strategy, context: float, seconds: float, error: float
+) -> None:
+    """In plain steps at batch size 1, from the module's priors: look-ups cost the host little, and little is sure."""
+    model = StepTimeModel(("learned", "mixed", "ngram", "sibling"))
+    assert model.estimate(batch, strategy, context) == (
+        pytest.approx(seconds, abs=1e-4),
+        pytest.approx(error, abs=1e-3),
+    )
+
+
 def test_a_token_may_cost_more_from_the_knees_on() -> None:
     seconds = [StepTimeModel(("learned",)).seconds(batch, OFF, 0.0) for batch in range(1, 400)]
     slopes = [after - before for before, after in itertools.pairwise(seconds)]
