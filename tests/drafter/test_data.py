@@ -175,6 +175,7 @@ def test_packs_come_in_another_order_in_each_epoch(policy: str, completions: str
 def test_ranks_share_the_packs_of_an_epoch(policy: str, completions: str, tmp_path: Path) -> None:
     data = DrafterDataModule(completions, num_tokens=128)
     make_trainer(tmp_path, max_epochs=0).fit(make_module(policy), data)
+    data.setup("fit")
     alone = data.train_dataloader()
     assert len(alone) == len(alone.plans) > 4
     ranks = []
