@@ -18,6 +18,7 @@ MODULES = {
 FLOORS = [
     {"arguments", "seeds"},
     {"speculation"},
+    {"fused"},
     {"policy", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
     {"engine"},
     {"hooks", "metrics", "checks", "training", "schedules"},

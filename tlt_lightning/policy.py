@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.fused.adapter import fuse_adapters
+from tlt_lightning.fused.layers import fuse_layers
+from tlt_lightning.fused.logps import chosen_logps
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
 
@@ -100,6 +103,7 @@ def load_policy(
         path, dtype=dtype if sharding is None else "auto", attn_implementation=attn_implementation
     )
     _switch_dropout_off(model)
+    fuse_layers(model)
     model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
     _check_head(model, path)
     if not note_if_packable(model.base_model):
@@ -123,17 +127,8 @@ def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
     adapted: Any = get_peft_model(model, config)
-    for layer in _adapters(adapted).values():
-        layer._cast_input_dtype = _cast_unless_autocast
+    fuse_adapters(adapted)
     return adapted
-
-
-def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a layer's input for its adapter, as PEFT does, but not under autocast.
-
-    Autocast takes PEFT's cast back at once: two passes over every layer's input, and a copy kept for the backward pass.
-    """
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
@@ -208,14 +203,8 @@ def token_logps(
     """
 
     def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(states).float() / temperature
-        log_normalizer = logits.logsumexp(-1)
-        logps = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
-        # What a checkpoint computes again and no backward pass takes stays until the graph goes. With a gradient that
-        # nobody asks for, that would be two tensors of logits of every chunk.
-        with torch.set_grad_enabled(needs_entropy_grad and torch.is_grad_enabled()):
-            entropy = log_normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
-        return logps, entropy
+        logps, entropy = chosen_logps(head(states), targets, temperature)
+        return logps, entropy if needs_entropy_grad else entropy.detach()
 
     results = []
     for part, part_targets in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
@@ -322,6 +311,7 @@ def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
+        fuse_layers(model)
         return with_adapters(model, lora)
 
 

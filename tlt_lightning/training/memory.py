@@ -25,8 +25,8 @@ from tlt_lightning.sharding.units import layers_of
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-LOGIT_COPIES = 5
-"""Float32 copies of a chunk's logits at once: scaled, softmax, its product, and the gradients of two of them."""
+LOGIT_COPIES = 2
+"""Copies of a chunk's logits at once, in the type that the head computes in: they and their gradient."""
 CONTEXT = 0.7 * GIB
 """CUDA's context, kernels and cuBLAS' workspaces of a process."""
 ERROR = 0.1
@@ -124,7 +124,8 @@ def forecast(
     }
     gathered = {"gathered": sum(gathered_bytes(model, passes) for model in built.values())}
     kept, again = zip(*(kept_bytes(model, passes) for model in built.values()), strict=True)
-    logits = float(LOGIT_COPIES * 4 * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens))
+    width = 2 if passes.is_autocast else 4
+    logits = float(LOGIT_COPIES * width * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens))
     return MemoryForecast(
         held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},
         activations={

@@ -1,0 +1,121 @@
+"""Compute norms and gated activations of Llama's kind; most families have the very same.
+
+In transformers a norm is a dozen passes over its input, half of them in float32, and keeps a float32 copy; a gated
+activation keeps the activated gate beside the gate. Here each is one pass, and only inputs are kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from tlt_lightning.fused.compiled import compiled_on_gpu
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Let norms and MLPs of a Hugging Face model compute as this module does, where that is their own function."""
+    from transformers.activations import ACT2FN
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    norm, mlp = (inspect.getsource(each.forward) for each in (LlamaRMSNorm, LlamaMLP))
+    for layer in model.modules():
+        forward: Callable[..., Tensor] | None = None
+        if _source(layer) == norm:
+            forward = _norm_forward
+        elif _source(layer) == mlp and type(layer.act_fn) is type(ACT2FN["silu"]):
+            forward = _mlp_forward
+        if forward is not None:
+            layer.forward = MethodType(forward, layer)  # of this layer: classes stay as they are
+
+
+def _source(layer: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(layer).forward)
+    except (OSError, TypeError):  # of a class that somebody made without a file
+        return ""
+
+
+def _norm_forward(layer: Any, hidden_states: Tensor) -> Tensor:
+    return _Norm.apply(hidden_states, layer.weight, layer.variance_epsilon)  # type: ignore[no-any-return]
+
+
+def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
+    return layer.down_proj(_Gated.apply(layer.gate_proj(x), layer.up_proj(x)))  # type: ignore[no-any-return]
+
+
+@compiled_on_gpu
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype), scale
+
+
+@compiled_on_gpu
+def _norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    unit, inner = x.float() * scale, grad.float() * weight.float()
+    return ((inner - unit * (inner * unit).mean(-1, keepdim=True)) * scale).to(x.dtype)
+
+
+@compiled_on_gpu
+def _norm_weight_gradient(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    return (grad.float() * (x.float() * scale)).sum(0)
+
+
+class _Norm(torch.autograd.Function):
+    """Takes x (..., H), weight (H,) and eps; returns weight * x / sqrt(mean(x^2) + eps), the quotient in x's type."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        rows = x.flatten(0, -2)
+        y, scale = _norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, scale)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, scale = ctx.saved_tensors
+        grad_x, grad_weight, grad_rows = None, None, grad.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            grad_x = _norm_gradient(grad_rows, rows, weight, scale).view(grad.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _norm_weight_gradient(grad_rows, rows, scale).to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+@compiled_on_gpu
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.silu(gate) * up
+
+
+@compiled_on_gpu
+def _gated_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * nn.functional.silu(gate)
+
+
+class _Gated(torch.autograd.Function):
+    """Takes gate and up (..., I) of one type; returns silu(gate) * up."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up)
+        return _gated(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        rows = (each.flatten(0, -2) for each in (grad, gate, up))
+        grad_gate, grad_up = _gated_gradient(*rows)
+        return grad_gate.view(grad.shape), grad_up.view(grad.shape)

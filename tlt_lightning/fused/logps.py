@@ -1,0 +1,80 @@
+"""Compute log-probs of chosen tokens and entropies from logits, of which nothing else of their size is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from tlt_lightning.fused.compiled import compiled_on_gpu
+
+
+def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (N,) log-probs of `targets` and entropies of softmax(logits / temperature), in float32.
+
+    Args:
+        logits: Of any floating-point type. (N, V)
+        targets: Token ids. (N,)
+        temperature: Positive.
+    """
+    return _ChosenLogps.apply(logits, targets, temperature)  # type: ignore[no-any-return]
+
+
+@compiled_on_gpu
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropies and log-normalizers, (N,) each."""
+    scaled = logits.float() / temperature
+    top = scaled.amax(-1)
+    scaled = scaled - top[:, None]
+    weights = scaled.exp()
+    total = weights.sum(-1)
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1).float() / temperature
+    return chosen - top - total.log(), total.log() - (weights * scaled).sum(-1) / total, top + total.log()
+
+
+@compiled_on_gpu
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    temperature: float,
+    grad_logps: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Return dL/dz / temperature with z = logits / temperature and p = softmax(z).
+
+    dlogp/dz = onehot(target) - p, and of the entropy H dH/dz = -p (log p + H).
+    """
+    logps = logits.float() / temperature - normalizer[:, None]
+    gradient = -grad_logps[:, None] * logps.exp()
+    if entropy is not None and grad_entropy is not None:
+        gradient = gradient - grad_entropy[:, None] * logps.exp() * (logps + entropy[:, None])
+    del logps
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = torch.where(is_target, gradient + grad_logps[:, None], gradient)
+    return (gradient / temperature).to(logits.dtype)
+
+
+class _ChosenLogps(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logps, entropy, normalizer = _statistics(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, normalizer, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # none comes from an entropy that no loss has
+        return logps, entropy
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        grad_logps = torch.zeros_like(entropy) if grad_logps is None else grad_logps
+        entropy = None if grad_entropy is None else entropy
+        grad = _gradient(logits, targets, normalizer, ctx.temperature, grad_logps, entropy, grad_entropy)
+        return grad, None, None
