@@ -1,31 +1,57 @@
-"""Time the forward and backward passes of an update, padded and packed.
+"""Time an update's passes and optimizer step: padded, and packed with more and more of `tlt_lightning.fused`.
 
 On a GPU, LoRA on a model of 7B shape with random weights, made from its configuration alone:
 
     python -m benchmarks update
 
-`--tiny` runs all weights of a small one on a CPU. Lengths are long-tailed. Padding counts among the tokens of a pass.
+`--full` trains all weights, float32 under autocast, of Qwen2.5's `--shape 1.5b` or `3b`; with `--eight-bit`, optimizer
+states of 8 bits. `--tiny` runs a small one on a CPU. Lengths are long-tailed. Padding counts among a pass's tokens,
+not for MFU. The forecast is `training/memory.py`'s for the largest pass. The first update compiles.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.common.arguments import parser_of
 from benchmarks.common.results import about, heading, save, table
 from benchmarks.lossless.checks import as_batch
 from benchmarks.micro.step_time import SEVEN_B, TINY_SHAPE
+from tlt_lightning import policy as package
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
+from tlt_lightning.training.memory import CONTEXT, GIB, Passes, TrainedModel, forecast
 from tlt_lightning.training.micro_batches import cut_micro_batches
+from tlt_lightning.training.throughput import peak_flops, train_flops
 
 ROUNDS = 3
+SMALLER: dict[str, Any] = {**SEVEN_B, "tie_word_embeddings": True, "vocab_size": 151936, "num_key_value_heads": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "7b": SEVEN_B,
+    "1.5b": SMALLER | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
+    "3b": SMALLER
+    | {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36},
+}
+PIECES = ("adapters", "layers", "log-probs")
+"""What the package computes itself and not PEFT and transformers, in the order in which it is added."""
+WAYS = {
+    "padded": PIECES,
+    "packed, nothing fused": (),
+    "packed, and adapters": PIECES[:1],
+    "packed, and norms and activations": PIECES[:2],
+    "packed, and log-probs: the package": PIECES,
+}
 
 
 def draw_batch(num_rows: int, typical: int, longest: int, device: torch.device) -> RolloutBatch:
@@ -35,45 +61,95 @@ def draw_batch(num_rows: int, typical: int, longest: int, device: torch.device) 
     return as_batch([[2]] * num_rows, written, device)
 
 
-def time_passes(policy: nn.Module, batch: RolloutBatch, parts: Sequence[Sequence[int]]) -> float:
-    """Run all passes forward and backward, and return the seconds."""
+def plain_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute what `chosen_logps` does by operations of torch, entropies without a gradient."""
+    logits = logits.float() / temperature
+    normalizer = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy
+
+
+@contextmanager
+def fused(model: nn.Module, pieces: Sequence[str]) -> Iterator[None]:
+    """Leave all but `pieces` to PEFT, transformers and torch for the block."""
+    own = {layer: vars(layer)["forward"] for layer in model.modules() if "forward" in vars(layer)}
+    for layer in own:
+        if ("adapters" if hasattr(layer, "lora_A") else "layers") not in pieces:
+            del layer.forward
+    with patch.object(package, "chosen_logps", package.chosen_logps if "log-probs" in pieces else plain_logps):
+        yield
+    for layer, forward in own.items():
+        layer.forward = forward
+
+
+def time_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: RolloutBatch, parts: Sequence[Sequence[int]]
+) -> float:
+    """Run all passes forward and backward and the optimizer's step, and return the seconds."""
     began = time.perf_counter()
     for rows in parts:
         with torch.autocast("cuda", torch.bfloat16, enabled=batch.input_ids.is_cuda):
-            loss = response_logps(policy, batch.select(rows))[0].sum()
+            loss = response_logps(model, batch.select(rows))[0].mean()
         loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     if batch.input_ids.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure both ways at each number of tokens, and write `update.json` and `.md`."""
+    """Measure all ways at each number of tokens, and write `update.json` and `.md`, with the shape in their names."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, help="most tokens of a pass; the longest sequence must fit")
+    parser.add_argument("--shape", choices=list(SHAPES), default="7b")
+    parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--eight-bit", action="store_true", help="with torchao's AdamW8bit")
     args = parser.parse_args(arguments)
     torch.manual_seed(args.seed)
-    shape, lora = (TINY_SHAPE, None) if args.tiny else (SEVEN_B, LoRA(rank=32, base_dtype="bfloat16"))
-    with torch.device("cpu" if args.tiny else "cuda") as device:
-        dtype = torch.float32 if args.tiny else torch.bfloat16
-        config = AutoConfig.for_model(**shape)
+    build: Any = torch.optim.AdamW
+    if args.eight_bit:
+        from torchao.optim import AdamW8bit as build
+    device, shape = torch.device("cpu" if args.tiny else "cuda"), TINY_SHAPE if args.tiny else SHAPES[args.shape]
+    lora = None if args.full else LoRA(rank=32, base_dtype="float32" if args.tiny else "bfloat16")
+    config = AutoConfig.for_model(**shape)
+    with device:
+        dtype = torch.float32 if lora is None else getattr(torch, lora.base_dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
-    policy = with_adapters(model, lora).to(device).train()
+    fuse_layers(model)
+    model = with_adapters(model, lora).to(device).train()
     batch = draw_batch(*((12, 20, 96) if args.tiny else (128, 139, 4116)), device)
-    results = {"about": about("tiny" if args.tiny else "7b shape", args.note, args.seed, on_cpu=args.tiny), "ways": []}
-    for tokens in args.tokens or ([96, 256] if args.tiny else [4116, 8192, 16384]):
-        for way in ("padded", "packed"):
-            setattr(causal_lm(policy).base_model, IS_PACKABLE, way == "packed")
-            rows = torch.arange(len(batch))
-            parts = cut_micro_batches(rows, batch.lengths.cpu(), tokens, is_padded=way == "padded")
+    title = f"{'tiny' if args.tiny else args.shape} shape, {f'all weights, {build.__name__}' if args.full else 'LoRA'}"
+    results: dict[str, Any] = {"about": about(title, args.note, args.seed, on_cpu=args.tiny), "ways": []}
+    flops = float(train_flops(model, batch.lengths, batch.response_mask.sum()))
+    rate = peak_flops(device)
+    for tokens in args.tokens or ([96, 256] if args.tiny else [8192]):
+        for way, pieces in WAYS.items():
+            setattr(causal_lm(model).base_model, IS_PACKABLE, way != "padded")
+            parts = cut_micro_batches(torch.arange(len(batch)), batch.lengths.cpu(), tokens, is_padded=way == "padded")
             if not args.tiny:
                 torch.cuda.reset_peak_memory_stats()
-            seconds = statistics.median([time_passes(policy, batch, parts) for _ in range(1 + ROUNDS)][1:])
-            peak = None if args.tiny else torch.cuda.max_memory_allocated() / 2**30
-            results["ways"].append([way, tokens, len(parts), seconds, peak])
+            optimizer = build([parameter for parameter in model.parameters() if parameter.requires_grad])
+            with fused(model, pieces):
+                first, *seconds = (time_update(model, optimizer, batch, parts) for _ in range(1 + ROUNDS))
+            median, peak = statistics.median(seconds), None if args.tiny else torch.cuda.max_memory_allocated() / GIB
+            mfu = None if rate is None else flops / median / rate
+            micros = 1e6 * median / int(batch.lengths.sum())
+            results["ways"].append([way, tokens, len(parts), first, median, micros, mfu, peak])
+    # Of what was measured last: the package as it is, at the most tokens.
+    largest = max(int(batch.lengths[rows].sum()) for rows in parts)
+    with tempfile.TemporaryDirectory() as path:
+        config.save_pretrained(path)
+        passes = Passes(largest, largest, is_autocast=not args.tiny, is_checkpointed=False)
+        plan = forecast({"policy": TrainedModel(path, lora)}, passes, build, {})
+    results["forecast"] = (plan.update - CONTEXT) / GIB
     lines = [*heading("Update", results["about"]), f"{len(batch)} sequences, {int(batch.lengths.sum()):,} tokens.", ""]
-    lines += table(["way", "tokens a pass", "passes", f"seconds, median of {ROUNDS}", "peak GiB"], results["ways"])
-    save(args.out / "update", results, lines)
+    header = ["way", "tokens a pass", "passes", "first, s", f"median of {ROUNDS}, s", "us a token", "MFU", "peak GiB"]
+    lines += table(header, results["ways"])
+    lines += [f"Forecast of the last row's peak: {results['forecast']:.2f} GiB.", ""]
+    name = "update" if not args.full else f"update_{args.shape}_full" + "_8bit" * args.eight_bit
+    save(args.out / name, results, lines)
     print("\n".join(lines))

@@ -1,15 +1,42 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.micro import update
+from tlt_lightning import policy
 
 
-def test_both_ways_pass_all_tokens_in_no_more_than_they_may(tmp_path: Path) -> None:
-    update.main(["--tiny", "--out", str(tmp_path)])
-    ways = json.loads((tmp_path / "update.json").read_text())["ways"]
-    passes = {(way, tokens): number for way, tokens, number, *_ in ways}
-    assert set(passes) == {(way, tokens) for way in ("padded", "packed") for tokens in (96, 256)}
-    assert all(passes["packed", tokens] <= passes["padded", tokens] for tokens in (96, 256))
-    assert passes["packed", 256] < passes["packed", 96]
-    assert all(seconds > 0 for *_, seconds, _ in ways)
-    assert "| packed | 256 |" in (tmp_path / "update.md").read_text()
+@pytest.mark.parametrize("options", [[], ["--full"]], ids=["lora", "full"])
+def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], tmp_path: Path) -> None:
+    chosen_logps = policy.chosen_logps
+    update.main(["--tiny", *options, "--out", str(tmp_path)])
+    name = "update_7b_full" if options else "update"
+    results = json.loads((tmp_path / f"{name}.json").read_text())
+    passes = {(way, tokens): number for way, tokens, number, *_ in results["ways"]}
+    assert set(passes) == {(way, tokens) for way in update.WAYS for tokens in (96, 256)}
+    padded, *packed = update.WAYS
+    assert all(passes[way, tokens] <= passes[padded, tokens] for way in packed for tokens in (96, 256))
+    assert all(passes[way, 256] < passes[way, 96] for way in packed)
+    assert all(seconds > 0 for *_, seconds, _, _, _ in results["ways"])
+    assert results["forecast"] > 0
+    assert "| packed, nothing fused | 256 |" in (tmp_path / f"{name}.md").read_text()
+    assert policy.chosen_logps is chosen_logps
+
+
+def test_pieces_that_are_left_out_are_pefts_and_transformers_own() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=2, **shape))
+    update.fuse_layers(model)
+    model = update.with_adapters(model, update.LoRA(rank=2))
+
+    def fused() -> set[str]:
+        return {type(layer).__name__ for layer in model.modules() if "forward" in vars(layer)}
+
+    layers, every = {"Qwen2RMSNorm", "Qwen2MLP"}, {"Qwen2RMSNorm", "Qwen2MLP", "Linear"}
+    for pieces, expected in [((), set()), (("adapters",), {"Linear"}), (("layers",), layers), (update.PIECES, every)]:
+        with update.fused(model, pieces):
+            assert fused() == expected
+        assert fused() == every
