@@ -50,7 +50,7 @@ class Documents:
         if not found:
             return None
         rows, keys, values = zip(*found, strict=True)
-        k, v = _in_autocast(*(torch.cat(parts, 2)[0] for parts in (keys, values)))
+        k, v = in_autocast(*(torch.cat(parts, 2)[0] for parts in (keys, values)))
         return _Seen(torch.cat(rows), k, v, ([len(part) for part in rows], [part.shape[2] for part in keys]))
 
 
@@ -63,7 +63,7 @@ class _Seen(NamedTuple):
     lengths: tuple[Sequence[int], Sequence[int]]
 
 
-def _in_autocast(*tensors: Tensor) -> list[Tensor]:
+def in_autocast(*tensors: Tensor) -> list[Tensor]:
     """Return tensors in the type of products; rotary embeddings leave float32 behind."""
     device = tensors[0].device.type
     is_mixed = torch.is_autocast_enabled(device)
@@ -85,7 +85,7 @@ def attend_in_documents(
     """
     if attention_mask is None:
         return torch.zeros_like(query).transpose(1, 2), None
-    query, key, value = _in_autocast(query, key, value)
+    query, key, value = in_autocast(query, key, value)
     rows, used = query.shape[2], sum(attention_mask.lengths)
     keys, values = (x[0].unflatten(1, (-1, rows))[:, :, :used] for x in (key, value))
     result = _StepAttention.apply(query[0, :, :used], keys, values, attention_mask, options["scaling"])

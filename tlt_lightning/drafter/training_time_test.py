@@ -33,17 +33,18 @@ def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[
 
     documents = Documents(batch.lengths, [context and keys_of(head, context) for context in batch.contexts])
     fused = head.fc(batch.states.to(head.fc.weight.dtype))  # (1, T, H)
+    length = batch.input_ids.shape[1]
+    embedded = head.embed_tokens(F.pad(batch.input_ids, (0, num_steps))).to(fused.dtype)
+    position_ids = batch.position_ids + torch.arange(num_steps, device=fused.device)[:, None]  # a row a step
+    cosines, sines = head.rotary_emb(fused, position_ids)
     cache, features, per_step = DynamicCache(), fused, []
     for step in range(num_steps):
-        embedded = head.embed_tokens(shifted(batch.input_ids, step)).to(features.dtype)
-        states = torch.cat([embedded, features], -1)
-        position_ids = batch.position_ids + step
         features = head.layers[0](
-            states,
+            torch.cat([embedded[:, step : step + length], features], -1),
             attention_mask=documents,
-            position_ids=position_ids,
+            position_ids=position_ids[step, None],
             past_key_values=cache,
-            position_embeddings=head.rotary_emb(states, position_ids),
+            position_embeddings=(cosines[step, None], sines[step, None]),
         )
         per_step.append(features[0])
     return torch.stack(per_step), fused[0]
