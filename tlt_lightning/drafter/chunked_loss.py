@@ -27,8 +27,8 @@ LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
 class Predictions:
     """Compares the head with the target at each entry and step, (num_steps, T) each.
 
-    `losses` is the weighted sum of the loss terms, float32, zero where no target exists; `top1` and `top3` tell whether
-    the target's likeliest token is the head's, or among its three likeliest.
+    `losses` is the weighted sum of the loss terms, float32; `top1` and `top3` tell whether the target's likeliest token
+    is the head's, or among its three likeliest. Where no target exists they mean nothing.
     """
 
     losses: Tensor
@@ -63,33 +63,46 @@ def predict(
         top1=torch.zeros_like(weights, dtype=torch.bool),
         top3=torch.zeros_like(weights, dtype=torch.bool),
     )
-    chunk = max(1, _LOGITS // len(head.lm_head.weight))  # small vocabularies in few chunks: their launches cost more
+    chunk = max(1, _LOGITS // len(head.lm_head.weight))
+    # Steps of a whole pack are compared together, as many as are a chunk: small heads are bound by their kernels.
+    together = max(1, chunk // num_entries)
     for start in range(0, num_entries, chunk):
         stop = min(start + chunk, num_entries)
         with torch.no_grad():
             targets = _logits(head.verifier_lm_head.weight, head.verifier_norm(last_states[start:stop]))
-        for step in range(num_steps):
-            # Targets `start` to `stop` belong to the entries `step` before them.
-            rows = slice(max(0, start - step), max(0, stop - step))
+        for first in range(0, num_steps, together):
+            steps = range(first, min(first + together, num_steps))
+            # Targets `start` to `stop` belong to the entries `step` before them; in a whole pack the last have none.
+            rows = slice(max(0, start - first), stop if stop - start == num_entries else max(0, stop - first))
             if rows.start == rows.stop:
                 continue
-            theirs = targets[rows.start + step - start :]
-            states = normed[step, rows].detach().requires_grad_(needs_grad)
+            here, length = (slice(steps.start, steps.stop), rows), rows.stop - rows.start
+            theirs = torch.stack([_from(targets, rows.start + step - start, length) for step in steps])
+            states = normed[here].detach().requires_grad_(needs_grad)
             with torch.set_grad_enabled(needs_grad):
                 logits = _logits(head.lm_head.weight, states)
-                losses = torch.stack([w * term(logits[None], theirs[None])[0] for term, w in terms.values()]).sum(0)
+                pair = logits.flatten(0, 1)[None], theirs.flatten(0, 1)[None]
+                each = torch.stack([weight * term(*pair)[0] for term, weight in terms.values()])
+                losses = each.sum(0).unflatten(0, (-1, length))
                 if needs_grad:
-                    (gradient[step, rows],) = torch.autograd.grad((losses * weights[step, rows]).sum(), states)
-            result.losses[step, rows] = losses.detach()
-            _compare(logits.detach(), theirs, result, (step, rows))
+                    (gradient[here],) = torch.autograd.grad((losses * weights[here]).sum(), states)
+            result.losses[here] = losses.detach()
+            _compare(logits.detach(), theirs, result, here)
             if watch is not None:
-                watch(step, rows, logits.detach(), theirs)
+                for step, mine, its in zip(steps, logits.detach(), theirs, strict=True):
+                    known = min(length, num_entries - step - rows.start)
+                    watch(step, slice(rows.start, rows.start + known), mine[:known], its[:known])
     total = (result.losses * weights).sum()
     return result, _WithGradient.apply(total, gradient, normed) if needs_grad else total
 
 
 def _logits(weight: Tensor, states: Tensor) -> Tensor:
     return F.linear(states.to(weight.dtype), weight)
+
+
+def _from(targets: Tensor, first: int, length: int) -> Tensor:
+    """Return rows of `targets` from `first` on, and zeros behind the last, `length` in all."""
+    return F.pad(targets[first:], (0, 0, 0, first + length - len(targets)))
 
 
 def _compare(logits: Tensor, targets: Tensor, result: Predictions, index: Any) -> None:
