@@ -1,10 +1,12 @@
 """Texts longer than a pack: pieces see all that is before them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.conftest import save_policy
-from tests.support.draft_texts import alone, make_drafter, pack, random_sequence
+from tests.support.draft_texts import alone, make_drafter, pack, random_sequence, train
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack
 from tlt_lightning.drafter.teaching import Teaching
@@ -92,3 +94,19 @@ def test_every_entry_of_long_texts_is_in_one_pack_with_all_before_it() -> None:
             assert first == (0 if context is None else len(context.input_ids))
         seen += batch.position_ids[batch.document_ids >= 0].tolist()
     assert sorted(seen) == sorted(2 * list(range(LENGTH - 2)))
+
+
+def test_a_text_of_32k_tokens_is_trained_and_judged_with_all_of_it(tmp_path: Path) -> None:
+    length, width = 32_768, 32
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    policy = str(save_policy(tmp_path, **sizes, max_position_embeddings=length))
+    drafter = make_drafter(policy, num_draft_tokens=1)
+    text = random_sequence(length, 8, width=width)
+    packs = pack([text], 4096)
+    assert len(packs) == 8
+    expected = drafter.measure(alone(text, length)).sum(0)
+    found = sum(drafter.measure(batch).sum(0) for batch in packs)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)  # all its entries, each with all before it
+    train(drafter, packs, len(packs))
+    after = sum(drafter.measure(batch).sum(0) for batch in packs)
+    assert after[4] < found[4]  # its loss
