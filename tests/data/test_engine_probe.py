@@ -31,6 +31,23 @@ def test_dropout_that_a_callback_turns_on_stops_the_run(policy_path: str, prompt
         trainer.fit(make_module(policy_path), make_data(prompts_path))
 
 
+@pytest.mark.parametrize(("objective", "warns"), [(GRPO(correction=None), True), (GRPO(), False)])
+def test_eight_bit_without_a_correction_is_warned_of(
+    objective: GRPO,
+    warns: bool,
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine()
+    engine.compute_dtype = "int8"
+    make_trainer(tmp_path, max_epochs=1).fit(
+        make_module(policy_path, objective=objective), make_data(prompts_path, engine=engine)
+    )
+    assert ("the objective corrects for nothing" in caplog.text) is warns
+
+
 @pytest.mark.vllm
 def test_experts_that_a_sync_leaves_wrong_stop_the_run(
     prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,24 @@ def be_rank_one(trainer: object, port: Connection) -> None:
     time.sleep(60)
 
 
+def be_stuck(trainer: object, port: Connection) -> None:
+    liveness._GRACE_SECONDS = 0.1
+    be_rank_one(trainer, port)
+
+
+def test_a_worker_that_never_looks_is_ended_once_another_has_failed() -> None:
+    here, there = multiprocessing.Pipe()
+    trainers = make_trainers()
+    child = multiprocessing.get_context("fork").Process(target=be_stuck, args=(trainers[1], there))
+    child.start()
+    trainers[0].strategy.broadcast = here.send
+    worker = Liveness(trainers[0])
+    worker.report(ValueError("out of luck"))
+    child.join(30)  # seconds; it would sleep for 60
+    worker.close()
+    assert child.exitcode == 1
+
+
 def test_a_slow_worker_is_waited_for(pair: list[Liveness]) -> None:
     assert failure(pair[0], seconds=1.2) == failure(pair[1], seconds=0.0) == "nothing was raised"
 

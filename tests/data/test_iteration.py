@@ -1,0 +1,195 @@
+"""One iteration of one of two ranks, with a collector that answers at once and a module that scores nothing."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_lightning import DynamicSampling, PartialRollout, RolloutSchedule, Sampling
+from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
+from tlt_lightning.data.iteration import IterationSettings, PolicyIteration, max_over_ranks, sum_over_ranks
+from tlt_lightning.data.prompts import PromptCursor
+from tlt_lightning.engine import Response
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.schedules.course import Backlog, RolloutCourse
+
+PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
+DULL = (3, 5)  # prompts whose responses all earn the same
+
+
+class Strategy:
+    """Ranks that all have the same: the sum is twice as much, the maximum is one's own."""
+
+    root_device = torch.device("cpu")
+
+    def reduce(self, value: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        return value.mul_(2) if reduce_op == "sum" else value
+
+
+class Answers:
+    """A collector whose responses to prompt `i` have `i + 1` tokens, and another one of an older version first."""
+
+    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=None)
+
+    def __init__(self, version: int) -> None:
+        self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
+
+    def collect(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, course: RolloutCourse, **arguments: Any
+    ) -> list[Rollout]:
+        self.calls.append((prompts, course, arguments))
+        requests = course.requests([prompt.ids for prompt in prompts], arguments["first_group"])
+        for request in requests:
+            length = 1 + len(request.prompt_ids)
+            versions, counts = ((0, self.version), (1, length - 1)) if self.version else ((0,), ())
+            course.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
+        rollouts = []
+        for number in course.taken:
+            place, member = divmod(number, course.group_size)
+            reward = 1.0 if prompts[place].index in DULL else float(member)
+            group = arguments["first_group"] + place
+            rollouts.append(Rollout(prompts[place], course.responses[number], "", group, {"score": reward}, reward))
+        return rollouts
+
+
+class OneRank:
+    """Rank 1 of two, in iteration 4 of steps that are counted from `first_step`."""
+
+    def __init__(
+        self,
+        *,
+        first_step: int = 0,
+        schedule: RolloutSchedule | None = None,
+        saved: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        sizes = {"group_size": 2, "prompts_per_iteration": 4, "micro_batch_tokens": 100, "num_minibatches": 1}
+        others = {"inner_epochs": 1, "max_prompt_tokens": 20, "dynamic_sampling": None, "sampling": Sampling()}
+        self.trainer: Any = SimpleNamespace(
+            **{"global_rank": 1, "world_size": 2, "current_epoch": 4, "global_step": first_step, "callbacks": [self]},
+            **{"accumulate_grad_batches": 1, "strategy": Strategy(), "lightning_module": None},
+        )
+        self.log, self.asked, self.heard = IterationLog(), [], []
+        self.collector, self.cursor = Answers(first_step), PromptCursor(len(PROMPTS), 0)
+        self.lengths = SimpleNamespace(means={PROMPTS[3].index: 6.5}, learn=lambda *seen: self.heard.append(seen))
+        self.backlog = Backlog(schedule)
+        objective, networks = GRPO(), SimpleNamespace(is_padded=False)
+        module: Any = SimpleNamespace(
+            iteration_log=self.log, objective=objective, networks=networks, score=self.score, device="cpu"
+        )
+        parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.lengths)
+        self.iteration = PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
+
+    def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> RolloutBatch:
+        self.asked.append((micro_batch_tokens, single_update))
+        batch.old_logps = batch.rollout_logps
+        return batch
+
+    def on_rollout_end(self, trainer: Any, module: Any, rollouts: Sequence[Rollout]) -> None:
+        self.rollouts = rollouts
+
+    def steps(self) -> Iterator[list[RolloutBatch]]:
+        """Yield the micro-batches of each step, and take it."""
+        for step in self.iteration.minibatches(PROMPTS):
+            yield step
+            self.trainer.global_step += 1
+
+    def numbers(self) -> dict[str, float]:
+        return {name: value for name, (_, value) in self.log.read().items()}
+
+
+def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
+    rank = OneRank()
+    ((batch,),) = rank.steps()
+    (prompts, course, arguments), *more = rank.collector.calls
+    assert not more
+    order = PromptCursor(len(PROMPTS), 0).take(4)
+    assert [prompt.index for prompt in prompts] == order[1::2]
+    assert [(group.prompt, group.draw, group.drawn, group.begun) for group in course.groups] == [
+        (order[1], 1, 4, 4),
+        (order[3], 3, 4, 4),
+    ]
+    assert [group.expected_tokens for group in course.groups] == [6.5 * (index == 3) for index in order[1::2]]
+    assert (arguments["group_size"], arguments["first_group"]) == (2, 0)
+    assert (course.demand.wanted, course.demand.iteration, course.demand.is_first) == (2, 4, True)
+    assert rank.cursor.position == 4
+    assert rank.heard == [([(index, index + 2) for index in order[1::2] for _ in range(2)], 2)]
+    assert sorted(batch.groups.tolist()) == [0, 0, 1, 1]
+    assert len(rank.rollouts) == 4
+    assert rank.numbers()["rollout/seconds"] == 2.0
+    assert not any(name.startswith(("schedule/", "rollout/groups")) for name in rank.numbers())
+
+
+def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() -> None:
+    rank = OneRank(num_minibatches=2, inner_epochs=3)
+    assert rank.iteration.state() is None
+    seen, states = [], []
+    for step in rank.steps():
+        states.append(rank.iteration.state())
+        seen += [row for part in step for row in part.rows]
+        own = sum(float(part.response_mask.sum()) for part in step)
+        assert {(part.num_loss_tokens, part.num_loss_sequences, part.num_shares) for part in step} == {
+            (2 * own, 4.0, 2)
+        }
+    assert rank.asked == [(100, False)]
+    assert [sorted(seen[start : start + 4]) for start in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
+    assert [state is None for state in states] == [True, *[False] * 5]
+    assert rank.iteration.state() is None
+    assert rank.iteration.num_steps == 6
+    again = OneRank(num_minibatches=2, inner_epochs=3, saved=states[4])
+    again.trainer.global_step = 4
+    assert [row for step in again.steps() for part in step for row in part.rows] == seen[8:]
+    assert again.collector.calls == again.asked == []
+
+
+def test_an_update_of_one_step_needs_no_log_probs_from_before_it() -> None:
+    rank = OneRank(micro_batch_tokens=17)
+    (parts,) = rank.steps()
+    assert rank.asked == [(17, True)]
+    assert len(parts) > 1
+    assert all(int(part.lengths.sum()) <= 17 for part in parts)
+
+
+def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> None:
+    wanted = {"prompts_per_iteration": 8, "dynamic_sampling": DynamicSampling(max_rounds=2)}
+    rank = OneRank(**wanted)
+    list(rank.steps())
+    calls = rank.collector.calls
+    order = PromptCursor(len(PROMPTS), 0).take(16)
+    dull = [index for index in order[1:8:2] if index in DULL]
+    drawn = [[prompt.index for prompt in prompts] for prompts, *_ in calls]
+    assert dull
+    assert drawn == [order[1:8:2], order[9 : 8 + 2 * len(dull) : 2]]
+    assert [course.demand.is_first for _, course, _ in calls] == [True, False]
+    assert [course.demand.wanted for _, course, _ in calls] == [4, len(dull)]
+    assert [arguments["first_group"] for *_, arguments in calls] == [0, 4]
+    assert len({arguments["seed"] for *_, arguments in calls}) == 2
+    still = [index for index in drawn[1] if index in DULL]
+    assert rank.numbers()["rollout/groups_drawn"] == 4 + len(dull)
+    assert rank.numbers()["rollout/groups_without_signal_kept"] == len(still)
+    assert len(rank.rollouts) == 2 * (4 + len(dull))  # what callbacks see
+    informative = [index for index in drawn[0] if index not in DULL] + [i for i in drawn[1] if i not in DULL]
+    assert [rollout.prompt.index for rollout in rank.rollouts[::2]][: len(informative)] == informative
+
+
+def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:
+    rank = OneRank(first_step=6, num_minibatches=3, schedule=PartialRollout(0.5))
+    list(rank.steps())
+    lengths = [len(rollout.response.token_ids) for rollout in rank.rollouts]
+    assert rank.numbers()["schedule/age"] == pytest.approx(2.0 * len(lengths) / sum(lengths))
+    assert rank.numbers()["schedule/age_max"] == 2.0
+    assert rank.numbers()["schedule/put_aside"] == 1 == len(rank.backlog.aside)
+
+
+def test_ranks_add_up_or_take_the_largest_and_one_alone_has_its_own() -> None:
+    trainer: Any = OneRank().trainer
+    value = torch.tensor([1.5, 2.0])
+    assert sum_over_ranks(trainer, value).tolist() == [3.0, 4.0]
+    assert value.tolist() == [1.5, 2.0]
+    assert max_over_ranks(trainer, 3) == 3
+    trainer.world_size, trainer.strategy = 1, None
+    assert sum_over_ranks(trainer, value) is value
+    assert max_over_ranks(trainer, 3) == 3
