@@ -24,14 +24,21 @@ from typing import Any
 from benchmarks.common import plots
 from benchmarks.common.arguments import ROOT, parser_of
 from benchmarks.common.results import about, heading, save, table
+from benchmarks.common.statistics import middle
 
 CURVES = (
     "reward/mean",
     "val/accuracy",
     "time/iteration",
     "time/rollout",
+    "time/drafter",
     "rollout/length_mean",
     "speculation/acceptance_length",
+    "speculation/learned_share",
+    "drafter/acceptance_length",
+    "drafter/predicted_saving_s",
+    "drafter/published",
+    "drafter/tokens",
     "mismatch/kl",
     "mismatch/effective_sample_size",
 )
@@ -97,12 +104,12 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any
             + [run["held_out_accuracy_before"], run["held_out_accuracy_after"]]
             + [statistics.mean(rewards[:fifth]), statistics.mean(rewards[-fifth:])]
             + [
-                statistics.median(value for _, value in run["curves"][time])
-                for time in ("time/iteration", "time/rollout")
+                middle([value for _, value in run["curves"].get(time, [])])
+                for time in ("time/iteration", "time/rollout", "time/drafter")
             ]
             + [run["seconds"]]
         )
-    return [*header, "median s per iteration", "of it rollout", "seconds in all"], rows
+    return [*header, "median s per iteration", "of it rollout", "drafter", "seconds in all"], rows
 
 
 def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:

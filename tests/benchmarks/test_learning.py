@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.end_to_end import learning
 
-METRICS = "step,reward/mean,val/accuracy,time/iteration,time/rollout\n0,0.1,,3.0,1.0\n1,,0.5,,\n1,0.3,,5.0,2.0\n"
+METRICS = "step,reward/mean,val/accuracy,time/iteration,time/drafter\n0,0.1,,3.0,1.0\n1,,0.5,,\n1,0.3,,5.0,2.0\n"
 
 
 class FinishedRun:
@@ -46,7 +46,7 @@ def test_each_arm_and_seed_is_a_run_and_a_row(at_once: list[str], tmp_path: Path
     assert [(run["arm"], run["seed"]) for run in runs] == [("plain", 1), ("plain", 2), ("head", 1), ("head", 2)]
     assert runs[0]["curves"]["reward/mean"] == [[1, 0.1], [2, 0.3]]
     assert runs[0]["curves"]["val/accuracy"] == [[0, 0.25], [2, 0.5]]
-    assert "| head | 2 | 2 | 0.25 | 0.75 | 0.1 | 0.3 | 4 | 1.5 | 9 |" in (tmp_path / "learning_b.md").read_text()
+    assert "| head | 2 | 2 | 0.25 | 0.75 | 0.1 | 0.3 | 4 | - | 1.5 | 9 |" in (tmp_path / "learning_b.md").read_text()
     assert (tmp_path / "learning_b.png").stat().st_size > 10_000
 
 
