@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 
 HIDDEN = 4
@@ -253,3 +253,16 @@ def test_impossible_bounds_are_refused(values, message):
 def test_sampling_no_tokens_is_refused():
     with pytest.raises(ValueError, match="`num_tokens` must be positive, got 0"):
         DrafterBuffer(10).sample(0, generator())
+
+
+def test_it_asks_for_the_tokens_that_it_can_hold_and_for_those_held_out_besides():
+    request = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0.2).request((1, 2, 3), HIDDEN, 0.4, 7)
+    assert request == HiddenStateRequest((1, 2, 3), 1000, pytest.approx(0.5), 7)
+
+
+@pytest.mark.parametrize(("num_prompts", "num_held"), [(1, 0), (2, 1), (3, 1), (4, 2), (12, 3)])
+def test_two_prompts_at_least_are_held_out_of_four_or_more(num_prompts, num_held):
+    buffer = DrafterBuffer(1 << 20)
+    buffer.add([sequence(10, prompt) for prompt in range(num_prompts)])
+    assert len(prompts(buffer.held_out)) == num_held
+    assert len(buffer) == num_prompts - num_held

@@ -1,0 +1,49 @@
+"""What a plan reads of an iteration's metrics."""
+
+import json
+
+from tlt_lightning.long_tail.budget import MeasuredIteration
+from tlt_lightning.long_tail.plan import Plan
+
+METRICS = {
+    "time/iteration": 20.0,
+    "time/rollout": 8.0,
+    "time/idle": 3.0,
+    "time/drafter": 2.0,
+    "drafter/seconds_not_hidden": 1.5,
+    "drafter/tokens": 300.0,
+    "speculation/learned_share": 0.75,
+    "speculation/acceptance_length": 2.5,
+}
+
+
+def test_an_iteration_is_read_from_its_metrics() -> None:
+    plan = Plan(iteration=4, share=0.5, num_tokens=400, num_trained=100)
+    measured = MeasuredIteration(
+        seconds=20.0,
+        decode_seconds=11.0,
+        cost=2.0,
+        training_seconds=1.5,
+        share=0.5,
+        idle_share=0.25,
+        learned_share=0.75,
+        acceptance=2.5,
+    )
+    assert plan.measured(METRICS, is_cold=False) == measured
+    assert plan.measured(METRICS, is_cold=True).learned_share is None
+
+
+def test_what_an_iteration_has_not_is_nothing() -> None:
+    nothing = MeasuredIteration(seconds=20.0, decode_seconds=0.0, cost=0.0, training_seconds=0.0, share=0.0)
+    assert Plan().measured({"time/iteration": 20.0}, is_cold=False) == nothing
+    assert (nothing.idle_share, nothing.learned_share, nothing.acceptance) == (0.0, None, 1.0)
+
+
+def test_a_plan_is_restored_with_metrics_of_its_own() -> None:
+    plan = Plan(4, None, {"drafter/published": 1.0}, num_tokens=400, num_trained=100)
+    restored = Plan.restore(json.loads(json.dumps(plan.state_dict())))
+    assert restored == plan
+    again = Plan.restore(plan.state_dict())
+    again.metrics["mine"] = 1.0
+    assert plan.metrics == {"drafter/published": 1.0}
+    assert (Plan().iteration, Plan().share, Plan().num_tokens, Plan().num_trained) == (-1, None, 0, 0)
