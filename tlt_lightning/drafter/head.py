@@ -15,6 +15,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.drafter.document_attention import attend_in_documents, in_autocast
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
+from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
 
 if TYPE_CHECKING:
@@ -149,7 +150,6 @@ def _layer_config(target: PretrainedConfig) -> Any:
     """Configure a Llama layer of the target's widths, which vLLM runs for every family."""
     from transformers import LlamaConfig
 
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -157,7 +157,7 @@ def _layer_config(target: PretrainedConfig) -> Any:
         num_hidden_layers=1,
         num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=head_size(target),
         hidden_act=target.hidden_act,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,

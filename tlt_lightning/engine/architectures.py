@@ -77,12 +77,17 @@ def check_head_size(policy: str, supported: Sequence[int]) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(policy)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     if supported and size not in supported:
         raise ValueError(
             f"`policy` {policy!r} has attention heads of size {size}; vLLM's CPU build runs only {list(supported)}. "
             f"{WAY_OUT}."
         )
+
+
+def head_size(config: Any) -> int:
+    """Return the size of an attention head of a Hugging Face config; many leave it to the division."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def check_divides(policy: str, head: str | None, num_ranks: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
+from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation.eagle3_files import read_head
 
@@ -65,9 +66,8 @@ def _weights(shapes: Mapping[str, tuple[int, ...]], width: int, quantized: Colle
 def _token(config: Any, engine: Any, width: int, has_head: bool) -> float:
     """Return the bytes of a token's keys and values; a head has a layer of its own."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = 1 if engine.quantization.kv_cache == "fp8" else width
-    return 2.0 * (config.num_hidden_layers + has_head) * max(1, heads // engine.num_ranks) * size * width
+    return 2.0 * (config.num_hidden_layers + has_head) * max(1, heads // engine.num_ranks) * head_size(config) * width
 
 
 def _step(config: Any, engine: Any, num_tokens: int) -> float:

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 
@@ -42,8 +43,7 @@ def train_flops(model: nn.Module, lengths: Tensor, num_predicted: Tensor) -> Ten
         for name, weight in network.named_parameters()
         if weight.dim() > 1 and weight is not head and weight is not embedding
     )
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12.0 * config.num_hidden_layers * config.num_attention_heads * head_size
+    attention = 12.0 * config.num_hidden_layers * config.num_attention_heads * head_size(config)
     squares = lengths.double().square().sum()
     return per_token * lengths.sum() + _per_use(head) * num_predicted + attention * squares
 
