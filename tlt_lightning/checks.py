@@ -29,6 +29,7 @@ from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory import has_composed_states
 
 if TYPE_CHECKING:
+    from tlt_lightning.data.iteration import IterationSettings
     from tlt_lightning.engine.base import Sampling
     from tlt_lightning.module import RLModule
     from tlt_lightning.objectives.base import PolicyObjective
@@ -199,34 +200,26 @@ def warn_of_filters(sampling: Sampling) -> None:
         )
 
 
-def check_sizes(
-    *,
-    prompts_per_iteration: int,
-    group_size: int,
-    micro_batch_tokens: int,
-    num_minibatches: int,
-    num_ranks: int,
-    max_prompt_tokens: int,
-    max_tokens: int,
-    objective: PolicyObjective,
-) -> None:
+def check_sizes(settings: IterationSettings, objective: PolicyObjective, *, num_ranks: int) -> None:
     """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence."""
-    if prompts_per_iteration % num_ranks:
+    num_prompts, group_size, num_steps = settings.prompts_per_iteration, settings.group_size, settings.num_minibatches
+    if num_prompts % num_ranks:
         raise MisconfigurationException(
-            f"`data.prompts_per_iteration` {prompts_per_iteration} is not divisible by {num_ranks} ranks."
+            f"`data.prompts_per_iteration` {num_prompts} is not divisible by {num_ranks} ranks."
         )
-    num_sequences = prompts_per_iteration // num_ranks * group_size
-    if num_sequences % num_minibatches:
+    num_sequences = num_prompts // num_ranks * group_size
+    if num_sequences % num_steps:
         raise MisconfigurationException(
-            f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {prompts_per_iteration} / "
+            f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {num_prompts} / "
             f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
-            f"{num_minibatches}, the optimizer steps that share them; choose one that divides them."
+            f"{num_steps}, the optimizer steps that share them; choose one that divides them."
         )
-    if max_prompt_tokens + max_tokens > micro_batch_tokens:
+    max_tokens = settings.sampling.max_tokens
+    if (longest := settings.max_prompt_tokens + max_tokens) > settings.micro_batch_tokens:
         raise MisconfigurationException(
-            f"`data.micro_batch_tokens` {micro_batch_tokens} is less than the longest sequence, "
-            f"`data.max_prompt_tokens` {max_prompt_tokens} plus `data.sampling.max_tokens` {max_tokens}; set it to at "
-            f"least {max_prompt_tokens + max_tokens}."
+            f"`data.micro_batch_tokens` {settings.micro_batch_tokens} is less than the longest sequence, "
+            f"`data.max_prompt_tokens` {settings.max_prompt_tokens} plus `data.sampling.max_tokens` {max_tokens}; set "
+            f"it to at least {longest}."
         )
     for name, limit in objective.length_limits.items():
         if limit != max_tokens:

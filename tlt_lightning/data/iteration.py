@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from tlt_lightning.checks import check_accumulation, check_sizes
+from tlt_lightning.checks import check_accumulation
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
     from tlt_lightning.data.prompts import LengthHistory, PromptCursor
     from tlt_lightning.module import RLModule
-    from tlt_lightning.objectives.base import PolicyObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +48,6 @@ class IterationSettings:
         """Return those of `fast_dev_run`: as many prompts a rank, and one optimizer step of all."""
         num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
         return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
-
-    def check(self, objective: PolicyObjective, *, num_ranks: int) -> None:
-        """Raise MisconfigurationException unless an iteration splits evenly and its longest sequence fits."""
-        check_sizes(
-            prompts_per_iteration=self.prompts_per_iteration,
-            group_size=self.group_size,
-            micro_batch_tokens=self.micro_batch_tokens,
-            num_minibatches=self.num_minibatches,
-            num_ranks=num_ranks,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_tokens=self.sampling.max_tokens,
-            objective=objective,
-        )
 
     @property
     def num_steps(self) -> int:

@@ -14,7 +14,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_type
-from tlt_lightning.checks import check_context, check_engine_ranks, check_models, check_trainer, warn_of_filters
+from tlt_lightning.checks import (
+    check_context,
+    check_engine_ranks,
+    check_models,
+    check_sizes,
+    check_trainer,
+    warn_of_filters,
+)
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
@@ -155,7 +162,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
         if stage == "fit":
-            self._settings.check(self._module.objective, num_ranks=self._trainer.world_size)
+            check_sizes(self._settings, self._module.objective, num_ranks=self._trainer.world_size)
             self.backlog.check(self.engine, self.sampling, self._module.objective)
             warn_of_filters(self.sampling)
         policy = self._module.policy_path
