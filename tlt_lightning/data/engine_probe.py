@@ -19,20 +19,17 @@ from tlt_lightning.policy import response_logps
 
 log = logging.getLogger(__name__)
 
+NUM_RESPONSES, NUM_TOKENS = 8, 64
+"""Responses that are compared, those to the shortest prompts, and tokens of each."""
+
 
 class EngineProbe:
     """Compares log-probs after the first sync of weights and after the first new drafter.
 
     Log-probs of greedy responses, and of a part of the distribution (`Sampling.filters`), say nothing: the probe waits.
-
-    Args:
-        num_responses: Responses that are compared, the shortest of a rollout.
-        num_tokens: Tokens of each.
     """
 
-    def __init__(self, num_responses: int = 8, num_tokens: int = 64) -> None:
-        self.num_responses = num_responses
-        self.num_tokens = num_tokens
+    def __init__(self) -> None:
         self._done: set[bool] = set()
 
     def check(self, trainer: L.Trainer, engine: RolloutEngine, rollouts: Iterable[Rollout], sampling: Sampling) -> None:
@@ -59,8 +56,8 @@ class EngineProbe:
             )
         policy = trainer.lightning_module.policy
         assert isinstance(policy, nn.Module)
-        shortest = sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids))[: self.num_responses]
-        parts = [_beginning(rollout, self.num_tokens) for rollout in shortest]
+        shortest = sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids))[:NUM_RESPONSES]
+        parts = [_beginning(rollout) for rollout in shortest]
         batch = collate(parts, pad_id=0, temperature=sampling.temperature)
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             logps = response_logps(policy, move_data_to_device(batch, trainer.lightning_module.device))[0]
@@ -73,14 +70,9 @@ class EngineProbe:
         )
 
 
-def _beginning(rollout: Rollout, num_tokens: int) -> Rollout:
-    response = rollout.response
-    return replace(
-        rollout,
-        response=replace(
-            response, token_ids=list(response.token_ids)[:num_tokens], logps=list(response.logps)[:num_tokens]
-        ),
-    )
+def _beginning(rollout: Rollout) -> Rollout:
+    tokens, logps = (list(part)[:NUM_TOKENS] for part in (rollout.response.token_ids, rollout.response.logps))
+    return replace(rollout, response=replace(rollout.response, token_ids=tokens, logps=logps))
 
 
 def _coarser(trainer: L.Trainer, policy: nn.Module, engine: RolloutEngine) -> str:
