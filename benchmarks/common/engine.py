@@ -32,7 +32,7 @@ class BenchEngine(VLLMEngine):
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         super().setup(policy, max_model_len=max_model_len, seed=seed)
         if self.arguments.get("load_format") == "dummy":
-            self._policy_version = 0
+            self.policy_version = 0
             if (controller := self.inspect().controller) is not None:
                 controller.alarm.window = 10**12  # a random head is meant to fail
 

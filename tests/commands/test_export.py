@@ -61,7 +61,7 @@ def test_vllm_loads_the_trained_policy(policy_path: str, prompts_path: str, tmp_
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=4, enforce_eager=True)
     engine.setup(str(path), max_model_len=32, seed=0)
     try:
-        engine._policy_version = 0  # here the weights to be looked at are those it loaded, not those of a sync
+        engine.policy_version = 0  # here the weights to be looked at are those it loaded, not those of a sync
         request = Request(id=0, prompt_ids=IDS[0].tolist())
         (response,) = engine.generate([request], Sampling(max_tokens=1, temperature=0), seed=0)
     finally:

@@ -232,6 +232,9 @@ class RolloutEngine(ABC):
         """Replace the drafter's trainable weights; touch no tensor of the policy."""
         raise RuntimeError(f"{type(self).__name__} runs no learned drafter, so `update_drafter` has nothing to update.")
 
+    policy_version: int = -1
+    """Version given to the last `update_weights`; -1 before the first."""
+
     drafter_version: int = -1
     """Version given to the last `update_drafter`; -1 before the first."""
 
@@ -247,11 +250,6 @@ class RolloutEngine(ABC):
 
     num_ranks: int = 1
     """Neighbouring ranks that are one engine: all call every method, `generate` each with its own requests."""
-
-    @property
-    @abstractmethod
-    def policy_version(self) -> int:
-        """Version given to the last `update_weights`; -1 before the first."""
 
     def stats(self) -> dict[str, float]:
         """Return scalars of the last rollout under metric names (`speculation/...`)."""

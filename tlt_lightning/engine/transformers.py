@@ -37,7 +37,6 @@ class TransformersEngine(RolloutEngine):
         check_at_least("batch_size", batch_size, 1)
         self.batch_size = batch_size
         self._model: PreTrainedModel | None = None
-        self._policy_version = -1
         self._sampling: Sampling | None = None  # of the `generate` that is being read
         self._waiting: list[Request] = []
         self._leaving: set[int] = set()  # ids of requests that are to stop
@@ -52,24 +51,19 @@ class TransformersEngine(RolloutEngine):
     def attach(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    @property
-    @override
-    def policy_version(self) -> int:
-        return self._policy_version
-
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        self._policy_version = version  # the attached policy is the source of these tensors
+        self.policy_version = version  # the attached policy is the source of these tensors
 
     @override
     def close(self) -> None:
-        self._model, self._policy_version = None, -1
+        self._model, self.policy_version = None, -1
 
     @override
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
-        if self._model is None or self._policy_version < 0:
+        if self._model is None or self.policy_version < 0:
             raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
         self._waiting, self._sampling = [], sampling
         counter, numbers = ProgressCounter(), EngineRandom(seed)
@@ -77,7 +71,7 @@ class TransformersEngine(RolloutEngine):
             self.add(requests)
             while self._waiting:
                 if self._leaving:
-                    responses = [not_begun(r, self._policy_version) for r in self._waiting if r.id in self._leaving]
+                    responses = [not_begun(r, self.policy_version) for r in self._waiting if r.id in self._leaving]
                     self._waiting = [request for request in self._waiting if request.id not in self._leaving]
                     self._leaving.clear()
                 else:
@@ -186,6 +180,6 @@ class TransformersEngine(RolloutEngine):
             token_ids=tokens[:length].tolist(),
             logps=logps[:length].tolist(),
             finish_reason="stop" if stopped else "length",
-            policy_versions=(self._policy_version,),
+            policy_versions=(self.policy_version,),
         )
         return joined(request, response)

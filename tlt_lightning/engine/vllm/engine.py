@@ -97,7 +97,6 @@ class VLLMEngine(RolloutEngine):
         self._writer: RequestWriter | None = None  # writes with the live engine
         self._sampling: Sampling | None = None  # of the `generate` that is being read
         self._set_up_for: tuple[str, int, int] | None = None
-        self._policy_version = _NO_WEIGHTS
         self._asleep = False
 
     @override
@@ -186,7 +185,7 @@ class VLLMEngine(RolloutEngine):
     @override
     def close(self) -> None:
         engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
-        self._policy_version, self._asleep = _NO_WEIGHTS, False
+        self.policy_version, self._asleep = _NO_WEIGHTS, False
         head = None if self._speculative is None else self._speculative.head
         if self._speculative is not None:
             self._speculative.close()
@@ -210,7 +209,7 @@ class VLLMEngine(RolloutEngine):
             if self._speculative is not None:
                 self._speculative.keep_head()
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
-            self._policy_version, self._asleep = _NO_WEIGHTS, True
+            self.policy_version, self._asleep = _NO_WEIGHTS, True
 
     @override
     def wake(self) -> None:
@@ -236,11 +235,6 @@ class VLLMEngine(RolloutEngine):
 
     # Weights
 
-    @property
-    @override
-    def policy_version(self) -> int:
-        return self._policy_version
-
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         engine = self._live
@@ -249,13 +243,13 @@ class VLLMEngine(RolloutEngine):
         if engine.has_unfinished_requests():
             raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
         tensors = checked(named_tensors, self._shapes)
-        self._policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
+        self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
         reload_policy(engine, tensors)
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
         if self._speculative is not None:
             self._speculative.controller.weights_changed()
-        self._policy_version = version
+        self.policy_version = version
 
     @override
     def warm_up(self) -> None:
@@ -307,14 +301,14 @@ class VLLMEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
-        if self._policy_version == _NO_WEIGHTS:
+        if self.policy_version == _NO_WEIGHTS:
             raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
         self.check_sampling(sampling)
         self._check(requests, sampling)
         writer, counter = self._writer, ProgressCounter()
         assert writer is not None
         params = partial(self._params, sampling)
-        steps = writer.steps(requests, params, seed, self._policy_version)
+        steps = writer.steps(requests, params, seed, self.policy_version)
         self._sampling = sampling
         try:
             for finished in steps:
