@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks.rollout import limit
 from benchmarks.rollout import run as rollout
 from benchmarks.rollout.arms import WarmUpSelector, arms_of
 from benchmarks.rollout.process import EngineError
@@ -63,7 +62,6 @@ class FakeEngines:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(rollout, "Engines", FakeEngines)
-    monkeypatch.setattr(limit, "SEEDS", range(1))
     monkeypatch.setattr(FakeEngines, "broken", "")
 
     def run(*arguments: str) -> tuple[dict[str, Any], str, FakeEngines]:
