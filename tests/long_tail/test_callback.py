@@ -388,7 +388,7 @@ def test_workers_share_what_idle_windows_left_of_the_budget_and_count_both() -> 
     callback = make_callback(budget=budget, pack_tokens=128)
     loop = Loop(callback)
     callback.training.sum_over_ranks = lambda tensor: 2 * tensor  # of two workers that do the same
-    callback._push = lambda: None  # type: ignore[method-assign]  # the engine is not loaded
+    callback._served.push = lambda _: None  # type: ignore[method-assign]  # the engine is not loaded
     loop.trainer.world_size = 2
     batch: Any = SimpleNamespace(lengths=torch.full((16,), 100))
     callback._drift.measure = lambda *_: 0.0  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
-"""Attach the drafter that a run trains to the engine that serves it, before loading."""
+"""Attach the drafter that a run trains to the engine: before loading as its head, later by pushing weights."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.speculation import arms_by_batch
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -19,6 +21,45 @@ _SELECTOR = (
     "for example `selector: {class_path: CostModelSelector, init_args: {drafters: [learned, sibling]}}` with "
     "`siblings: true`"
 )
+
+
+class ServedHead:
+    """Keeps track of the head that the engine drafts with.
+
+    Args:
+        drafter: Drafter whose head it is.
+    """
+
+    def __init__(self, drafter: DrafterModule) -> None:
+        self.drafter = drafter
+        self.version = 0
+        """Publications that the engine has, 0 for the head that it was loaded with."""
+        self._engine: RolloutEngine | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        """True once there is an engine."""
+        return self._engine is not None
+
+    @property
+    def is_cold(self) -> bool:
+        """True while the engine has a head of random weights, which drafts nothing."""
+        return self.drafter.head_path is None and not self.version
+
+    def attach(self, engine: RolloutEngine, policy: str) -> None:
+        """Set the drafter as the head that the engine loads; MisconfigurationException if it does not fit."""
+        vllm, speculation = check_engine(engine, self.drafter, policy)
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # one per rank: none waits for another
+        attach_to_engine(vllm, speculation, self.drafter, Path(self._folder.name))
+        self._engine, self.version = engine, 0
+
+    def push(self, publisher: DrafterPublisher) -> None:
+        """Give the engine the published weights."""
+        assert self._engine is not None, "used before `attach`"
+        self.version = publisher.version
+        self._engine.update_drafter(publisher.published(), self.version)
 
 
 def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> tuple[VLLMEngine, Speculation]:

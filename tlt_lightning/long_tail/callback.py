@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
-from tlt_lightning.long_tail.attach import attach_to_engine, check_engine
+from tlt_lightning.long_tail.attach import ServedHead
 from tlt_lightning.long_tail.budget import TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import join, split
@@ -100,9 +99,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.offload = offload
         self.dirpath = None if dirpath is None else Path(dirpath)
         self._quality: DraftQuality | None = None  # of the published weights
-        self._head_dir: tempfile.TemporaryDirectory[str] | None = None
-        self._engine: RolloutEngine | None = None
-        self._served = 0  # version that the engine has
+        self._served = ServedHead(drafter)
         self._trainer: DrafterTrainer | None = None
         self._publisher: DrafterPublisher | None = None
         self._drift = PolicyDrift()
@@ -118,17 +115,13 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def on_engine_setup(self, trainer: L.Trainer, pl_module: Any, engine: RolloutEngine) -> None:
         """Build the drafter, and set it as the head that the engine loads."""
-        vllm, speculation = check_engine(engine, self.drafter, pl_module.policy_path)
-        if self._head_dir is None:
-            self._head_dir = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # one per rank: none waits for another
-        attach_to_engine(vllm, speculation, self.drafter, Path(self._head_dir.name))
-        self._engine, self._served = engine, 0
+        self._served.attach(engine, pl_module.policy_path)
         held = 0.0 if self.offload else training_bytes(self.drafter, self.drafter.optimizer)
         pl_module.held_by_callbacks["drafter, trained"] = held
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._engine is None:
+        if not self._served.is_attached:
             raise MisconfigurationException("`LongTailIdleCallback` needs a `RolloutDataModule`.")
         temperature = trainer.datamodule.sampling.temperature  # type: ignore[attr-defined]
         self.drafter.acceptance = replace(self.drafter.acceptance, temperature=temperature)
@@ -161,8 +154,8 @@ class LongTailIdleCallback(RolloutCallback):
         if trainer.training and self._iteration != trainer.current_epoch:
             self._begin_iteration(trainer, pl_module)
             pl_module.iteration_log.lap("drafter")
-        elif self.publisher.version > self._served:
-            self._push()  # the run was resumed, and validates first
+        elif self.publisher.version > self._served.version:
+            self._served.push(self.publisher)  # the run was resumed, and validates first
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
@@ -173,9 +166,9 @@ class LongTailIdleCallback(RolloutCallback):
             self._plan = self._decide(trainer)
         pl_module.iteration_log.update(self._plan.metrics)
         is_cold = self.drafter.head_path is None and publisher.version == 0
-        if not is_cold and (publisher.version > self._served or self._policy_rows_move(pl_module)):
-            self._push()
-        pl_module.iteration_log.mean("drafter/version", self._served)
+        if not is_cold and (publisher.version > self._served.version or self._policy_rows_move(pl_module)):
+            self._served.push(publisher)
+        pl_module.iteration_log.mean("drafter/version", self._served.version)
         if publisher.data_version >= 0:
             pl_module.iteration_log.mean("drafter/policy_lag", trainer.global_step - publisher.data_version)
         pl_module.hidden_state_request = None
@@ -194,11 +187,6 @@ class LongTailIdleCallback(RolloutCallback):
         share = self.budget.decide(trainer.current_epoch, remaining)
         metrics = {**({} if publication is None else publication.metrics()), **self.budget.metrics()}
         return Plan(trainer.current_epoch, share, metrics)
-
-    def _push(self) -> None:
-        assert self._engine is not None
-        self._served = self.publisher.version
-        self._engine.update_drafter(self.publisher.published(), self._served)
 
     def _policy_rows_move(self, pl_module: Any) -> bool:
         head = causal_lm(pl_module.policy).get_output_embeddings()
@@ -280,8 +268,7 @@ class LongTailIdleCallback(RolloutCallback):
     def on_iteration_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, iteration: int, metrics: dict[str, float]
     ) -> None:
-        is_cold = self.drafter.head_path is None and not self._served
-        self.budget.note_iteration(self._plan.measured(metrics, is_cold=is_cold))
+        self.budget.note_iteration(self._plan.measured(metrics, is_cold=self._served.is_cold))
         if self._plan.share == 0 and self._can_train(trainer) and iteration > 1 and not metrics["drafter/micro_steps"]:
             rank_zero_info("The drafter was not trained in iteration %d: no worker had idle time.", iteration)
 
