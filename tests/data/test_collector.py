@@ -16,6 +16,7 @@ from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import Format, RewardPool
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 SPECIAL = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": 0}
 PROMPTS = [Prompt(f"q{number}", [2], question=f"q{number}") for number in range(5)]
@@ -81,7 +82,7 @@ def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
     callback = SimpleNamespace(**{name: lambda *_, name=name: hooks.append(name) for name in ROLLOUT_HOOKS})
     ranks = {"global_rank": 0, "world_size": 1}
     trainer: Any = SimpleNamespace(
-        callbacks=[callback], lightning_module=None, global_step=0, predicting=False, **ranks
+        callbacks=[callback], lightning_module=None, global_step=0, predicting=False, strategy=None, **ranks
     )
     tokenizer: Any = SimpleNamespace(decode=lambda ids: f"text of {ids}", **SPECIAL)
     pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
@@ -137,6 +138,15 @@ def test_without_prompts_only_the_others_are_waited_for(collector: RolloutCollec
     assert hooks == ["on_rollout_idle"]
     assert collector.metrics == before
     assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+def test_without_prompts_a_rank_with_shards_takes_part_in_the_sync(collector: RolloutCollector) -> None:
+    """In a later round of dynamic sampling, to which engines of the others, which slept, come without weights."""
+    collector.trainer.strategy = FSDP2Strategy()  # type: ignore[misc]
+    collector.weights.sync = lambda _: collector.engine.calls.append("sync")  # type: ignore[attr-defined, method-assign]
+    assert collect(collector) != []
+    assert collect(collector, []) == []
+    assert collector.engine.calls == ["wake", "sync", "sleep"] * 2  # type: ignore[attr-defined]
 
 
 def test_the_last_worker_has_no_idle_window(collector: RolloutCollector, hooks: list[str]) -> None:

@@ -80,9 +80,11 @@ class RolloutCollector:
 
         A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes.
 
-        Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook.
+        Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook;
+        unless the others' rollout needs this rank's engine or shards.
         """
-        if not prompts and self.engine.num_ranks == 1:  # an engine over several ranks writes with all of them
+        # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
+        if not prompts and self.engine.num_ranks == 1 and agreement(self.trainer) is None:
             self._spend_idle_time()
             return []
         with self.peak_memory.followed():

@@ -9,6 +9,7 @@ from torch import nn
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.sharding.units import local
+from tlt_lightning.training.fsdp2 import agreement
 
 
 class WeightSync:
@@ -25,10 +26,16 @@ class WeightSync:
         self._fingerprint: tuple[int, ...] = ()
 
     def sync(self, trainer: L.Trainer) -> None:
-        """Bring the engine up to date; the version of the weights is the number of optimizer steps."""
+        """Bring the engine up to date; the version of the weights is the number of optimizer steps.
+
+        Ranks that shard the policy, or are one engine, do so together: each may see changes of its own rows alone.
+        """
         module, version = trainer.lightning_module, trainer.global_step
         fingerprint = fingerprint_of(module)
-        if self.engine.policy_version == version and fingerprint == self._fingerprint:
+        is_current = self.engine.policy_version == version and fingerprint == self._fingerprint
+        if agreement(trainer) is not None or self.engine.num_ranks > 1:
+            is_current = trainer.strategy.reduce_boolean_decision(is_current, all=True)
+        if is_current:
             return
         self._fingerprint = ()  # a sync that fails leaves weights that are nobody's
         self.engine.update_weights(module.policy_weights(), version)  # type: ignore[operator]
