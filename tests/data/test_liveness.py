@@ -3,7 +3,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -40,6 +40,13 @@ def forked() -> Iterator[tuple[Liveness, int]]:
     worker.close()
     child.kill()
     child.join()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def be_rank_one(trainer: object, port: Connection) -> None:
@@ -104,6 +111,21 @@ def test_a_worker_that_is_alive_without_getting_on_is_named(caplog: pytest.LogCa
         workers[1].check()
         while "Rank 1 is alive" not in caplog.text:
             assert failure(workers[0], seconds=0.1) == "nothing was raised"
+
+
+def test_workers_that_all_wait_for_each_other_are_ended(caplog: pytest.LogCaptureFixture) -> None:
+    with two_workers(patience=0.5) as workers:
+        for worker in workers:
+            worker.check()
+        wait_for(lambda: "is alive, but has not got on for" in caplog.text)
+
+
+def test_sigterm_ends_a_worker_that_waits_for_ever(pair: list[Liveness], monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(liveness, "_TERM_SECONDS", 0.1)
+    monkeypatch.setattr(liveness.os, "_exit", statuses.append)
+    pair[1].terminate()
+    wait_for(lambda: 143 in statuses)
 
 
 def test_sigterm_ends_this_worker_and_tells_the_other(pair: list[Liveness]) -> None:

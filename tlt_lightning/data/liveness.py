@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from math import inf
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -25,6 +26,7 @@ _SILENT_SECONDS = 50.0  # a worker that loads or compiles may keep its other thr
 _STALLED_SECONDS = 300.0
 _NOTE_SECONDS = 5.0
 _GRACE_SECONDS = 30.0
+_TERM_SECONDS = 120.0  # an optimizer step may take as long before it looks for SIGTERM
 _GOODBYE, _BEAT, _FAILURE = "goodbye", "beat", "failure"
 
 
@@ -37,7 +39,8 @@ class Liveness:
     it. A main thread that waits for the dead in a collective is ended after `_GRACE_SECONDS`.
 
     A worker may live without getting on, while others wait in idle windows, which have no time limit. Each tells how
-    long ago its last `check` was: `_STALLED_SECONDS` warn, more than `DDPStrategy(timeout=...)` fails.
+    long ago its last `check` was: `_STALLED_SECONDS` warn, more than `DDPStrategy(timeout=...)` fails. So end workers
+    that all wait in collectives of an engine, which have no time limit. SIGTERM ends those `_TERM_SECONDS` later.
 
     Args:
         trainer: Its strategy tells the others where rank 0 listens; with one worker there is nobody to watch.
@@ -116,7 +119,7 @@ class Liveness:
     # The watching thread
 
     def _watch(self) -> None:
-        last_beat, told_of_sigterm = 0.0, False
+        last_beat, terminated_at = 0.0, inf
         with selectors.DefaultSelector() as selector:
             for line in self._lines.values():
                 selector.register(line.socket, selectors.EVENT_READ, line)
@@ -126,8 +129,8 @@ class Liveness:
                         selector.unregister(key.fileobj)
                         del self._lines[key.data.rank]
                 now = time.monotonic()
-                if self._terminated and not told_of_sigterm:
-                    told_of_sigterm = True
+                if self._terminated and terminated_at == inf:
+                    terminated_at = now
                     self._outbox.append(f"rank {self.rank} ended with SIGTERM")
                 self._send_outbox()
                 if now - last_beat > _BEAT_SECONDS:
@@ -138,6 +141,9 @@ class Liveness:
                 if self._failure is not None and not self._ends_itself and now - self._failed_at > _GRACE_SECONDS:
                     log.error("Rank %d waits for what never comes and is ended. %s", self.rank, self._failure)
                     os._exit(1)
+                if not self._ends_itself and now - terminated_at > _TERM_SECONDS:
+                    log.error("Rank %d has not looked for SIGTERM in %.0f s and is ended.", self.rank, _TERM_SECONDS)
+                    os._exit(SIGTERM_STATUS)
         self._send_outbox()
         self._send(_GOODBYE)
         for line in self._lines.values():
@@ -163,8 +169,8 @@ class Liveness:
             return
         if now - line.heard > _SILENT_SECONDS:
             self._fail(f"rank {line.rank} has given no sign of life for {now - line.heard:.0f} s")
-        elif self._stalled(now) > _STALLED_SECONDS:
-            return  # neither gets on: both may wait in a collective, which has a time limit
+        elif _STALLED_SECONDS < self._stalled(now) <= self._patience:
+            return  # neither gets on: both may wait in a collective, which mostly has a time limit
         elif line.stalled > self._patience:
             self._fail(f"rank {line.rank} is alive, but has not got on for {line.stalled:.0f} s")
         elif line.stalled > _STALLED_SECONDS and not line.warned:
