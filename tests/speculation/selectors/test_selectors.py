@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -17,6 +19,7 @@ from tlt_lightning.speculation import (
     StrategySelector,
     ThresholdSelector,
 )
+from tlt_lightning.speculation.counters import arm_name
 
 SELECTORS = [
     FixedSelector,
@@ -71,6 +74,22 @@ def test_state_survives_json_at_every_step(make):
 @pytest.mark.parametrize("make", SELECTORS)
 def test_same_steps_give_the_same_choices(make):
     assert drive(make(), 3, 300) == drive(make(), 3, 300)
+
+
+@pytest.mark.parametrize(
+    ("make", "counts", "switches"),
+    [
+        (BEGMABSelector, {"off": 6, "learned_1": 2, "learned_3": 32, "learned_5": 760}, 23),
+        (CostModelSelector, {"learned_1": 542, "learned_3": 196, "learned_5": 38, "learned_7": 24}, 67),
+    ],
+)
+def test_a_change_that_is_not_meant_to_leaves_choices_as_they_were(
+    make: Callable[[], StrategySelector], counts: dict[str, int], switches: int
+) -> None:
+    """On made-up steps: the numbers say nothing of quality, `test_on_simulator.py` does."""
+    choices = drive(make(), 7, 800)
+    assert Counter(map(arm_name, choices)) == counts
+    assert sum(a != b for a, b in pairwise(choices)) == switches
 
 
 @pytest.mark.parametrize("make", SELECTORS)
