@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.objectives.conftest import batch_of
 from tlt_lightning.objectives import (
     CISPO,
     DAPO,
@@ -20,6 +21,7 @@ from tlt_lightning.objectives import (
     PPO,
     RLOO,
     SAPO,
+    Aggregation,
     ClippedRatio,
     ComposedObjective,
     DrGRPO,
@@ -29,8 +31,11 @@ from tlt_lightning.objectives import (
     PlainPolicyGradient,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    SequenceMeanTokenMean,
     SequenceMeanTokenSum,
+    SequenceMeanTokenSumNorm,
     StraightThrough,
+    TokenMean,
     TokenSum,
 )
 from tlt_lightning.objectives.kl import log_ratio
@@ -216,3 +221,19 @@ def test_a_log_ratio_is_bounded_by_20_on_both_sides_without_a_gradient_beyond() 
     bounded.sum().backward()
     assert logps.grad is not None
     assert logps.grad.tolist() == [0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "of_one"),
+    [
+        (TokenMean(), 6.0),
+        (TokenSum(), 6.0),
+        (SequenceMeanTokenMean(), 6.0),
+        (SequenceMeanTokenSum(), 6.0),
+        (SequenceMeanTokenSumNorm(max_tokens=3), 2.0),
+    ],
+)
+def test_a_step_of_one_token_has_its_loss_and_one_of_none_has_none(aggregation: Aggregation, of_one: float) -> None:
+    values = torch.tensor([[6.0, 9.0], [9.0, 9.0]])
+    assert aggregation(values, batch_of(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))) == of_one
+    assert aggregation(values, batch_of(torch.zeros(2, 2))) == 0.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -172,6 +174,13 @@ def test_a_forked_child_neither_delays_nor_survives(tmp_path: Path, leave_group:
     with marker.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the child's end gives it back
     assert marker.read_text() == ""
+
+
+def test_namespaces_are_used_where_the_kernel_has_them() -> None:
+    command = ["unshare", "--user", "--pid", "--net", "--fork", "true"]
+    if shutil.which("unshare") is None or subprocess.run(command, capture_output=True, timeout=30).returncode:
+        pytest.skip("no namespaces on this machine")
+    assert has_namespaces()
 
 
 @pytest.mark.parametrize("use_namespaces", [True, False])

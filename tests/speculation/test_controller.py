@@ -89,10 +89,12 @@ def test_a_rollout_begins_without_the_seconds_choice_and_counts_of_the_last() ->
         control.account(0.5, 0.5)
         assert control.look_up(["a"], 3) == {}
         control.remove("a")
+        assert lookups.propose("a", Strategy(2, "sibling"), 2) is None
+        control.add("b", [1, 2])
         control.end_rollout()
+        assert lookups.propose("b", Strategy(2, "sibling"), 2) is None
     assert [seconds for *_, seconds in selector.records] == [0.25, 0.25]
     assert control.counters.decode_steps == 1
-    assert lookups.propose("a", Strategy(2, "sibling"), 2) is None
     selector.script = lambda state: Strategy(2)
     control.begin_rollout()
     assert control.plan(1, 0.0, 0).drafts == Strategy(2)  # a choice of its own
