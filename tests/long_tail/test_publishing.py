@@ -111,6 +111,18 @@ def test_what_few_prompts_say_is_not_enough_and_evidence_is_pooled_over_decision
     assert all(bound <= 0 for bound, is_published in zip(bounds, published, strict=True) if not is_published)
 
 
+@pytest.mark.parametrize("head_path", [None, "given"])
+def test_evidence_of_a_young_head_is_not_held_against_it(head_path: str | None) -> None:
+    drafter = OneWeight(0.4)
+    drafter.head_path = head_path
+    publisher, published = publisher_of(drafter), []
+    for worth in (0.1, 0.5):  # a fall, as its drafts get longer, that later gains have not made up for
+        publisher.trainer.train(steps(1))
+        drafter.load_trainable(dict(drafter.trainable_tensors()) | {"fc.weight": torch.full((2,), worth)})
+        published.append(publisher.publish_if_better().is_published)  # type: ignore[union-attr]
+    assert published == [False, head_path is None]
+
+
 def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
     generator = torch.Generator().manual_seed(0)
     num_prompts = 40

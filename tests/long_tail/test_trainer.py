@@ -16,13 +16,14 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.trainer import MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
+from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
 
 
 class OneWeight(nn.Module):
     """Is worth as many tokens as its weight; two steps of learning move it by 0.25."""
 
     num_draft_tokens = 1
+    head_path: str | None = "given"
     target_config = SimpleNamespace(hidden_size=1, vocab_size=50)
 
     def __init__(self, weight: float = 0.0) -> None:
@@ -121,6 +122,24 @@ def test_a_good_head_survives_the_first_steps_of_a_fresh_optimizer() -> None:
     assert moved[0] == pytest.approx(full / WARMUP_STEPS, rel=0.01)  # Adam's first step is the rate itself
     assert rates == sorted(rates)
     assert rates[-4] < rates[-3] == rates[-1] == full
+
+
+def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts() -> None:
+    class Random(OneWeight):
+        head_path = None
+
+    trainer, lengths = make_trainer(Random()), []
+    for acceptance_length in (1.0, 1.4, 1.6, 1.4, 2.5, 1.0):
+        trainer.train(steps(1))
+        lengths.append(trainer.drafter.most_steps)
+        trainer.note_quality(acceptance_length)
+    resumed = make_trainer(Random())
+    resumed.load_state_dict(trainer.state_dict())
+    resumed.begin(0)
+    resumed.train(steps(1))
+    assert [*lengths, resumed.drafter.most_steps] == [1, 1, 1, 3, 3, None, None]
+    rates = [group["lr"] / group["initial_lr"] for group in resumed.optimizer.param_groups]
+    assert rates == [pytest.approx(8 / COLD_WARMUP_STEPS)]
 
 
 def test_a_gradient_that_is_a_spike_moves_no_weight_further_than_others() -> None:

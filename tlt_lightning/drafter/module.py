@@ -87,6 +87,8 @@ class DrafterModule(L.LightningModule):
         self.optimizer = optimizer
         self.seed = seed
         self.export_dir = export_dir
+        self.most_steps: int | None = None
+        """Draft length that is trained for the time being, at most `num_steps`; None is that."""
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
         self._settings = heads.choose_settings(
@@ -185,7 +187,8 @@ class DrafterModule(L.LightningModule):
 
         No Trainer is needed.
         """
-        head, num_steps, regression_weight = self._built, self.num_steps, self.teaching.regression_weight
+        head, regression_weight = self._built, self.teaching.regression_weight
+        num_steps = min(self.num_steps, self.most_steps or self.num_steps)
         features, fused = unroll(head, batch, num_steps)
         masks = step_masks(batch, num_steps, head.t2d)
         positions = masks.sum(-1).clamp(min=1)

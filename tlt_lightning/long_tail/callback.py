@@ -55,13 +55,13 @@ class LongTailIdleCallback(RolloutCallback):
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
-    In the end `dirpath` holds the published head. A run goes on from a checkpoint, also within an
-    iteration up to its last step, exactly with a `FixedBudget` and no idle windows, which depend on the clock; on
-    another number of workers it goes on inexactly.
-    docs/metrics.md lists the metrics, `drafter/...`.
+    In the end `dirpath` holds the published head. A run goes on from a checkpoint, also within an iteration up to its
+    last step, exactly with a `FixedBudget` and no idle windows, which depend on the clock; on another number of workers
+    it goes on inexactly. docs/metrics.md lists the metrics, `drafter/...`.
 
     Args:
-        drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps.
+        drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps, or 10
+            of a random head. Such a head learns longer drafts the better it drafts.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it; it is halved where memory does not suffice.
         buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;

@@ -68,9 +68,12 @@ class DrafterPublisher:
     def _decide(self, before: Tensor, after: Tensor) -> Publication:
         trainer = self.trainer
         pair = torch.stack([_rows(before), _rows(after)])
+        if trainer.is_young:  # what was measured earlier is of a far worse one
+            self._evidence = []
         self._evidence = [*self._evidence, pair][-_POOLED:]
         gain, error = compare(torch.stack(self._evidence).sum(0))
         old, new = (quality_of(sums.sum(0)) for sums in (before, after))
+        trainer.note_quality(new.acceptance_length)
         is_published = gain > error and new.acceptance_length > old.acceptance_length
         is_lost = new.acceptance_length - 1 < (1 - _LOST) * (old.acceptance_length - 1)
         self._num_lost = self._num_lost + 1 if is_lost else 0

@@ -33,6 +33,9 @@ _PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then
 MAX_GRAD_NORM = 0.5  # as in the recipe of the warm-up, and in SpecForge
 WARMUP_STEPS = 50
 """Micro-steps over which the learning rate rises to its full value."""
+COLD_WARMUP_STEPS = 10
+"""The same for a head of random weights, which has nothing to lose."""
+_DEPTHS = ((1.5, 1), (2.5, 3))  # drafts that it learns while it makes fewer tokens per step than that
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -94,6 +97,7 @@ class DrafterTrainer:
         self._num_own = 0  # micro-steps of this worker that were not averaged yet
         self.num_seen = 0
         """Tokens trained on since `begin`."""
+        self._most_steps = _DEPTHS[0][1] if drafter.head_path is None else None
         self._generator = torch.Generator()
         self._packs: Iterator[PackedBatch] = iter(())
         self.renew_optimizer()
@@ -102,7 +106,8 @@ class DrafterTrainer:
         """Make a fresh optimizer, without the gradients of the past."""
         self.optimizer: Any = self.drafter.configure_optimizers()
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
-        self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+        rising = COLD_WARMUP_STEPS if self.drafter.head_path is None else WARMUP_STEPS
+        self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / rising))
 
     def on_device(self) -> AbstractContextManager[None]:
         """Bring weights and optimizer to the device, if they are in host memory, until it is left."""
@@ -184,6 +189,20 @@ class DrafterTrainer:
             versions = (sequence.policy_version for sequence in self.buffer.training)  # the same on all workers
             self.seen_version = max(versions, default=self.seen_version)
 
+    @property
+    def is_young(self) -> bool:
+        """True while a new head is not trained on whole drafts yet."""
+        return self._most_steps is not None
+
+    def note_quality(self, acceptance_length: float) -> None:
+        """Learn how well the trained weights draft: the better, the longer are the drafts that a new head learns.
+
+        Tokens that are hardly ever reached cost as much time as others and teach it less.
+        """
+        if self._most_steps is not None:
+            depths = (max(depth, self._most_steps) for bound, depth in _DEPTHS if acceptance_length < bound)
+            self._most_steps = next(depths, None)
+
     def _backward(self, batch: PackedBatch) -> float:
         with torch.enable_grad(), self.autocast():
             loss, _ = self.drafter.loss(batch)
@@ -192,6 +211,7 @@ class DrafterTrainer:
         return loss.item()
 
     def _micro_step(self) -> float:
+        self.drafter.most_steps = self._most_steps
         value = self._backward(next(self._packs))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
@@ -260,6 +280,7 @@ class DrafterTrainer:
             "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
             "warmup": self._warmup.state_dict(),
+            "most_steps": self._most_steps,
             "buffer": self.buffer.state_dict(),
             "seen_version": self.seen_version,
             "num_pending": self.num_pending,
@@ -270,5 +291,6 @@ class DrafterTrainer:
         self.load_weights(state_dict["weights"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._warmup.load_state_dict(state_dict["warmup"])
+        self._most_steps = state_dict["most_steps"]
         self.buffer.load_state_dict(state_dict["buffer"])
         self.seen_version, self.num_pending = state_dict["seen_version"], state_dict["num_pending"]
