@@ -54,6 +54,10 @@ def test_batches_are_padded_to_the_smallest_graph():
     assert BucketedGraphPool().plan(arms_by_batch(FixedSelector(3), 20), (1, 2, 4, 8)).piecewise == (8,)
 
 
+def test_a_pass_has_the_tokens_of_all_its_requests() -> None:
+    assert [FullGraph(kind, 8, 3).num_tokens for kind in ("target", "drafter_prefill", "drafter_decode")] == [24, 24, 8]
+
+
 def test_equal_shapes_of_different_drafters_are_merged_and_look_ups_without_a_head_need_no_drafter_graph():
     def shapes(*drafters):
         selector = CostModelSelector(num_draft_tokens=(1, 3), drafters=drafters)
