@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tlt_lightning import RewardTerm
+from tlt_lightning import PartialRollout, RewardTerm
 from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.weight_sync import WeightSync
@@ -16,6 +16,8 @@ from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import Format, RewardPool
+from tlt_lightning.schedules.base import Demand, OpenGroup
+from tlt_lightning.schedules.course import RolloutCourse
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 SPECIAL = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": 0}
@@ -163,6 +165,16 @@ def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -
     assert collector.metrics["rollout/tail_share"] == pytest.approx(3 / 5)
     assert collector.metrics["rollout/seconds"] == 5.0
     assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(40 / 5)
+
+
+def test_tokens_of_earlier_rollouts_do_not_count_as_written(collector: RolloutCollector) -> None:
+    begun = Response(0, [5], [-1.0], "unfinished", (0,))
+    group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(begun, begun))
+    collector.engine.stop = lambda request_ids: None  # type: ignore[method-assign]
+    course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1), [group], 2)
+    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
+    assert [rollout.response.token_ids for rollout in rollouts] == [(5, 1)] * 2
+    assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(2 / 4)
 
 
 def test_a_response_that_never_came_is_an_error(collector: RolloutCollector) -> None:

@@ -195,6 +195,8 @@ def test_responses_to_one_prompt_stay_on_one_side() -> None:
     assert len(train) == 18 * 5
     assert not {tuple(prompt) for prompt, _ in train} & {tuple(prompt) for prompt, _ in held_out}
     assert split_by_prompt(texts, 0.1, seed=1)[1] != held_out
+    for share in (0.001, 0.999):  # of two prompts one is on each side
+        assert [len(part) for part in split_by_prompt(texts[:10], share, seed=0)] == [5, 5]
 
 
 def test_groups_of_similar_length_waste_little() -> None:

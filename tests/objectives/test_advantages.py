@@ -70,6 +70,12 @@ def test_two_values_are_whitened_by_their_unbiased_variance() -> None:
     torch.testing.assert_close(whiten(x, mask, lambda x: x), expected)
 
 
+def test_differences_as_small_as_the_floor_of_the_variance_are_damped_by_it() -> None:
+    x = torch.tensor([[0.0, 1e-4, 2e-4]], dtype=torch.float64)  # their variance is 1e-8, as is the floor
+    expected = torch.tensor([[-(0.5**0.5), 0.0, 0.5**0.5]], dtype=torch.float64)
+    torch.testing.assert_close(whiten(x, torch.ones(1, 3, dtype=torch.bool), lambda x: x), expected)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, -1000.3, 1e6 + 0.3])
 @pytest.mark.parametrize("num_tokens", [1, 3, 1000])
 def test_equal_values_are_whitened_to_zero_whatever_their_magnitude(value: float, num_tokens: int) -> None:

@@ -133,9 +133,9 @@ def test_an_infinite_loop_ends_at_the_time_limit() -> None:
 
 @pytest.mark.parametrize("use_namespaces", [True, False])
 def test_a_memory_hog_fails_alone(use_namespaces: bool) -> None:
-    hog = "try:\n  hoard = bytearray(512 << 20)\nexcept MemoryError: pass\nelse: 1 / 0\n"
+    hog = "try:\n  hoard = bytearray(320 << 20)\nexcept MemoryError: pass\nelse: 1 / 0\n"
     assert score(hog + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 1.0
-    assert score("hoard = bytearray(512 << 20)\n" + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 0.0
+    assert score("hoard = bytearray(320 << 20)\n" + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 0.0
     assert score("hoard = bytearray(64 << 20)\n" + DOUBLE, memory_mb=256, use_namespaces=use_namespaces) == 1.0
 
 

@@ -193,5 +193,5 @@ def test_a_filler_is_found_for_every_look_up_and_replaces_no_head() -> None:
     drafter.add("a", [1, 2, 3])
     found = drafter.propose("a", Strategy(3, "sibling"), 3)
     assert found is not None
-    assert (len(found.tokens), found.num_known) == (3, 3)
+    assert (len(found.tokens), found.num_known, found.source) == (3, 3, ("sibling", 0))
     assert drafter.propose("a", Strategy(3, "mixed"), 3) is None
