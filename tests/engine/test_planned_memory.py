@@ -1,10 +1,16 @@
 """Memory that an engine will hold, from shapes; tests/engine/vllm/test_engine_life.py compares it with a live one."""
 
 from collections.abc import Mapping
+from math import prod
+from pathlib import Path
 
+import pytest
+
+from tests.support.eagle_head import make_head, save_head
 from tlt_lightning import CostModelSelector, Quantization, Speculation, VLLMEngine
 from tlt_lightning.engine.planned_memory import GIB
 from tlt_lightning.policy import load_policy
+from tlt_lightning.speculation.eagle3_files import read_head
 
 TOKEN = 2 * 2 * 32 * 2
 """Bytes of a token's keys and values: two layers with a head of 32 numbers of 2 bytes."""
@@ -37,6 +43,20 @@ def test_types_count_by_their_width(policy_path: str) -> None:
     kept = plan(policy_path, VLLMEngine(dtype="bfloat16", quantization=Quantization("fp8", ["model.layers.0.*"])))
     assert kept["engine, weights"] == 2 * numbers - linear // 2
     assert wide["engine, cache"] == 2 * plain["engine, cache"] == 4 * narrow["engine, cache"]
+
+
+def test_ranks_of_an_engine_share_a_head_but_for_what_each_needs_whole(policy_path: str, tmp_path: Path) -> None:
+    path = save_head(make_head(policy_path), tmp_path / "head")
+    speculation = Speculation(selector=CostModelSelector(drafters=["learned"]), head=path)
+    alone, shared = (
+        plan(policy_path, VLLMEngine(dtype="bfloat16", speculation=speculation, tensor_parallel=ranks))
+        for ranks in (1, 2)
+    )
+    shapes = read_head(path).tensors
+    whole = sum(2 * prod(shape) for name, shape in shapes.items() if "fc" in name or len(shape) == 1)
+    assert whole > 0
+    assert shared["engine, drafter"] == pytest.approx(whole + (alone["engine, drafter"] - whole) / 2)
+    assert shared["engine, weights"] == alone["engine, weights"] / 2
 
 
 def test_graphs_are_those_that_will_be_captured(policy_path: str) -> None:

@@ -145,6 +145,10 @@ def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_pat
     room = (alone.update - 0.6 * (sum(alone.held.values()) - memory.CONTEXT)) * (1 - memory.ERROR)
     with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on 4 GPUs"):
         check_fits(alone, room, replace(PASSES, longest=PASSES.micro_batch_tokens, is_checkpointed=True))
+    drafter = 4 * alone.update  # which stays whole on every GPU
+    beside = replace(alone, held={**alone.held, "drafter, trained": drafter}, whole=alone.whole + drafter)
+    with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on 4 GPUs"):
+        check_fits(beside, room + drafter * (1 - memory.ERROR), replace(PASSES, longest=96, is_checkpointed=True))
 
 
 def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tmp_path, caplog) -> None:

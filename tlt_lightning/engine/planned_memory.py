@@ -45,7 +45,7 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     head = {} if path is None else read_head(path).tensors
     held = {
         "engine, weights": _weights(shapes, width, engine.quantization.quantized_layers(shapes)) / engine.num_ranks,
-        "engine, drafter": _weights(head, width),
+        "engine, drafter": sum(_weights(part, width) / by for by, part in _split(head, engine.num_ranks).items()),
         "engine, graphs": 0.0 if engine.enforce_eager else _graphs(engine, config.num_hidden_layers, bool(head)),
         "engine, a step": _step(config, engine, step_tokens(device_bytes)),
     }
@@ -61,6 +61,14 @@ def _weights(shapes: Mapping[str, tuple[int, ...]], width: int, quantized: Colle
     """Return the bytes of weights; those of layers in 8 bit, `quantized`, have a byte a number."""
     narrow = {f"{layer}.weight" for layer in quantized}
     return float(sum(prod(shape) * (1 if name in narrow else width) for name, shape in shapes.items()))
+
+
+def _split(head: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Return a head's tensors by the ranks of an engine that share each: all, or none for `fc` and norms."""
+    parts: dict[int, dict[str, tuple[int, ...]]] = {1: {}, num_ranks: {}}
+    for name, shape in head.items():
+        parts[1 if len(shape) == 1 or "fc." in name else num_ranks][name] = shape
+    return parts
 
 
 def _token(config: Any, engine: Any, width: int, has_head: bool) -> float:

@@ -63,6 +63,8 @@ class MemoryForecast:
         activations: Bytes of the largest pass, of the two kinds: kept for the backward pass, and logits.
         step: Temporary bytes of an optimizer step.
         engine: What the rollout engine takes, by name; beside all else unless the engine sleeps during updates.
+        engine_sleeps: Whether it does.
+        whole: Bytes of `held` that more GPUs do not share: CUDA's context and callbacks' part.
     """
 
     held: Mapping[str, float]
@@ -70,6 +72,7 @@ class MemoryForecast:
     step: float
     engine: Mapping[str, float] = field(default_factory=dict)
     engine_sleeps: bool = True
+    whole: float = CONTEXT
 
     @property
     def update(self) -> float:
@@ -282,8 +285,9 @@ def check_memory(
     except (RuntimeError, AttributeError) as error:
         log.warning("What the run will hold in memory is not forecast for `policy` %r: %s", module.policy_path, error)
         return
-    held = {**plan.held, **module.held_by_callbacks}
-    plan = replace(plan, held=held, engine=engine, engine_sleeps=engine_sleeps)
+    own: dict[str, float] = module.held_by_callbacks
+    held, whole = {**plan.held, **own}, plan.whole + sum(own.values())
+    plan = replace(plan, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
     rank_zero_info("%s", plan.table())
     if plan.rollout > available:
         log.warning(
@@ -308,7 +312,7 @@ def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:
     passing, gradients = sum(plan.activations.values()), plan.held["gradients"]
     per_token = plan.activations["activations"] / passes.micro_batch_tokens
     tokens = int(passes.micro_batch_tokens - excess / per_token) // 128 * 128
-    spread = (sum(plan.held.values()) - CONTEXT) * passes.num_shards
+    spread = (sum(plan.held.values()) - plan.whole) * passes.num_shards
     left = spread / passes.num_shards - excess
     num_gpus = 2 ** ceil(log2(spread / left)) if left > 0 else 0
     remedies = {
