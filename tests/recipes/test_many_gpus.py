@@ -1,0 +1,65 @@
+"""Recipes for several GPUs fit the devices that they name, by the forecast at a run's start, and no fewer."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from benchmarks.micro.step_time import SEVEN_B, THIRTY_TWO_B
+from tests.recipes.test_recipes import instantiate
+from tlt_lightning.training.memory import GIB, Passes, check_memory
+
+FOURTEEN_B = {**THIRTY_TWO_B, "intermediate_size": 13824, "num_hidden_layers": 48}
+H100, H200 = 79.6, 139.8  # GiB
+
+
+def forecast(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> None:
+    """Check what a recipe's run would check before it loads a policy of this shape."""
+    module, data = cli.model, cli.datamodule
+    module.policy_path = str(folder)
+    (folder / "config.json").write_text(json.dumps(shape))
+    longest = data.max_prompt_tokens + data.sampling.max_tokens
+    passes = Passes(
+        micro_batch_tokens=data.micro_batch_tokens,
+        longest=longest,
+        is_autocast=cli.trainer.precision == "bf16-mixed",
+        is_checkpointed=module.gradient_checkpointing,
+        num_shards=cli.trainer.strategy.num_shards,
+    )
+    engine = data.engine.planned_memory(str(folder), max_model_len=longest, device_bytes=device_gib * GIB)
+    check_memory(module, passes, device_gib * GIB, engine=engine, engine_sleeps=data.engine.sleeps)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "device_gib", "fits", "too_few"),
+    [
+        ("grpo_qwen2.5-7b_fsdp2", SEVEN_B, H100, 4, 1),
+        ("grpo_qwen2.5-7b_fsdp2", SEVEN_B, H200, 2, None),
+        ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 2),
+        ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 1),
+        ("grpo_qwen2.5-32b_lora_tp2", THIRTY_TWO_B, H100, 4, None),
+    ],
+)
+def test_it_fits_as_many_devices_as_it_says(
+    name: str,
+    shape: dict[str, Any],
+    device_gib: float,
+    fits: int,
+    too_few: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "policy").mkdir()
+    cli = instantiate(name, tmp_path, monkeypatch, "--trainer.devices", str(fits))
+    with caplog.at_level(logging.INFO):
+        forecast(cli, shape, tmp_path / "policy", device_gib)
+    assert "| **update, at its worst** |" in caplog.text
+    assert "A rollout would take" not in caplog.text
+    if too_few is not None:
+        monkeypatch.setattr(type(cli.trainer.strategy), "num_shards", too_few)
+        with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on [248] GPUs"):
+            forecast(cli, shape, tmp_path / "policy", device_gib)
