@@ -10,6 +10,7 @@ import pytest
 
 import tlt_lightning as tlt
 from tlt_lightning import objectives, rewards, speculation
+from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget
@@ -34,9 +35,13 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     },
     tlt.Sampling: {"max_tokens": 1024, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0},
     tlt.DynamicSampling: {"max_rounds": 4},
+    tlt.RolloutBatch: {"temperature": 1.0, "num_loss_tokens": 0.0, "num_loss_sequences": 0.0, "num_shares": 1},
+    tlt.Demand: {"is_first": True},
+    tlt.OpenGroup: {"deferrals": 0, "responses": (), "expected_tokens": 0.0},
     tlt.PartialRollout: {"extra": 0.5, "max_policy_lag": 2},
     tlt.TailBatching: {"extra": 0.25},
     tlt.DrafterDataModule: {"num_tokens": 4096, "val_share": 0.1, "seed": 0},
+    AcceptanceRule: {"samples_drafts": False, "temperature": 1.0},
     Teaching: {"decay": 1.0, "regression_weight": 0.0},
     AdaptiveBudget: {"most": 1.0, "trial": 0.5, "overhead": 0.005, "horizon": 50},
     FixedBudget: {"share": 0.1, "every_n_iterations": 1},
