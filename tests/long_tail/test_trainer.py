@@ -124,12 +124,12 @@ def test_a_good_head_survives_the_first_steps_of_a_fresh_optimizer() -> None:
     assert rates[-4] < rates[-3] == rates[-1] == full
 
 
-def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts() -> None:
+def test_a_random_head_begins_fast_and_learns_whole_drafts_once_short_ones_are_good() -> None:
     class Random(OneWeight):
         head_path = None
 
     trainer, lengths = make_trainer(Random()), []
-    for acceptance_length in (1.0, 1.4, 1.6, 1.4, 2.5, 1.0):
+    for acceptance_length in (1.0, 2.4, 2.5, 1.0):
         trainer.train(steps(1))
         lengths.append(trainer.drafter.most_steps)
         trainer.note_quality(acceptance_length)
@@ -137,9 +137,9 @@ def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts
     resumed.load_state_dict(trainer.state_dict())
     resumed.begin(0)
     resumed.train(steps(1))
-    assert [*lengths, resumed.drafter.most_steps] == [1, 1, 1, 3, 3, None, None]
+    assert [*lengths, resumed.drafter.most_steps] == [3, 3, 3, None, None]
     rates = [group["lr"] / group["initial_lr"] for group in resumed.optimizer.param_groups]
-    assert rates == [pytest.approx(8 / COLD_WARMUP_STEPS)]
+    assert rates == [pytest.approx(6 / COLD_WARMUP_STEPS)]
 
 
 def test_a_gradient_that_is_a_spike_moves_no_weight_further_than_others() -> None:

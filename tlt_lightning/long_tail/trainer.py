@@ -35,7 +35,8 @@ WARMUP_STEPS = 50
 """Micro-steps over which the learning rate rises to its full value."""
 COLD_WARMUP_STEPS = 10
 """The same for a head of random weights, which has nothing to lose."""
-_DEPTHS = ((1.5, 1), (2.5, 3))  # drafts that it learns while it makes fewer tokens per step than that
+_SHORT = 3  # drafts that it learns at first; from single ones it would learn features that cannot be fed back
+_WHOLE_FROM = 2.5  # tokens per step from which on it learns drafts as long as those of other heads
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -97,7 +98,7 @@ class DrafterTrainer:
         self._num_own = 0  # micro-steps of this worker that were not averaged yet
         self.num_seen = 0
         """Tokens trained on since `begin`."""
-        self._most_steps = _DEPTHS[0][1] if drafter.head_path is None else None
+        self._most_steps = _SHORT if drafter.head_path is None else None
         self._generator = torch.Generator()
         self._packs: Iterator[PackedBatch] = iter(())
         self.renew_optimizer()
@@ -195,13 +196,12 @@ class DrafterTrainer:
         return self._most_steps is not None
 
     def note_quality(self, acceptance_length: float) -> None:
-        """Learn how well the trained weights draft: the better, the longer are the drafts that a new head learns.
+        """Learn how well the trained weights draft: a new head learns whole drafts once short ones are good.
 
         Tokens that are hardly ever reached cost as much time as others and teach it less.
         """
-        if self._most_steps is not None:
-            depths = (max(depth, self._most_steps) for bound, depth in _DEPTHS if acceptance_length < bound)
-            self._most_steps = next(depths, None)
+        if acceptance_length >= _WHOLE_FROM:
+            self._most_steps = None
 
     def _backward(self, batch: PackedBatch) -> float:
         with torch.enable_grad(), self.autocast():
