@@ -30,7 +30,7 @@ def about(size: str, note: str, seed: int, *, on_cpu: bool = False) -> dict[str,
     import tlt_lightning
 
     versions = {"python": platform.python_version(), "tlt_lightning": tlt_lightning.__version__}
-    for package in PACKAGES:
+    for package in (*PACKAGES, "liger-kernel", "torchao"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

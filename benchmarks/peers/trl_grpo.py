@@ -5,10 +5,13 @@ gradient norm, lengths (replayed or the same limit), temperature, precision on b
 the objective: `loss_type="dapo"` is the mean over the tokens of the optimizer step, the clip is 0.2 / 0.28, importance
 weights for the mismatch of engine and trainer are cut at 2 per token, there is no KL penalty.
 
-TRL's own: full CUDA graphs, as many sequences at once as there are responses (both its defaults with vLLM), the fused
-AdamW, no checkpoints. It pads every micro-batch to the longest response of the iteration and offers no setting against
-that. TRL 1.16 names vLLM 0.22 to 0.31 as supported and warns of 0.32, with which it runs; `VLLM_USE_V2_MODEL_RUNNER=0`
-gives it vLLM's older runner. On a CPU, where vLLM repacks its weights, their update has to take vLLM's own way.
+TRL's own, as fast as its settings go: full CUDA graphs, as many sequences at once as there are responses (both its
+defaults with vLLM), the fused AdamW, log-probs fused with the head (always, in 1.16), Liger's norms, SwiGLU and rotary
+embedding where `liger-kernel` is installed, no checkpoints. It pads every micro-batch to the longest response of the
+iteration and offers no setting against that (`padding_free` is SFT's), so attention has a mask; kernels from the Hub
+(`use_kernels`) would have to be downloaded. TRL 1.16 names vLLM 0.22 to 0.31 as supported and warns of 0.32, with which
+it runs; `VLLM_USE_V2_MODEL_RUNNER=0` gives it vLLM's older runner. On a CPU, where vLLM repacks its weights, their
+update has to take vLLM's own way.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +118,8 @@ def settings(work: Work, folder: str) -> Any:
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
-        gradient_checkpointing=False,
+        gradient_checkpointing=False,  # there is room, and it would cost a quarter of the update
+        use_liger_kernel=not work.is_tiny and find_spec("liger_kernel") is not None,
         loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.28,
