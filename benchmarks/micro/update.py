@@ -14,10 +14,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,9 @@ from benchmarks.lossless.checks import as_batch
 from benchmarks.micro.step_time import SEVEN_B, TINY_SHAPE
 from tlt_lightning import policy as package
 from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
+from tlt_lightning.fused.logps import chosen_logps
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
 from tlt_lightning.training.memory import CONTEXT, GIB, Passes, TrainedModel, forecast
@@ -36,21 +37,11 @@ from tlt_lightning.training.micro_batches import cut_micro_batches
 from tlt_lightning.training.throughput import peak_flops, train_flops
 
 ROUNDS = 3
-SMALLER: dict[str, Any] = {**SEVEN_B, "tie_word_embeddings": True, "vocab_size": 151936, "num_key_value_heads": 2}
+SMALLER = dict(SEVEN_B, tie_word_embeddings=True, vocab_size=151936, num_key_value_heads=2)
 SHAPES: dict[str, dict[str, Any]] = {
     "7b": SEVEN_B,
-    "1.5b": SMALLER | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
-    "3b": SMALLER
-    | {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36},
-}
-PIECES = ("adapters", "layers", "log-probs")
-"""What the package computes itself and not PEFT and transformers, in the order in which it is added."""
-WAYS = {
-    "padded": PIECES,
-    "packed, nothing fused": (),
-    "packed, and adapters": PIECES[:1],
-    "packed, and norms and activations": PIECES[:2],
-    "packed, and log-probs: the package": PIECES,
+    "1.5b": dict(SMALLER, hidden_size=1536, intermediate_size=8960, num_attention_heads=12),
+    "3b": dict(SMALLER, hidden_size=2048, intermediate_size=11008, num_attention_heads=16, num_hidden_layers=36),
 }
 
 
@@ -62,7 +53,7 @@ def draw_batch(num_rows: int, typical: int, longest: int, device: torch.device) 
 
 
 def plain_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute what `chosen_logps` does by operations of torch, entropies without a gradient."""
+    """Compute what `chosen_logps` does by operations of torch."""
     logits = logits.float() / temperature
     normalizer = logits.logsumexp(-1)
     with torch.no_grad():
@@ -70,22 +61,24 @@ def plain_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Te
     return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy
 
 
-@contextmanager
-def fused(model: nn.Module, pieces: Sequence[str]) -> Iterator[None]:
-    """Leave all but `pieces` to PEFT, transformers and torch for the block."""
-    own = {layer: vars(layer)["forward"] for layer in model.modules() if "forward" in vars(layer)}
-    for layer in own:
-        if ("adapters" if hasattr(layer, "lora_A") else "layers") not in pieces:
-            del layer.forward
-    with patch.object(package, "chosen_logps", package.chosen_logps if "log-probs" in pieces else plain_logps):
-        yield
-    for layer, forward in own.items():
-        layer.forward = forward
+def take_apart(model: nn.Module) -> None:
+    """Leave everything that `fused` does to PEFT, transformers and torch."""
+    package.chosen_logps = plain_logps
+    for layer in model.modules():
+        vars(layer).pop("forward", None)
 
 
-def time_update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: RolloutBatch, parts: Sequence[Sequence[int]]
-) -> float:
+# What is done to the model before each way, after all that was done before; None takes the package's log-probs again.
+WAYS = {
+    "padded": None,
+    "packed, nothing fused": take_apart,
+    "packed, and adapters": fuse_adapters,
+    "packed, and norms and activations": fuse_layers,
+    "packed, and log-probs: the package": None,
+}
+
+
+def time_update(model: nn.Module, optimizer: Any, batch: RolloutBatch, parts: Sequence[Sequence[int]]) -> float:
     """Run all passes forward and backward and the optimizer's step, and return the seconds."""
     began = time.perf_counter()
     for rows in parts:
@@ -110,9 +103,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--eight-bit", action="store_true", help="with torchao's AdamW8bit")
     args = parser.parse_args(arguments)
     torch.manual_seed(args.seed)
-    build: Any = torch.optim.AdamW
-    if args.eight_bit:
-        from torchao.optim import AdamW8bit as build
+    build: Any = import_module("torchao.optim").AdamW8bit if args.eight_bit else torch.optim.AdamW
     device, shape = torch.device("cpu" if args.tiny else "cuda"), TINY_SHAPE if args.tiny else SHAPES[args.shape]
     lora = None if args.full else LoRA(rank=32, base_dtype="float32" if args.tiny else "bfloat16")
     config = AutoConfig.for_model(**shape)
@@ -124,26 +115,27 @@ def main(arguments: Sequence[str]) -> None:
     batch = draw_batch(*((12, 20, 96) if args.tiny else (128, 139, 4116)), device)
     title = f"{'tiny' if args.tiny else args.shape} shape, {f'all weights, {build.__name__}' if args.full else 'LoRA'}"
     results: dict[str, Any] = {"about": about(title, args.note, args.seed, on_cpu=args.tiny), "ways": []}
-    flops = float(train_flops(model, batch.lengths, batch.response_mask.sum()))
-    rate = peak_flops(device)
+    flops, rate = float(train_flops(model, batch.lengths, batch.response_mask.sum())), peak_flops(device)
     for tokens in args.tokens or ([96, 256] if args.tiny else [8192]):
-        for way, pieces in WAYS.items():
+        for way, prepare in WAYS.items():
+            if prepare is not None:
+                prepare(model)
+            else:
+                package.chosen_logps = chosen_logps
             setattr(causal_lm(model).base_model, IS_PACKABLE, way != "padded")
             parts = cut_micro_batches(torch.arange(len(batch)), batch.lengths.cpu(), tokens, is_padded=way == "padded")
             if not args.tiny:
                 torch.cuda.reset_peak_memory_stats()
-            optimizer = build([parameter for parameter in model.parameters() if parameter.requires_grad])
-            with fused(model, pieces):
-                first, *seconds = (time_update(model, optimizer, batch, parts) for _ in range(1 + ROUNDS))
+            optimizer = build([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-6)
+            first, *seconds = (time_update(model, optimizer, batch, parts) for _ in range(1 + ROUNDS))
             median, peak = statistics.median(seconds), None if args.tiny else torch.cuda.max_memory_allocated() / GIB
-            mfu = None if rate is None else flops / median / rate
-            micros = 1e6 * median / int(batch.lengths.sum())
-            results["ways"].append([way, tokens, len(parts), first, median, micros, mfu, peak])
+            rates = [1e6 * median / int(batch.lengths.sum()), None if rate is None else flops / median / rate]
+            results["ways"].append([way, tokens, len(parts), first, median, *rates, peak])
     # Of what was measured last: the package as it is, at the most tokens.
     largest = max(int(batch.lengths[rows].sum()) for rows in parts)
+    passes = Passes(largest, largest, is_autocast=not args.tiny, is_checkpointed=False)
     with tempfile.TemporaryDirectory() as path:
         config.save_pretrained(path)
-        passes = Passes(largest, largest, is_autocast=not args.tiny, is_checkpointed=False)
         plan = forecast({"policy": TrainedModel(path, lora)}, passes, build, {})
     results["forecast"] = (plan.update - CONTEXT) / GIB
     lines = [*heading("Update", results["about"]), f"{len(batch)} sequences, {int(batch.lengths.sum()):,} tokens.", ""]

@@ -24,19 +24,20 @@ def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], t
     assert policy.chosen_logps is chosen_logps
 
 
-def test_pieces_that_are_left_out_are_pefts_and_transformers_own() -> None:
+def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_adds_a_piece() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=2, **shape))
-    update.fuse_layers(model)
     model = update.with_adapters(model, update.LoRA(rank=2))
+    update.fuse_layers(model)
 
     def fused() -> set[str]:
         return {type(layer).__name__ for layer in model.modules() if "forward" in vars(layer)}
 
-    layers, every = {"Qwen2RMSNorm", "Qwen2MLP"}, {"Qwen2RMSNorm", "Qwen2MLP", "Linear"}
-    for pieces, expected in [((), set()), (("adapters",), {"Linear"}), (("layers",), layers), (update.PIECES, every)]:
-        with update.fused(model, pieces):
-            assert fused() == expected
-        assert fused() == every
+    found = []
+    for prepare in filter(None, update.WAYS.values()):
+        prepare(model)
+        found.append(fused())
+    policy.chosen_logps = update.chosen_logps
+    assert found == [set(), {"Linear"}, {"Qwen2RMSNorm", "Qwen2MLP", "Linear"}]
