@@ -88,7 +88,7 @@ class _Norm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _norm_gradient(grad_rows, rows, weight, scale).view(grad.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = _norm_weight_gradient(grad_rows, rows, scale).to(weight.dtype)
+            grad_weight = _norm_weight_gradient(grad_rows, rows, scale)
         return grad_x, grad_weight, None
 
 
