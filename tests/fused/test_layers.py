@@ -53,12 +53,32 @@ def test_outputs_are_those_of_transformers_and_so_are_gradients(name: str, shape
 @pytest.mark.parametrize("name", ["norm", "mlp"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16], ids=str)
-def test_under_autocast_types_are_those_of_transformers(name: str, weights: torch.dtype, inputs: torch.dtype) -> None:
+def test_under_autocast_outputs_are_what_the_next_linear_layer_would_make_of_transformers(
+    name: str, weights: torch.dtype, inputs: torch.dtype
+) -> None:
     theirs, ours = (each.to(weights) for each in pair_of(name))
     x = torch.randn(7, 24).to(inputs)
-    for mine, expected in zip(*(passes(each, x, is_autocast=True) for each in (ours, theirs)), strict=True):
-        assert mine.dtype == expected.dtype
-        assert (mine - expected).float().norm() < 0.02 * expected.float().norm()
+    (mine, *gradients), (output, *expected) = (passes(each, x, is_autocast=True) for each in (ours, theirs))
+    assert torch.equal(mine, output.bfloat16())
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient.dtype == other.dtype
+        assert (gradient - other).float().norm() < 0.02 * other.float().norm()
+
+
+def test_under_autocast_linear_layers_that_read_a_norm_keep_no_copies_of_their_own() -> None:
+    norm, readers = pair_of("norm")[1], [nn.Linear(24, 8) for _ in range(3)]
+    x, kept = torch.randn(7, 24, requires_grad=True), set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.shape == (7, 24) and tensor.dtype == torch.bfloat16:
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+        outputs = [reader(y) for reader in readers]
+    assert len(outputs) == 3
+    assert len(kept) == 1
 
 
 def test_what_a_pass_keeps_is_its_input() -> None:

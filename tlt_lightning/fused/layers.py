@@ -43,7 +43,10 @@ def _source(layer: nn.Module) -> str:
 
 
 def _norm_forward(layer: Any, hidden_states: Tensor) -> Tensor:
-    return _Norm.apply(hidden_states, layer.weight, layer.variance_epsilon)  # type: ignore[no-any-return]
+    device, dtype = hidden_states.device.type, torch.promote_types(hidden_states.dtype, layer.weight.dtype)
+    if torch.is_autocast_enabled(device):  # else each linear layer behind would make a copy of that type, and keep it
+        dtype = torch.get_autocast_dtype(device)
+    return _Norm.apply(hidden_states, layer.weight, layer.variance_epsilon, dtype)  # type: ignore[no-any-return]
 
 
 def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
@@ -51,10 +54,10 @@ def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 @compiled_on_gpu
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype), scale
+    return (weight * (wide * scale).to(x.dtype)).to(dtype), scale
 
 
 @compiled_on_gpu
@@ -69,13 +72,13 @@ def _norm_weight_gradient(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """Takes x (..., H), weight (H,) and eps; returns weight * x / sqrt(mean(x^2) + eps), the quotient in x's type."""
+    """Takes x (..., H), weight (H,), eps and a type; returns weight * x / sqrt(mean(x^2) + eps) of that type."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         rows = x.flatten(0, -2)
-        y, scale = _norm(rows, weight, eps)
+        y, scale = _norm(rows, weight, eps, dtype)
         ctx.save_for_backward(rows, weight, scale)
         return y.view(x.shape)
 
@@ -89,7 +92,7 @@ class _Norm(torch.autograd.Function):
             grad_x = _norm_gradient(grad_rows, rows, weight, scale).view(grad.shape)
         if ctx.needs_input_grad[1]:
             grad_weight = _norm_weight_gradient(grad_rows, rows, scale)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 @compiled_on_gpu
