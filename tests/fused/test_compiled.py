@@ -19,7 +19,7 @@ def double(x: Tensor) -> Tensor:
 
 
 def test_on_a_cpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
     assert compiled_on_gpu(double)(torch.ones(3)).tolist() == [2, 2, 2]
 
 
@@ -29,7 +29,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written_and_is_said_once(
     def broken(*_: Tensor) -> Tensor:
         raise TorchDynamoException("no compiler here")
 
-    monkeypatch.setattr(torch, "compile", lambda _: broken)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
     with FakeTensorMode():
         rows, call = torch.ones(3, 2, device="cuda"), compiled_on_gpu(double)
         assert [call(rows).shape for _ in range(3)] == [(3, 2)] * 3
@@ -40,7 +40,7 @@ def test_faults_of_the_function_are_no_matter_of_compiling(monkeypatch: pytest.M
     def faulty(*_: Tensor) -> Tensor:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(torch, "compile", lambda _: faulty)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: faulty)
     with FakeTensorMode(), pytest.raises(RuntimeError, match="out of memory"):
         compiled_on_gpu(double)(torch.ones(3, device="cuda"))
 
