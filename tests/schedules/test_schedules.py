@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,3 +271,24 @@ def test_what_was_put_aside_may_be_enough_without_a_rollout() -> None:
     assert course.requests([[5]] * 3, 0) == []
     assert course.taken == list(range(2 * SIZE))
     assert [group.draw for group in course.put_aside()] == [2]
+
+
+def test_what_was_drawn_and_not_begun_ages_from_its_beginning_and_is_not_dropped() -> None:
+    partial = run(PartialRollout(1.0, 5), 1)
+    ended = [Response(i, [5, 1], [0.0, 0.0], "stop", (0,)) for i in range(SIZE)]
+    partial.backlog.aside = [replace(group, responses=tuple(ended)) for group in partial.backlog.aside]
+    partial.iterate(2)  # of eight that are put aside and whole
+    assert len(partial.learned[-1]) == 2
+    partial.backlog.aside = partial.backlog.aside[:1]
+    partial.iterate(1)
+    drawn = [group for group in partial.backlog.aside if not group.responses]
+    assert [group.deferrals for group in drawn] == [1]
+    assert partial.log.read()["schedule/dropped"] == ("mean", 0)
+    taken_up, _ = partial.backlog.schedule.begin(Demand(wanted=1, iteration=3), drawn)
+    assert [group.begun for group in taken_up] == [3]  # none of it is older
+    num_steps = partial.num_steps
+    partial.iterate(1)
+    assert {group.draw for group in drawn} <= set(partial.learned[-1])
+    assert partial.num_steps > num_steps
+    assert {age for r in partial.learned[-1][drawn[0].draw] for age in r.policy_versions} == {3}
+    assert partial.log.read()["schedule/dropped"] == ("mean", 0)

@@ -150,7 +150,9 @@ class Backlog:
         kept = {group.draw: group for group in groups}
         before = [group for group in self.aside if group.draw in kept]
         self.aside = [group for group in self.aside if group.draw not in kept]
-        self._dropped = {group.draw: group.responses for group in before if not kept[group.draw].responses}
+        self._dropped = {
+            group.draw: group.responses for group in before if group.responses and not kept[group.draw].responses
+        }
         if before:
             dropped = sum(group.num_tokens for group in before if group.draw in self._dropped)
             log.sum("schedule/tokens_thrown_away", dropped)

@@ -51,7 +51,9 @@ class PartialRollout(RolloutSchedule):
     @override
     def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
         groups = [
-            group.anew(demand.iteration) if demand.iteration - group.begun > self.max_policy_lag else group
+            group.anew(demand.iteration)
+            if not group.responses or demand.iteration - group.begun > self.max_policy_lag
+            else group
             for group in aside
         ]
         return groups, max(0, demand.wanted + ceil(self.extra * demand.wanted) - len(groups))
