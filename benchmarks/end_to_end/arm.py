@@ -27,7 +27,7 @@ from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
-from tlt_lightning.schedules import PartialRollout, TailBatching
+from tlt_lightning.schedules import EarlierAnswers, PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
 
 KEPT = (
@@ -44,8 +44,8 @@ KEPT = (
 )
 """Metrics that go into the results."""
 
-SCHEDULES = {"": None, "tail": TailBatching, "partial": PartialRollout}
-"""By the part of an arm's name behind `+`."""
+SCHEDULES = {"": None, "tail": TailBatching, "partial": PartialRollout, "earlier": None}
+"""By the part of an arm's name behind `+`; `earlier` drafts from earlier answers, which idle ranks also write ahead."""
 
 
 class ReplayEngine(BenchEngine):
@@ -139,7 +139,10 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
 
 
 def modules_of(
-    work: Work, speculation: Speculation | None, schedule: TailBatching | PartialRollout | None = None
+    work: Work,
+    speculation: Speculation | None,
+    schedule: TailBatching | PartialRollout | None = None,
+    earlier: EarlierAnswers | None = None,
 ) -> tuple[RLModule, RolloutDataModule]:
     """Return the policy and its data."""
     num_responses = work.prompts * work.group_size // work.devices
@@ -160,6 +163,7 @@ def modules_of(
         group_size=work.group_size,
         prompts_per_iteration=work.prompts,
         schedule=schedule,
+        earlier_answers=earlier,
         micro_batch_tokens=work.micro_batch_tokens,
         sampling=Sampling(max_tokens=work.max_tokens),
         max_prompt_tokens=work.max_prompt_tokens,
@@ -203,7 +207,8 @@ def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, ke
     with tempfile.TemporaryDirectory() as folder:
         arm, _, name = arm.partition("+")
         schedule = SCHEDULES[name]
-        module, data = modules_of(work, speculation_of(arm, head, work), None if schedule is None else schedule())
+        earlier = EarlierAnswers(ahead=2 * (work.devices > 1)) if name == "earlier" else None
+        module, data = modules_of(work, speculation_of(arm, head, work), schedule and schedule(), earlier)
         # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
         callbacks = [*callbacks_of(arm, head, work), Recorder(diary, keep_lengths=keep_lengths)]

@@ -205,8 +205,9 @@ def schedule_table(runs: Runs, warmup: int) -> list[str]:
             continue
         thrown, kept = (sum(values(rows, name)) for name in ("schedule/tokens_thrown_away", "rollout/tokens"))
         cells = [statistics.mean(seconds(rows, stage)) for stage in ("iteration", "rollout")]
+        idle = sum(seconds(rows, "idle")) / sum(seconds(rows, "iteration"))
         found = [values(rows, f"schedule/{name}") for name in ("repeated", "continued", "age")]
-        shares = [statistics.mean(each) if each else None for each in found]
+        shares = [idle, *(statistics.mean(each) if each else None for each in found)]
         first = [f"{run['arm']} {run['seed']}", len(rows), *(rounded(cell, 2) for cell in cells)]
         lines.append(
             [*first, f"{kept / len(rows):,.0f}", f"{thrown / (thrown + kept):.1%}", *(rounded(s, 3) for s in shares)]
@@ -220,11 +221,13 @@ def schedule_table(runs: Runs, warmup: int) -> list[str]:
         "rollout s",
         "tokens learned from",
         "thrown away",
+        "idle",
         "repeated",
         "continued",
     ]
     lead = (
-        "Means over iterations: give a multiple of five, a cycle of tail batching. `docs/schedules.md` has the words."
+        "Means over iterations: give a multiple of five, a cycle of tail batching. Idle is the share that ranks wait "
+        "for others. `docs/schedules.md` has the words."
     )
     return ["## Schedules", "", lead, "", *table([*header, "age"], lines)]
 

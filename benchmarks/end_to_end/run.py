@@ -39,7 +39,10 @@ from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
 WITH_HEAD = ("frozen", "adaptive")
-SCHEDULED = tuple(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial"))
+SCHEDULED = (
+    *(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial")),
+    "siblings+earlier",
+)
 GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices")
 GIVEN += ("strategy", "gradient_checkpointing", "lora_rank")
 SHAPES = {"7b": SEVEN_B, "32b": THIRTY_TWO_B, "tiny": TINY_SHAPE}
