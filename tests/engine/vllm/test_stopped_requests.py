@@ -1,0 +1,189 @@
+"""Requests that are stopped and continued: cache, counts, look-ups and alarm of a live engine stay right."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.eagle_head import make_head, save_head
+from tests.support.speculation_engines import (
+    GREEDY,
+    PROMPTS,
+    ScriptedSelector,
+    greedy_gap,
+    save_endless_policy,
+    siblings,
+    write_in_pieces,
+)
+from tlt_lightning.engine import Request, Response, RolloutProgress, VLLMEngine
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.speculation.strategy import Strategy
+
+pytestmark = pytest.mark.vllm
+
+KV_CACHE_GIB = 24 * 5 * 2**15 / 2**30
+"""24 blocks of 128 tokens, of the policy's four layers and the head's one: twelve requests begin, eight can end."""
+
+
+class Setup(NamedTuple):
+    engine: VLLMEngine
+    selector: ScriptedSelector
+    policy: str
+    head: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    path = tmp_path_factory.mktemp("engine")
+    policy = save_endless_policy(path / "policy", max_position_embeddings=512)
+    head = save_head(make_head(policy, seed=5), path / "head")
+    selector = ScriptedSelector(("learned", "sibling", "mixed"), longest=3)
+    engine = VLLMEngine(
+        dtype="float32",
+        kv_cache_gib=KV_CACHE_GIB,
+        max_num_seqs=16,
+        enforce_eager=True,
+        sleep=False,
+        speculation=Speculation(selector=selector, head=head, siblings=True, max_draft_tokens=3, steps_per_choice=1),
+    )
+    engine.setup(policy, max_model_len=512, seed=0)
+    try:
+        engine.update_weights(stream_weights(load_policy(policy)), 0)
+        yield Setup(engine, selector, policy, load_file(f"{head}/model.safetensors"))
+    finally:
+        engine.close()
+
+
+def pieces(
+    setup: Setup, requests: list[Request], num_steps: int
+) -> Iterator[tuple[dict[int, Response], list[RolloutProgress]]]:
+    """Yield all responses so far and the counts of each rollout; each is stopped after so many engine steps."""
+    written: dict[int, Response] = {}
+    while asked := [
+        replace(r, written=written.get(r.id)) for r in requests if r.id not in written or written[r.id].is_unfinished
+    ]:
+        seen: list[RolloutProgress] = []
+
+        def note(progress: RolloutProgress, seen: list[RolloutProgress] = seen) -> None:
+            seen.append(progress)
+            if len(seen) == num_steps:
+                setup.engine.stop([request.id for request in requests])
+
+        for response in setup.engine.generate(asked, GREEDY, seed=0, on_progress=note):
+            written[response.request_id] = response
+        yield {**written}, seen
+
+
+def test_cache_counts_and_texts_are_right_where_some_wait_and_some_are_set_back(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, set_back = setup.engine.inspect(), []
+    scheduler, runner = parts.scheduler, parts.speculative_runner
+    assert runner is not None
+    preempt, pool = scheduler._preempt_request, scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(
+        scheduler, "_preempt_request", lambda *args, **rest: set_back.append(1) or preempt(*args, **rest)
+    )
+    monkeypatch.setattr(parts.controller.alarm, "window", 10**9)
+    setup.selector.at_random(3)
+    num_free = pool.get_num_free_blocks()
+    requests = [Request(id=r.id, prompt_ids=r.prompt_ids, group=r.group, max_tokens=300) for r in siblings()]
+    before: dict[int, Response] = {}
+    num_pieces = 0
+    for written, seen in pieces(setup, requests, num_steps=120):
+        num_pieces += 1
+        held = sum(len(response.token_ids) for response in before.values() if response.is_unfinished)
+        left = len(requests) - sum(not response.is_unfinished for response in before.values())
+        new = sum(len(response.token_ids) for response in written.values())
+        new -= sum(len(response.token_ids) for response in before.values())
+        assert {progress.total for progress in seen} == {left}
+        assert all(a.tokens <= b.tokens for a, b in pairwise(seen))
+        assert all(a.finished <= b.finished for a, b in pairwise(seen))
+        assert seen[0].longest >= max((len(r.token_ids) for r in before.values() if r.is_unfinished), default=0)
+        assert seen[-1].finished == left
+        assert seen[-1].running == seen[-1].waiting == 0
+        assert seen[-1].tokens == held + new
+        # Nothing is left behind: neither cache, nor texts, nor the head's inputs that were put off.
+        assert pool.get_num_free_blocks() == num_free
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not runner.controller.lookups._texts
+        assert not runner.verified
+        assert len(runner.catch_up) == 0
+        before = written
+    assert num_pieces > 2
+    assert set_back
+    texts = [[*before[request.id].token_ids] for request in requests]
+    assert {len(text) for text in texts} == {300}
+    assert greedy_gap(setup.policy, [list(request.prompt_ids) for request in requests], texts) < 1e-3
+    for response in before.values():
+        for (at, _, _, kept), (later, *_) in pairwise(response.drafts):
+            assert at + kept + 1 <= later  # drafts do not overlap, over the seams neither
+        assert len(response.logps) == 300
+
+
+def test_a_continued_response_drafts_for_its_siblings_and_earlier_answers_for_all(setup: Setup) -> None:
+    setup.selector.script = lambda state: Strategy(3, "sibling")
+    first = Request(id=0, prompt_ids=PROMPTS[0], max_tokens=80)
+    other = Request(id=1, prompt_ids=PROMPTS[0], max_tokens=40)
+    written, _ = next(pieces(setup, [first], num_steps=60))
+    assert written[0].is_unfinished
+    assert len(written[0].token_ids) >= 60
+    again = replace(first, written=written[0])
+    for request in (other, replace(other, prompt_ids=PROMPTS[1])):
+        found = {r.request_id: r for r in setup.engine.generate([again, request], GREEDY, seed=0)}
+        assert (found[1].num_kept.get("sibling", 0) > 20) is (request is other)
+    told = replace(other, earlier_answers=[[*written[0].token_ids]])
+    (response,) = setup.engine.generate([told], GREEDY, seed=0)
+    assert response.num_kept["earlier"] > 20
+    (response,) = setup.engine.generate([other], GREEDY, seed=0)
+    assert "earlier" not in response.num_kept  # they are those of the rollout alone
+
+
+def test_an_earlier_answer_of_another_vocabulary_is_refused(setup: Setup) -> None:
+    with pytest.raises(ValueError, match=r"an earlier answer with a token beyond the policy's vocabulary"):
+        list(setup.engine.generate([Request(id=0, prompt_ids=[5], earlier_answers=[[6, 10**6]])], GREEDY, seed=0))
+
+
+def test_the_alarm_counts_on_over_stops(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    dead = {name: tensor.clone() for name, tensor in setup.head.items()}
+    dead["lm_head.weight"][:] = 0
+    dead["lm_head.weight"][1] = -1e3 * dead["norm.weight"].sign()  # whatever it reads, it says 0 or 1, never written
+    setup.selector.script = lambda state: Strategy(3, "learned")
+    controller = setup.engine.inspect().controller
+    assert controller is not None
+    alarm = controller.alarm
+    window, alarm.window = alarm.window, 40
+    try:
+        setup.engine.update_drafter(dead.items(), 3)
+        rung, verified = [], []
+        with caplog.at_level(logging.WARNING):
+            for _, seen in itertools.islice(pieces(setup, siblings(1), num_steps=5), 4):
+                verified.append(sum(v for v, _ in alarm._steps))
+                rung.append(alarm.is_ringing)
+                assert len(seen) <= 6
+        assert rung[0] is False, "a piece alone is too short to tell"
+        assert rung[-1] is True
+        assert caplog.text.count("The drafter is off") == 1
+        assert verified[0] <= 4 * 5
+        assert setup.engine.stats()["speculation/off_share"] == 1
+    finally:
+        alarm.window, alarm.num_rung = window, 0
+        setup.engine.update_drafter(setup.head.items(), 4)
+
+
+def test_a_stop_within_a_draft_takes_whole_tokens_alone(setup: Setup) -> None:
+    """Stopped after every step, with drafts under way: nothing unverified comes back."""
+    setup.selector.script = lambda state: Strategy(3, "mixed")
+    requests = [replace(request, max_tokens=12) for request in siblings(2)]
+    responses = write_in_pieces(setup.engine, requests, GREEDY, num_steps=2)
+    texts = [[*response.token_ids] for response in responses]
+    assert greedy_gap(setup.policy, [list(request.prompt_ids) for request in requests], texts) < 1e-3
