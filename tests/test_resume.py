@@ -59,6 +59,7 @@ class History(RolloutCallback):
 
     def on_iteration_end(self, trainer: Any, pl_module: Any, iteration: int, metrics: dict[str, float]) -> None:
         clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s")
+        clocks = (*clocks, "speculation/tokens_per_s", "speculation/switches")  # a new engine's first step is off
         self.rows[iteration] = {name: value for name, value in metrics.items() if not name.startswith(clocks)}
 
 

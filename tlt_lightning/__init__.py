@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.schedules.base import Demand as Demand
     from tlt_lightning.schedules.base import OpenGroup as OpenGroup
     from tlt_lightning.schedules.base import RolloutSchedule as RolloutSchedule
+    from tlt_lightning.schedules.history import EarlierAnswers as EarlierAnswers
     from tlt_lightning.schedules.partial_rollout import PartialRollout as PartialRollout
     from tlt_lightning.schedules.synchronous import SynchronousSchedule as SynchronousSchedule
     from tlt_lightning.schedules.tail_batching import TailBatching as TailBatching

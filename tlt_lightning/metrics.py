@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import chain
 from math import comb
 from typing import Any
 
@@ -109,6 +110,11 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
     log.sum("rollout/tokens", lengths.sum())
     for drafter, count in sum((Counter(rollout.response.num_kept) for rollout in rollouts), Counter()).items():
         log.sum(f"speculation/kept_{drafter}", count)
+    proposed: Counter[str] = Counter()
+    for _, drafter, count, _ in chain.from_iterable(rollout.response.drafts for rollout in rollouts):
+        proposed[drafter] += count
+    for drafter, count in proposed.items():
+        log.sum(f"speculation/proposed_{drafter}", count)
     log.mean("rollout/length_mean", lengths.mean())
     log.mean("rollout/length_p50", lengths.quantile(0.5))
     log.mean("rollout/length_p90", lengths.quantile(0.9))

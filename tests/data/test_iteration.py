@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_lightning import DynamicSampling, PartialRollout, RolloutSchedule, Sampling
+from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling, TailBatching
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration, max_over_ranks, sum_over_ranks
 from tlt_lightning.data.prompts import PromptCursor
@@ -15,6 +15,7 @@ from tlt_lightning.engine import Response
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
+from tlt_lightning.schedules.history import Answered, AnswerHistory
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
 DULL = (3, 5)  # prompts whose responses all earn the same
@@ -36,6 +37,7 @@ class Answers:
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
+        self.written_ahead, self.engine = [(7, [5])], SimpleNamespace(state_dict=dict)
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, course: RolloutCourse, **arguments: Any
@@ -64,6 +66,7 @@ class OneRank:
         first_step: int = 0,
         schedule: RolloutSchedule | None = None,
         saved: Mapping[str, Any] | None = None,
+        earlier: EarlierAnswers | None = None,
         **settings: Any,
     ) -> None:
         sizes = {"group_size": 2, "prompts_per_iteration": 4, "micro_batch_tokens": 100, "num_minibatches": 1}
@@ -74,13 +77,14 @@ class OneRank:
         )
         self.log, self.asked, self.heard = IterationLog(), [], []
         self.collector, self.cursor = Answers(first_step), PromptCursor(len(PROMPTS), 0)
-        self.lengths = SimpleNamespace(means={PROMPTS[3].index: 6.5}, learn=lambda *seen: self.heard.append(seen))
+        self.history: Any = AnswerHistory(earlier)
+        self.history.mean_lengths, self.history.learn = {PROMPTS[3].index: 6.5}, lambda own, _: self.heard.append(own)
         self.backlog = Backlog(schedule)
         objective, networks = GRPO(), SimpleNamespace(is_padded=False)
         module: Any = SimpleNamespace(
             iteration_log=self.log, objective=objective, networks=networks, score=self.score, device="cpu"
         )
-        parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.lengths)
+        parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.history)
         self.iteration = PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
 
     def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> RolloutBatch:
@@ -116,11 +120,35 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     assert (arguments["group_size"], arguments["first_group"]) == (2, 0)
     assert (course.demand.wanted, course.demand.iteration, course.demand.is_first) == (2, 4, True)
     assert rank.cursor.position == 4
-    assert rank.heard == [([(index, index + 2) for index in order[1::2] for _ in range(2)], 2)]
+    assert rank.heard == [Answered([(index, index + 2) for index in order[1::2] for _ in range(2)], ahead=[(7, [5])])]
+    assert arguments["coming"] is None
     assert sorted(batch.groups.tolist()) == [0, 0, 1, 1]
     assert len(rank.rollouts) == 4
     assert rank.numbers()["rollout/seconds"] == 2.0
     assert not any(name.startswith(("schedule/", "rollout/groups")) for name in rank.numbers())
+
+
+@pytest.mark.parametrize("schedule", [None, TailBatching(1.0), PartialRollout(1.0)])
+def test_what_is_asked_ahead_is_what_the_next_iteration_begins(schedule: RolloutSchedule | None) -> None:
+    rank = OneRank(schedule=schedule, earlier=EarlierAnswers(ahead=3))
+    list(rank.steps())
+    (own,) = rank.heard
+    assert [(prompt, len(text)) for prompt, text in own.texts] == own.lengths[:4]
+    assert own.ahead == [(7, [5])]
+    ((_, course, arguments),) = rank.collector.calls
+    rank.backlog.aside = []  # at the time of the call the rollout has not put anything aside
+    asked = arguments["coming"]()
+    order = PromptCursor(len(PROMPTS), 0).take(16)[1::2]
+    num_begun = 2 if schedule is None else 4
+    waiting = [] if schedule is None else order[2:4]
+    fresh = {"NoneType": 2, "TailBatching": 0, "PartialRollout": 2}[type(schedule).__name__]
+    expected = [*(waiting if fresh == 0 else ()), *order[num_begun : num_begun + fresh]]
+    assert len(course.groups) == num_begun
+    assert [request.group for request in asked] == [prompt for prompt in expected for _ in range(3)]
+    assert all(request.prompt_ids == PROMPTS[request.group].ids for request in asked)
+    assert [request.id for request in asked] == list(range(6))
+    assert len({request.seed for request in asked} | {r.seed for r in course.requests([[2]] * 4, 0)} - {None}) == 6
+    assert [request.expected_tokens for request in asked] == [6.5 * (request.group == 3) for request in asked]
 
 
 def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() -> None:

@@ -9,13 +9,27 @@ import torch
 
 from tests.support.rl_runs import Recorder, make_data, make_engine
 from tests.test_resume import STEPS, Paths, SaveAt, run
-from tlt_lightning import PartialRollout, RolloutSchedule, Sampling, SynchronousSchedule, TailBatching, VLLMEngine
+from tlt_lightning import (
+    EarlierAnswers,
+    PartialRollout,
+    RewardTerm,
+    RolloutSchedule,
+    Sampling,
+    Speculation,
+    SynchronousSchedule,
+    TailBatching,
+    VLLMEngine,
+)
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.speculation import FixedSelector
 
 RUNS = [
     pytest.param("transformers", TailBatching(0.5), id="tail"),
     pytest.param("vllm", PartialRollout(0.5, 1), id="partial", marks=pytest.mark.vllm),
+    pytest.param("drafts", SynchronousSchedule(), id="synchronous, drafts", marks=pytest.mark.vllm),
+    pytest.param("drafts", TailBatching(0.5), id="tail, drafts", marks=pytest.mark.vllm),
+    pytest.param("drafts", PartialRollout(0.5, 1), id="partial, drafts", marks=pytest.mark.vllm),
 ]
 
 
@@ -31,8 +45,11 @@ class Seeded(SynchronousSchedule):
 
 
 def data_of(name: str, schedule: RolloutSchedule | None, **settings: Any) -> dict[str, Any]:
-    engine = make_engine(name)
+    engine = make_engine("transformers" if name == "transformers" else "vllm")
     if isinstance(engine, VLLMEngine):
+        if name == "drafts":  # of every look-up
+            engine.speculation = Speculation(selector=FixedSelector(3, "sibling"), siblings=True, ngram=True)
+            engine.reads_drafts, settings = True, {**settings, "earlier_answers": EarlierAnswers()}
         settings |= {"sampling": Sampling(max_tokens=40, stop_token_ids=(12, 13, 14)), "micro_batch_tokens": 128}
     return {"engine": engine, "schedule": schedule, **settings}
 
@@ -68,7 +85,7 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
     def go(*callbacks: Any, ckpt: Path | None = None) -> Any:
         return run(paths, *callbacks, ckpt=ckpt, data=data_of(engine, schedule), limit_val_batches=0)
 
-    saves = {hook: SaveAt(paths[2] / f"{hook}.ckpt", hook, 1) for hook in ("progress", "batch")}
+    saves = {hook: SaveAt(paths[2] / f"{hook}.ckpt", hook, n) for hook, n in {"progress": 5, "batch": 1}.items()}
     recorder = Recorder()
     whole, history, _ = go(recorder, *saves.values())
     for save in saves.values():
@@ -77,7 +94,9 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
             assert torch.equal(tensor, resumed[name]), (save.path, name)
         for iteration, metrics in rest.items():
             assert metrics == pytest.approx(history[iteration])
-    if engine == "vllm" and isinstance(schedule, PartialRollout):
+    if engine == "drafts":
+        assert history[3]["speculation/proposed_earlier"] > 0
+    if engine != "transformers" and isinstance(schedule, PartialRollout):
         waiting = torch.load(saves["progress"].path, weights_only=True)["RolloutDataModule"]["ranks"][0]["aside"]
         assert any(response["finish_reason"] == "unfinished" for group in waiting for response in group["responses"])
         assert history[2]["schedule/continued"] > 0
@@ -87,12 +106,21 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
         assert "samples from another policy" not in caplog.text
 
 
-def test_dynamic_sampling_works_under_a_schedule(paths: Paths) -> None:
+def first_is_even(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """A reward that all responses of a group often share."""
+    return float(response[:1] in {*"02468"})
+
+
+@pytest.mark.parametrize("schedule", [TailBatching(0.5), PartialRollout(0.5)], ids=["tail", "partial"])
+def test_dynamic_sampling_works_under_a_schedule(schedule: RolloutSchedule, paths: Paths) -> None:
     recorder = Recorder()
-    data = data_of("transformers", PartialRollout(0.5), dynamic_sampling=DynamicSampling())
-    _, history, _ = run(paths, recorder, data=data, limit_val_batches=0, max_epochs=2)
-    assert {len(batch) for batch in recorder.batches} == {16}
-    assert all(metrics["rollout/groups_drawn"] >= 4 for metrics in history.values())
+    dynamic = DynamicSampling(max_rounds=20)
+    data = data_of("transformers", schedule, dynamic_sampling=dynamic, rewards=[RewardTerm(function=first_is_even)])
+    _, history, _ = run(paths, recorder, data=data, limit_val_batches=0)
+    assert max(metrics["rollout/groups_drawn"] for metrics in history.values()) > 4
+    assert {metrics["rollout/groups_without_signal_kept"] for metrics in history.values()} == {0}
+    for batch in recorder.batches:
+        assert batch.rewards.view(4, 4).std(1).min() > 0
 
 
 def test_a_schedule_is_given_by_its_class(prompts_path: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from tlt_lightning.data.engine_probe import EngineProbe
     from tlt_lightning.data.idle import IdleWindows
+    from tlt_lightning.hooks import IdleWindow
 
 
 class RolloutCollector:
@@ -63,6 +66,8 @@ class RolloutCollector:
         self.idle = idle
         self.probe = probe
         self.peak_memory = peak_memory or PeakMemory()
+        self.written_ahead: list[tuple[int, array[int]]] = []
+        """Prompt and tokens of the answers to the next iteration's prompts, so far."""
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
@@ -75,10 +80,12 @@ class RolloutCollector:
         seed: int,
         first_group: int = 0,
         course: RolloutCourse | None = None,
+        coming: Callable[[], Sequence[Request]] | None = None,
     ) -> list[Rollout]:
         """Write and score `group_size` responses to each prompt; groups count from `first_group`.
 
-        A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes.
+        A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes. While
+        other workers write, answers to the requests of `coming` are written ahead.
 
         Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook;
         unless the others' rollout needs this rank's engine or shards.
@@ -100,10 +107,11 @@ class RolloutCollector:
             call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
         self.log.lap("rollout")
-        with self.peak_memory.followed():
-            self.engine.sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
-        self.log.lap("sync")
-        self._spend_idle_time()
+        if coming is None:
+            self._sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
+            self._spend_idle_time()
+        else:
+            self._spend_idle_time(partial(self._write_ahead, coming, sampling))
         version = (self.trainer.global_step,)
         current = [rollout for rollout in rollouts.values() if rollout.response.policy_versions == version]
         if self.probe is not None and self._can_probe(current, is_first):
@@ -186,12 +194,37 @@ class RolloutCollector:
             "rollout/tail_share": self._tail_seconds / self._seconds if self._seconds else 0.0,
         }
 
-    def _spend_idle_time(self) -> None:
+    def _sleep(self) -> None:
+        with self.peak_memory.followed():
+            self.engine.sleep()
+        self.log.lap("sync")
+
+    def _spend_idle_time(self, write_ahead: Callable[[IdleWindow], None] | None = None) -> None:
+        """Wait for the other workers; `write_ahead` has the engine first, which then sleeps for the callbacks."""
         if self.idle is None:
             return
         with self.idle.window() as window:
+            if write_ahead is not None:
+                write_ahead(window)
+                self._sleep()
             if window.num_waiting_for:
                 call_rollout_hook(self.trainer, "on_rollout_idle", window)
+        self.log.lap("idle")
+
+    def _write_ahead(self, coming: Callable[[], Sequence[Request]], sampling: Sampling, window: IdleWindow) -> None:
+        """Write until all is answered or the window closes; keep what there is by then."""
+        requests = coming() if window.num_waiting_for else []
+
+        def on_progress(progress: RolloutProgress) -> None:
+            if not window.is_open():
+                self.engine.stop([request.id for request in requests])
+
+        if requests:
+            prompts = {request.id: request.group for request in requests}
+            responses = [*self.engine.generate(requests, sampling, seed=0, on_progress=on_progress)]
+            texts = [(prompts[each.request_id], array("i", each.token_ids)) for each in responses if each.token_ids]
+            self.written_ahead += texts
+            self.log.sum("schedule/written_ahead", sum(len(text) for _, text in texts))
         self.log.lap("idle")
 
 

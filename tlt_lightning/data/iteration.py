@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 import torch
 from torch import Tensor
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.checks import check_accumulation
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
-from tlt_lightning.engine.base import Sampling
+from tlt_lightning.engine.base import Request, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
+from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.fsdp2 import agreement
 from tlt_lightning.training.micro_batches import plan_minibatches
 
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
-    from tlt_lightning.data.prompts import LengthHistory, PromptCursor
+    from tlt_lightning.data.prompts import PromptCursor
     from tlt_lightning.module import RLModule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,11 @@ class IterationSettings:
     max_prompt_tokens: int
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if isinstance(size := getattr(self, item.name), int):
+                check_at_least(item.name, size, 1)
 
     def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
         """Return those of `fast_dev_run`: as many prompts a rank, and one optimizer step of all."""
@@ -67,7 +78,7 @@ class PolicyIteration:
         collector: Writes and rewards the responses.
         settings: Sizes and sampling.
         cursor: Draws the prompts.
-        lengths: Remembers how long answers to them were.
+        history: Remembers earlier answers to them.
         backlog: Keeps those that the schedule puts aside.
         saved: What `state` returned in the run that is resumed within this iteration.
     """
@@ -79,7 +90,7 @@ class PolicyIteration:
         collector: RolloutCollector,
         settings: IterationSettings,
         cursor: PromptCursor,
-        lengths: LengthHistory,
+        history: AnswerHistory,
         backlog: Backlog,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
@@ -88,9 +99,10 @@ class PolicyIteration:
         self.log = module.iteration_log
         self.collector = collector
         self.settings = settings
-        self.cursor, self.lengths = cursor, lengths
+        self.cursor, self.history = cursor, history
         self.backlog = backlog
-        self.first_prompt, self.first_aside, self.first_lengths = cursor.position, backlog.aside, lengths.means
+        self.first_prompt, self.first_aside, self.first_history = cursor.position, backlog.aside, history.copy()
+        self.first_engine = deepcopy(collector.engine.state_dict())
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
 
@@ -131,14 +143,16 @@ class PolicyIteration:
         wanted = settings.prompts_per_iteration // trainer.world_size
         informative: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
-        lengths: list[tuple[int, int]] = []
-        num_begun = 0
+        own, num_begun = Answered(), 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
             if not max_over_ranks(trainer, missing):
                 break
             demand = Demand(wanted=missing, iteration=trainer.current_epoch, is_first=number == 0)
-            course = RolloutCourse(self.backlog.schedule, demand, self._begin(demand), settings.group_size)
+            groups = self._begin(demand)
+            course = RolloutCourse(
+                self.backlog.schedule, demand, groups, settings.group_size, earlier=self.history.texts
+            )
             rollouts = self.collector.collect(
                 [prompts[group.prompt] for group in course.groups],
                 settings.sampling,
@@ -146,15 +160,18 @@ class PolicyIteration:
                 seed=self._seed(f"train {number}"),
                 first_group=num_begun,
                 course=course,
+                coming=partial(self._coming, course, prompts) if self.history.ahead else None,
             )
             num_begun += len(course.groups)
-            lengths += course.lengths
+            own.lengths.extend(course.lengths)
+            own.texts.extend(course.texts if self.history.settings is not None else ())
             self.backlog.end(course, self.log)
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
         everything = [rollout for group in (*informative, *others) for rollout in group]
         self._log_age(everything)
-        self.lengths.learn(lengths, trainer.world_size)
+        own.ahead.extend(self.collector.written_ahead)
+        self.history.learn(own, partial(gather_over_ranks, trainer))
         call_rollout_hook(trainer, "on_rollout_end", everything)
         log_rollouts(self.log, everything)
         self.log.update(self.collector.metrics)
@@ -177,11 +194,30 @@ class PolicyIteration:
                 draw=first + number * world_size,
                 drawn=iteration,
                 begun=iteration,
-                expected_tokens=self.lengths.means.get(prompt, 0.0),
+                expected_tokens=self.history.mean_lengths.get(prompt, 0.0),
             )
             for number, prompt in enumerate(drawn)
         ]
         return [*groups, *fresh]
+
+    def _coming(self, course: RolloutCourse, prompts: Sequence[Prompt]) -> list[Request]:
+        """Return requests for answers to what the next iteration begins anew; `group` is the prompt's number."""
+        rank, world_size, number = self.trainer.global_rank, self.trainer.world_size, self.trainer.current_epoch
+        demand = Demand(wanted=self.settings.prompts_per_iteration // world_size, iteration=number + 1)
+        aside, num_fresh = self.backlog.coming(course, demand)
+        fresh = self.cursor.coming(num_fresh * world_size, rank=rank, world_size=world_size)
+        return [
+            Request(
+                id=place * self.history.ahead + member,
+                prompt_ids=prompts[prompt].ids,
+                group=prompt,
+                seed=seed_of(run_seed(), "ahead", number, rank, self.cursor.position, place, member),
+                expected_tokens=self.history.mean_lengths.get(prompt, 0.0),
+                earlier_answers=self.history.texts.get(prompt, ()),
+            )
+            for place, prompt in enumerate([*(group.prompt for group in aside), *fresh])
+            for member in range(self.history.ahead)
+        ]
 
     def _log_age(self, rollouts: Sequence[Rollout]) -> None:
         """Log how many iterations ago tokens were written, where a schedule lets them wait."""
@@ -242,6 +278,14 @@ def sum_over_ranks(trainer: L.Trainer, value: Tensor) -> Tensor:
         return value
     summed = value.to(trainer.strategy.root_device, copy=True)  # it is reduced in place
     return trainer.strategy.reduce(summed, reduce_op="sum").to(value)
+
+
+def gather_over_ranks(trainer: L.Trainer, own: T) -> list[T]:
+    """Return every rank's `own`, which can be pickled, in their order."""
+    ranks = [own] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(ranks, own)
+    return ranks
 
 
 def max_over_ranks(trainer: L.Trainer, value: int) -> int:

@@ -6,6 +6,7 @@ import logging
 import warnings
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -30,7 +31,7 @@ from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
-from tlt_lightning.data.prompts import LengthHistory, PromptCursor, PromptSource, first_prompts, load_prompts
+from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
@@ -40,6 +41,7 @@ from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.schedules.base import RolloutSchedule
 from tlt_lightning.schedules.course import Backlog
+from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory import Passes, check_memory
@@ -75,6 +77,7 @@ class RolloutDataModule(L.LightningDataModule):
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO): they teach nothing; None is off.
         schedule: What is rolled out when, and what waits: TailBatching, PartialRollout; None is SynchronousSchedule.
+        earlier_answers: Keep answers, and draft from them when their prompt is drawn again; None keeps no text.
         sampling: How responses are sampled in training.
         val_sampling: How they are in validation and prediction, for example greedy; None is as in training.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
@@ -95,6 +98,7 @@ class RolloutDataModule(L.LightningDataModule):
         inner_epochs: int = 1,
         dynamic_sampling: DynamicSampling | None = None,
         schedule: RolloutSchedule | None = None,
+        earlier_answers: EarlierAnswers | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         val_sampling: Sampling | None = None,
         val_group_size: int = 1,
@@ -103,16 +107,7 @@ class RolloutDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         arguments = dict(locals())
-        for name, size in (
-            ("group_size", group_size),
-            ("prompts_per_iteration", prompts_per_iteration),
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("num_minibatches", num_minibatches),
-            ("inner_epochs", inner_epochs),
-            ("val_group_size", val_group_size),
-            ("max_prompt_tokens", max_prompt_tokens),
-        ):
-            check_at_least(name, size, 1)
+        check_at_least("val_group_size", val_group_size, 1)
         check_type("engine", engine, RolloutEngine, "Give for example `VLLMEngine()`.")
         check_type("sampling", sampling, Sampling, "Give for example `Sampling(max_tokens=512)`.")
         if sampling.temperature == 0:
@@ -127,7 +122,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.num_minibatches = num_minibatches
         self.inner_epochs = inner_epochs
         self.dynamic_sampling = dynamic_sampling
-        self.backlog = Backlog(schedule)
+        self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_group_size = val_group_size
@@ -136,16 +131,8 @@ class RolloutDataModule(L.LightningDataModule):
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
-        self._given_settings = IterationSettings(
-            group_size=group_size,
-            prompts_per_iteration=prompts_per_iteration,
-            micro_batch_tokens=micro_batch_tokens,
-            num_minibatches=num_minibatches,
-            inner_epochs=inner_epochs,
-            max_prompt_tokens=max_prompt_tokens,
-            dynamic_sampling=dynamic_sampling,
-            sampling=sampling,
-        )
+        given = {item.name: arguments[item.name] for item in fields(IterationSettings)}
+        self._given_settings = IterationSettings(**given)
         self._settings = self._given_settings
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
@@ -164,6 +151,7 @@ class RolloutDataModule(L.LightningDataModule):
         if stage == "fit":
             check_sizes(self._settings, self._module.objective, num_ranks=self._trainer.world_size)
             self.backlog.check(self.engine, self.sampling, self._module.objective)
+            self.history.check(self.engine, self._trainer.world_size)
             warn_of_filters(self.sampling)
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
@@ -173,7 +161,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
-        self.cursor, self.lengths = PromptCursor(len(self.train_prompts), run_seed()), LengthHistory()
+        self.cursor = PromptCursor(len(self.train_prompts), run_seed())
+        self.history = AnswerHistory(self.history.settings)
         self._iteration, self._saved_iteration, self.backlog.aside = None, None, []
         self._weights = WeightSync(self.engine)
         self._ends = end_token_ids(policy)
@@ -250,7 +239,7 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None, "`state_dict` before `setup`"
         iteration = self._iteration
         anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
-        own: dict[str, Any] = {"engine": self.engine.state_dict()}
+        own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
         own["iteration"] = None if iteration is None else iteration.state()
         own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
         ranks = [own]
@@ -259,7 +248,7 @@ class RolloutDataModule(L.LightningDataModule):
             torch.distributed.all_gather_object(ranks, own)
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
-            "lengths": self.lengths.means if anew is None else anew.first_lengths,
+            "answers": (self.history if anew is None else anew.first_history).state_dict(),
             "ranks": ranks,
             "settings": self._kept_settings,
         }
@@ -283,7 +272,8 @@ class RolloutDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert self.cursor is not None, "`load_state_dict` before `setup`"
         ranks, rank = state_dict["ranks"], self._trainer.global_rank
-        self.cursor.position, self.lengths.means = state_dict["cursor"], state_dict["lengths"]
+        self.cursor.position = state_dict["cursor"]
+        self.history.load_state_dict(state_dict["answers"])
         self.backlog.load([state["aside"] for state in ranks], rank, self._trainer.world_size)
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
@@ -321,7 +311,7 @@ class RolloutDataModule(L.LightningDataModule):
         if done == self._settings.num_steps:
             return  # resumed behind an update's last step, Lightning asks for a batch more if no validation is due
         collector = self._collector(self._module.iteration_log)
-        parts = (self._settings, self.cursor, self.lengths, self.backlog, self._saved_iteration)
+        parts = (self._settings, self.cursor, self.history, self.backlog, self._saved_iteration)
         self._iteration = PolicyIteration(self._trainer, self._module, collector, *parts)
         self._saved_iteration = None
         yield from self._iteration.minibatches(self.train_prompts)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,23 +213,6 @@ def _alone(messages: list[Message]) -> str:
     return messages[0]["content"]
 
 
-class LengthHistory:
-    """Remembers the mean length of the last answers to each prompt, the same on all ranks."""
-
-    def __init__(self) -> None:
-        self.means: dict[int, float] = {}
-
-    def learn(self, answers: Sequence[tuple[int, int]], num_ranks: int) -> None:
-        """Take prompt and length of this rank's answers in an iteration; a collective."""
-        ranks = [answers] * num_ranks
-        if num_ranks > 1:
-            torch.distributed.all_gather_object(ranks, answers)
-        lengths: dict[int, list[int]] = {}
-        for prompt, length in chain(*ranks):
-            lengths.setdefault(prompt, []).append(length)
-        self.means = self.means | {prompt: sum(found) / len(found) for prompt, found in lengths.items()}
-
-
 class PromptCursor:
     """Orders prompts: shuffled anew each pass, the same for every number of ranks.
 
@@ -246,9 +229,14 @@ class PromptCursor:
 
     def take(self, count: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """Move on by `count` prompts and return this rank's share, every `world_size`-th of them."""
-        positions = range(self.position, self.position + count)
+        taken = self.coming(count, rank=rank, world_size=world_size)
         self.position += count
-        return [self._prompt_at(position) for position in positions][rank::world_size]
+        return taken
+
+    def coming(self, count: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
+        """Return this rank's share of the next `count` prompts, and stay."""
+        positions = range(self.position, self.position + count)
+        return [self._prompt_at(position) for position in positions[rank::world_size]]
 
     def _prompt_at(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_prompts)

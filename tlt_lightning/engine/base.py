@@ -80,6 +80,8 @@ class Request:
             engine's arithmetic and its drafts allow. None draws from the rollout's noise.
         expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
             of the requests start the longest first.
+        earlier_answers: Texts to look drafts up in, for engines that do. A text that was written with this request's
+            noise would bias the response: the text knows what verification will draw.
     """
 
     id: int
@@ -89,6 +91,7 @@ class Request:
     written: Response | None = None
     seed: int | None = None
     expected_tokens: float = 0.0
+    earlier_answers: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,9 @@ class RolloutEngine(ABC):
 
     seeds_requests = False
     """Whether a seed for each request costs no more than one for all; rollouts then do not hang on who writes them."""
+
+    reads_drafts = False
+    """Whether it looks drafts up in `Request.earlier_answers`."""
 
     can_stop = False
     """Whether it has `add` and `stop`, which all schedules but the synchronous one need."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,19 @@ class RolloutCourse:
         demand: What it has to bring.
         groups: What it starts and goes on with.
         group_size: Responses of a group.
+        earlier: Earlier answers by prompt, to draft from.
     """
 
-    def __init__(self, schedule: RolloutSchedule, demand: Demand, groups: Sequence[OpenGroup], group_size: int) -> None:
+    def __init__(
+        self,
+        schedule: RolloutSchedule,
+        demand: Demand,
+        groups: Sequence[OpenGroup],
+        group_size: int,
+        earlier: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    ) -> None:
         self.schedule, self.demand, self.groups, self.group_size = schedule, demand, groups, group_size
+        self.earlier = earlier or {}
         self.responses = {
             place * group_size + member: replace(response, request_id=place * group_size + member)
             for place, group in enumerate(groups)
@@ -66,6 +76,7 @@ class RolloutCourse:
         """
         if self.chosen is not None:  # what was put aside is enough
             return []
+        texts = [[*self.earlier.get(group.prompt, ()), *_ended_texts(group)] for group in self.groups]
         return [
             Request(
                 id=i,
@@ -74,6 +85,7 @@ class RolloutCourse:
                 written=self.responses.get(i),
                 seed=self._seed(i) if has_seeds or self.schedule.has_own_noise else None,
                 expected_tokens=self.groups[i // self.group_size].expected_tokens,
+                earlier_answers=texts[i // self.group_size],
             )
             for i in self.open_ids
         ]
@@ -100,6 +112,14 @@ class RolloutCourse:
         """Numbers of the requests to learn from, in order."""
         size = self.group_size
         return [place * size + member for place in self.chosen or () for member in range(size)]
+
+    @property
+    def texts(self) -> list[tuple[int, array[int]]]:
+        """Prompt and tokens of each response to learn from."""
+        return [
+            (self.groups[number // self.group_size].prompt, array("i", self.responses[number].token_ids))
+            for number in self.taken
+        ]
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -158,6 +178,11 @@ class Backlog:
             log.sum("schedule/tokens_thrown_away", dropped)
         return groups, num_fresh
 
+    def coming(self, course: RolloutCourse, demand: Demand) -> tuple[list[OpenGroup], int]:
+        """Return what a rollout after this one would begin anew of the groups put aside, and how many it would draw."""
+        groups, num_fresh = self.schedule.begin(demand, [*self.aside, *course.put_aside()])
+        return [group for group in groups if not group.responses], num_fresh
+
     def end(self, course: RolloutCourse, log: IterationLog) -> None:
         """Put aside what the rollout has not taken, and log what it has, where anything may wait."""
         self.aside = [*self.aside, *course.put_aside()]
@@ -187,6 +212,11 @@ class Backlog:
             OpenGroup(**{**state, "responses": tuple(Response(**response) for response in state["responses"])})
             for state in saved
         ]
+
+
+def _ended_texts(group: OpenGroup) -> list[Sequence[int]]:
+    """Return the group's responses that are kept and have ended; each had noise of its own."""
+    return [response.token_ids for response in group.responses if not response.is_unfinished]
 
 
 def _plain(response: Response) -> Response:

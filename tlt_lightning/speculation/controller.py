@@ -114,10 +114,16 @@ class StrategyController:
         if self.trace is not None:
             self.trace.begin_rollout()
 
-    def add(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Begin a response; `tokens` is held by reference: now the prompt, later also the response."""
+    def add(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        num_prompt_tokens: int | None = None,
+        earlier: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Begin a response, or go on with one, as `LookupDrafter.add` says."""
         if self.lookups is not None:
-            self.lookups.add(request_id, tokens)
+            self.lookups.add(request_id, tokens, num_prompt_tokens, earlier)
 
     def remove(self, request_id: str) -> None:
         """End a response."""

@@ -88,6 +88,7 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.sleeps = sleep
         self.speculation = speculation
+        self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = Quantization.of(quantization, dtype)
         self.num_ranks = tensor_parallel
         self.compare_steps = compare_steps

@@ -171,7 +171,7 @@ class RequestWriter:
                 self._before[internal_id] = num_written(request)
             if self._speculative is not None:
                 tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
-                self._speculative.add(str(request.id), internal_id, tokens)
+                self._speculative.add(request, internal_id, tokens)
 
     def _ended(self, output: RequestOutput, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
         request = self._running.pop(int(output.request_id))

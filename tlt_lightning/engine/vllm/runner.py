@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tlt_lightning.engine.base import VerifiedDraft
+from tlt_lightning.engine.base import Request, VerifiedDraft
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
@@ -141,10 +141,10 @@ class SpeculativeRunner(ABC):
         if self.graphs is not None:
             self.graphs.hits.clear()
 
-    def add(self, name: str, request_id: str, tokens: Sequence[int]) -> None:
-        """Begin the response to the caller's request `name`; `tokens` grows while it is written."""
-        self.controller.add(request_id, tokens)
-        self.verified[request_id] = self.verified_for[name] = []
+    def add(self, request: Request, request_id: str, tokens: Sequence[int]) -> None:
+        """Begin the response to a request of this name; `tokens` grows while it is written."""
+        self.controller.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers)
+        self.verified[request_id] = self.verified_for[str(request.id)] = []
 
     def end_rollout(self) -> None:
         """Forget the rollout that is over."""

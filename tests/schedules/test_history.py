@@ -1,0 +1,117 @@
+"""Earlier answers to a prompt: what is kept, what is forgotten, and what nobody could use is refused."""
+
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_lightning import EarlierAnswers, TransformersEngine
+from tlt_lightning.engine import Response
+from tlt_lightning.schedules.base import Demand, OpenGroup
+from tlt_lightning.schedules.course import RolloutCourse
+from tlt_lightning.schedules.history import Answered, AnswerHistory
+from tlt_lightning.schedules.partial_rollout import PartialRollout
+
+
+def answered(**texts: list[list[int]]) -> Answered:
+    """A rank's answers, by `p<prompt>`, and what it wrote ahead, by `a<prompt>`."""
+    own = Answered()
+    for name, held in texts.items():
+        prompt, kind = int(name[1:]), own.texts if name[0] == "p" else own.ahead
+        kind.extend((prompt, array("i", text)) for text in held)
+        own.lengths.extend((prompt, len(text)) for text in held if name[0] == "p")
+    return own
+
+
+def learn(history: AnswerHistory, *ranks: Answered) -> None:
+    history.learn(ranks[-1], lambda own: ranks)
+
+
+def texts_of(history: AnswerHistory) -> dict[int, list[list[int]]]:
+    return {prompt: [text.tolist() for text in held] for prompt, held in history.texts.items()}
+
+
+def test_the_last_answers_of_all_ranks_are_kept_and_those_ahead_beside_them() -> None:
+    history = AnswerHistory(EarlierAnswers())
+    learn(history, answered(p1=[[5, 6], [7]], p2=[[8]]), answered(p3=[[9]], a2=[[4, 4]]))
+    assert texts_of(history) == {1: [[5, 6], [7]], 3: [[9]], 2: [[8], [4, 4]]}
+    assert history.mean_lengths == {1: 1.5, 2: 1, 3: 1}
+    before = history.copy()
+    learn(history, answered(p2=[[3, 3, 3]], a7=[[2]]))
+    assert texts_of(history) == {1: [[5, 6], [7]], 3: [[9]], 2: [[3, 3, 3]], 7: [[2]]}
+    assert texts_of(before)[2] == [[8], [4, 4]]
+    assert before.mean_lengths[2] == 1
+
+
+def test_prompts_answered_least_recently_are_forgotten_first() -> None:
+    history = AnswerHistory(EarlierAnswers(max_tokens=6))
+    learn(history, answered(p1=[[1, 1]], p2=[[2, 2]]))
+    learn(history, answered(p1=[[1, 1, 1]]))
+    learn(history, answered(p3=[[3, 3]]))
+    assert texts_of(history) == {1: [[1, 1, 1]], 3: [[3, 3]]}
+    assert set(history.mean_lengths) == {1, 2, 3}
+    learn(history, answered(p4=[[4] * 7]))
+    assert texts_of(history) == {}
+
+
+def test_without_settings_lengths_alone_are_kept() -> None:
+    history = AnswerHistory()
+    learn(history, answered(p1=[[5, 6]]))
+    assert (history.texts, history.mean_lengths, history.ahead) == ({}, {1: 2.0}, 0)
+
+
+def test_a_saved_history_is_the_one_that_was(tmp_path: Path) -> None:
+    history = AnswerHistory(EarlierAnswers())
+    learn(history, answered(p3=[[5, 6], [7]], p1=[[8, 9]]))
+    torch.save(history.state_dict(), tmp_path / "history")
+    saved = torch.load(tmp_path / "history", weights_only=True)
+    again, without = AnswerHistory(EarlierAnswers()), AnswerHistory()
+    for other in (again, without):
+        other.load_state_dict(saved)
+        assert other.mean_lengths == history.mean_lengths
+    assert list(texts_of(again).items()) == list(texts_of(history).items())
+    assert without.texts == {}
+    history.load_state_dict(AnswerHistory().state_dict())
+    assert history.texts == {}
+
+
+def course_of(responses: list[Response], earlier: dict[int, list[list[int]]]) -> RolloutCourse:
+    group = OpenGroup(prompt=6, draw=6, drawn=0, begun=0, responses=tuple(responses))
+    new = OpenGroup(prompt=7, draw=7, drawn=1, begun=1)
+    return RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1), [group, new], 2, earlier)
+
+
+def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> None:
+    ended, open_one = Response(0, [5, 1], [0, 0], "stop", (0,)), Response(1, [6], [0], "unfinished", (0,))
+    course = course_of([ended, open_one], {7: [[9, 9]], 8: [[8]]})
+    asked = {request.id: request.earlier_answers for request in course.requests([[2], [3]], 0)}
+    assert asked == {1: [[5, 1]], 2: [[9, 9]], 3: [[9, 9]]}
+
+
+def test_what_may_be_written_again_with_its_noise_is_no_earlier_answer() -> None:
+    """A group that is put aside may be written anew: its own text would be a draft that knows the noise."""
+    course = course_of([], {})
+    for number, reason in ((2, "stop"), (3, "stop"), (0, "stop"), (1, "unfinished")):
+        course.add(Response(number, [number], [0.0], reason, (0,)))
+    assert [prompt for prompt, _ in course.texts] == [7, 7]
+    assert {prompt for prompt, _ in course.lengths} == {6, 7}
+
+
+def test_texts_that_nobody_reads_and_writers_that_never_wait_are_refused() -> None:
+    def engine(num_ranks: int = 1, reads: bool = True) -> Any:
+        return SimpleNamespace(num_ranks=num_ranks, reads_drafts=reads)
+
+    AnswerHistory().check(engine(reads=False), 1)
+    AnswerHistory(EarlierAnswers()).check(engine(), 1)
+    AnswerHistory(EarlierAnswers(ahead=2)).check(engine(), 2)
+    with pytest.raises(ValueError, match=r"TransformersEngine drafts from no text; use VLLMEngine"):
+        AnswerHistory(EarlierAnswers()).check(TransformersEngine(), 1)
+    with pytest.raises(ValueError, match=r"`data.earlier_answers.ahead` is 2, but there is one engine"):
+        AnswerHistory(EarlierAnswers(ahead=2)).check(engine(), 1)
+    with pytest.raises(ValueError, match=r"is 2, but each engine spans 2 ranks"):
+        AnswerHistory(EarlierAnswers(ahead=2)).check(engine(num_ranks=2), 4)
+    with pytest.raises(ValueError, match=r"`earlier_answers.max_tokens` must be at least 1, got 0"):
+        EarlierAnswers(max_tokens=0)
