@@ -81,6 +81,19 @@ def test_same_steps_give_the_same_choices(make):
     [
         (BEGMABSelector, {"off": 6, "learned_1": 2, "learned_3": 32, "learned_5": 760}, 23),
         (CostModelSelector, {"learned_1": 542, "learned_3": 196, "learned_5": 38, "learned_7": 24}, 67),
+        (
+            lambda: CostModelSelector(drafters=("learned", "ngram")),  # off and on again, so that catching up counts
+            {
+                "learned_1": 308,
+                "learned_3": 222,
+                "learned_5": 24,
+                "ngram_1": 141,
+                "ngram_3": 79,
+                "ngram_5": 18,
+                "ngram_7": 8,
+            },
+            83,
+        ),
     ],
 )
 def test_a_change_that_is_not_meant_to_leaves_choices_as_they_were(
