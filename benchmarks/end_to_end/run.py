@@ -31,10 +31,10 @@ from typing import Any
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, note_of, save
+from benchmarks.common.shapes import SHAPES
 from benchmarks.end_to_end.arm import run_arm
 from benchmarks.end_to_end.report import render
 from benchmarks.end_to_end.work import SETTINGS, Diary, Work, write_random
-from benchmarks.micro.step_time import SEVEN_B, THIRTY_TWO_B, TINY_SHAPE
 from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
@@ -45,7 +45,6 @@ SCHEDULED = (
 )
 GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices")
 GIVEN += ("strategy", "gradient_checkpointing", "lora_rank")
-SHAPES = {"7b": SEVEN_B, "32b": THIRTY_TWO_B, "tiny": TINY_SHAPE}
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 

@@ -31,51 +31,12 @@ from benchmarks.common.engine import WITHOUT_WEIGHTS, BenchEngine
 from benchmarks.common.full_graph_pool import FullGraphPool
 from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
+from benchmarks.common.shapes import SHAPES
 from tlt_lightning.engine import Request, RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
-
-SEVEN_B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151643,
-    "bos_token_id": 151643,
-}
-THIRTY_TWO_B: dict[str, Any] = {
-    **SEVEN_B,
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-}
-TINY_SHAPE: dict[str, Any] = {
-    **SEVEN_B,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-    "eos_token_id": 1,
-    "bos_token_id": 1,
-}
 
 KS = (0, 1, 3, 5, 7)
 POOLS = {"bucketed": BucketedGraphPool, "full": FullGraphPool}
@@ -107,7 +68,7 @@ class Scale:
 
 
 LARGE_SCALE = Scale(
-    shape=SEVEN_B,
+    shape=SHAPES["7b"],
     batches=(1, 8, 32, 64, 128),
     context=128,
     steps=64,
@@ -115,7 +76,7 @@ LARGE_SCALE = Scale(
     engine={"dtype": "bfloat16", "max_num_seqs": 128, "gpu_memory_utilization": 0.6, "sleep": False},
 )
 TINY_SCALE = Scale(
-    shape=TINY_SHAPE,
+    shape=SHAPES["tiny"],
     batches=(1, 4),
     context=64,
     steps=16,
@@ -289,9 +250,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--quantization", choices=("fp8", "int8"), help="measure each part in this type as well")
     args = parser.parse_args(arguments)
     num_ranks, name = args.tensor_parallel, "tiny" if args.tiny else f"{args.shape} shape"
-    scale = TINY_SCALE if args.tiny else LARGE_SCALE
-    if name == "32b shape":
-        scale = replace(scale, shape=THIRTY_TWO_B)
+    scale = TINY_SCALE if args.tiny else replace(LARGE_SCALE, shape=SHAPES[args.shape])
     dtype = "bfloat16" if args.quantization else scale.engine["dtype"]
     scale = replace(scale, engine={**scale.engine, "dtype": dtype, "tensor_parallel": num_ranks})
     results: dict[str, Any] = {"about": about(name, args.note, args.seed), "failed": {}}

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks.common.arguments import parser_of
 from benchmarks.common.results import about, heading, save, table
+from benchmarks.common.shapes import SHAPES
 from benchmarks.lossless.checks import as_batch
-from benchmarks.micro.step_time import SEVEN_B, TINY_SHAPE
 from tlt_lightning import policy as package
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
@@ -37,12 +37,6 @@ from tlt_lightning.training.micro_batches import cut_micro_batches
 from tlt_lightning.training.throughput import peak_flops, train_flops
 
 ROUNDS = 3
-SMALLER = dict(SEVEN_B, tie_word_embeddings=True, vocab_size=151936, num_key_value_heads=2)
-SHAPES: dict[str, dict[str, Any]] = {
-    "7b": SEVEN_B,
-    "1.5b": dict(SMALLER, hidden_size=1536, intermediate_size=8960, num_attention_heads=12),
-    "3b": dict(SMALLER, hidden_size=2048, intermediate_size=11008, num_attention_heads=16, num_hidden_layers=36),
-}
 
 
 def draw_batch(num_rows: int, typical: int, longest: int, device: torch.device) -> RolloutBatch:
@@ -98,13 +92,13 @@ def main(arguments: Sequence[str]) -> None:
 
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, help="most tokens of a pass; the longest sequence must fit")
-    parser.add_argument("--shape", choices=list(SHAPES), default="7b")
+    parser.add_argument("--shape", choices=("1.5b", "3b", "7b"), default="7b")
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--eight-bit", action="store_true", help="with torchao's AdamW8bit")
     args = parser.parse_args(arguments)
     torch.manual_seed(args.seed)
     build: Any = import_module("torchao.optim").AdamW8bit if args.eight_bit else torch.optim.AdamW
-    device, shape = torch.device("cpu" if args.tiny else "cuda"), TINY_SHAPE if args.tiny else SHAPES[args.shape]
+    device, shape = torch.device("cpu" if args.tiny else "cuda"), SHAPES["tiny" if args.tiny else args.shape]
     lora = None if args.full else LoRA(rank=32, base_dtype="float32" if args.tiny else "bfloat16")
     config = AutoConfig.for_model(**shape)
     with device:

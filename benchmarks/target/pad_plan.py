@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
+from benchmarks.common.shapes import SHAPES
 from benchmarks.target.pad_maps import Axis, cancelling, copied, heads, pad_matrix, residual, side_by_side
 
 INIT_STD = 0.02  # of random weights, as Qwen2 initialises them
@@ -30,14 +31,7 @@ class Shape:
     vocab_size: int
 
 
-SEVEN_B = Shape(
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    vocab_size=152064,
-)
+SEVEN_B = Shape(**{item.name: SHAPES["7b"][item.name] for item in fields(Shape)})
 TINY = Shape(
     hidden_size=448,
     intermediate_size=1000,
