@@ -100,10 +100,6 @@ class SetLength(StrategySelector):
     def select(self, state: SelectorState) -> Strategy:
         return Strategy(self.num_draft_tokens) if self.num_draft_tokens else OFF
 
-    @override
-    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
-        pass
-
 
 def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
     """Write configurations of a policy, with a one-word tokenizer, and head; return the paths."""

@@ -106,8 +106,9 @@ class StrategySelector(ABC):
     def select(self, state: SelectorState) -> Strategy:
         """Choose the strategy of the next step, in constant time without device synchronisation."""
 
-    @abstractmethod
-    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
+    def record(  # noqa: B027 - rules learn nothing
+        self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float
+    ) -> None:
         """Learn from a finished step.
 
         Args:

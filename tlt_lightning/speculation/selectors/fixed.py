@@ -31,7 +31,3 @@ class FixedSelector(StrategySelector):
     @override
     def select(self, state: SelectorState) -> Strategy:
         return self.strategy
-
-    @override
-    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
-        pass

@@ -50,10 +50,6 @@ class ThresholdSelector(StrategySelector):
         return self.strategy if self._is_on else OFF
 
     @override
-    def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
-        pass
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         return {"is_on": self._is_on}
 
