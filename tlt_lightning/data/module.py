@@ -132,8 +132,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         given = {item.name: arguments[item.name] for item in fields(IterationSettings)}
-        self._given_settings = IterationSettings(**given)
-        self._settings = self._given_settings
+        self._settings = self._given_settings = IterationSettings(**given)
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
 
