@@ -16,11 +16,11 @@ import torch
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, note_of, save, table
+from benchmarks.lossless.checks import agreement, score
 from tlt_lightning import PromptSource
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.settings import FUSED, linear_layers
-from tlt_lightning.objectives.kl import k3
 from tlt_lightning.policy import load_policy, load_tokenizer, policy_shapes, stream_weights
 
 
@@ -49,23 +49,18 @@ def measure(kept: list[str] | None, args: Any) -> dict[str, float]:
     policy = load_policy(args.policy).to(device, torch.bfloat16)
     engine.setup(args.policy, max_model_len=512 + args.max_tokens, seed=args.seed)
     engine.update_weights(stream_weights(policy), 0)
-    old, written = [], []
-    for response in engine.generate(requests, Sampling(max_tokens=args.max_tokens), seed=args.seed):
-        prompt = requests[response.request_id].prompt_ids
-        ids = torch.tensor([*prompt, *response.token_ids], device=device)
-        with torch.no_grad():
-            logps = policy(input_ids=ids[None, :-1]).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
-        old.append(logps.gather(1, ids[len(prompt) :, None])[:, 0].cpu())
-        written.append(torch.tensor(response.logps))
+    responses = list(engine.generate(requests, Sampling(max_tokens=args.max_tokens), seed=args.seed))
     engine.close()
-    found, sampled = torch.cat(old), torch.cat(written)
-    weights = (found - sampled).exp().clamp(max=2)
+    prompts_of = [requests[response.request_id].prompt_ids for response in responses]
+    written = [(list(response.token_ids), list(response.logps)) for response in responses]
+    sampled, found, entropy = score(policy, prompts_of, written)
+    apart, weights = agreement(sampled, found, entropy), (found - sampled).exp().clamp(max=2)
     return {
-        "kl": k3(sampled, found).mean().item(),
-        "difference": (found - sampled).abs().mean().item(),
+        "kl": apart["k3"],
+        "difference": apart["mean_abs_difference"],
         "ratio_max": (found - sampled).max().exp().item(),
         "effective": (weights.sum() ** 2 / (len(weights) * weights.square().sum())).item(),
-        "tokens": len(weights),
+        "tokens": apart["tokens"],
     }
 
 
