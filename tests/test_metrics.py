@@ -169,11 +169,26 @@ def test_the_peak_of_a_stage_is_what_the_device_held_in_it() -> None:
     before = torch.cuda.memory_allocated()
     del kept
     first = torch.empty(gib // 2, dtype=torch.uint8, device="cuda")
-    with peak.followed():  # nothing is unmapped, and what was held before counts
+    with peak.followed(lambda: 0.0):  # what was held before counts
         del first
         torch.cuda.empty_cache()
     assert peak.take() == pytest.approx(before, abs=2**24)
     assert peak.take() == pytest.approx(torch.cuda.memory_allocated(), abs=2**24)
+
+
+def test_what_a_sleeping_engine_has_unmapped_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = 7.0  # what PyTorch counts: 5 of the engine, 2 of the trainer
+    monkeypatch.setattr(PeakMemory, "_is_measured", True)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: counted)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    peak = PeakMemory()
+    with peak.followed(lambda: 5.0):
+        pass
+    assert peak.take() == 7.0
+    assert peak.take() == 2.0
+    with peak.followed(lambda: 0.0):
+        pass
+    assert peak.take() == 7.0
 
 
 def test_what_is_done_apart_is_taken_from_the_stage_around_it(clock: list[float]) -> None:

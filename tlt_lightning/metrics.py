@@ -152,8 +152,7 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: 
 class PeakMemory:
     """Measures the most that the GPU of this process has held since it was asked last, in bytes.
 
-    PyTorch goes on counting the tensors of an engine that sleeps, whose memory is unmapped: `followed` finds out how
-    much that is, and takes it off.
+    PyTorch goes on counting the tensors of an engine that sleeps, whose memory is unmapped: `followed` takes it off.
     """
 
     def __init__(self) -> None:
@@ -165,27 +164,23 @@ class PeakMemory:
 
     def take(self) -> float | None:
         """Return the peak since the last call, None without a GPU."""
+        self._note()
         if not self._is_measured:
             return None
-        self._note()
         most, self._most = self._most, 0.0
         return most
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow what an engine unmaps or maps in the block, as it falls asleep or wakes."""
-        before = self._count()
-        yield
-        self._unmapped += self._count() - before
-
-    def _count(self) -> float:
-        """Return bytes that are free or PyTorch's: what is unmapped is both."""
-        if not self._is_measured:
-            return 0.0
+    def followed(self, unmapped: Callable[[], float]) -> Iterator[None]:
+        """Follow an engine that falls asleep or wakes in the block; `unmapped` returns its bytes that are unmapped."""
         self._note()
-        return float(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        yield
+        self._note()
+        self._unmapped = unmapped()
 
     def _note(self) -> None:
+        if not self._is_measured:
+            return
         self._most = max(self._most, torch.cuda.max_memory_allocated() - self._unmapped)
         torch.cuda.reset_peak_memory_stats()
 

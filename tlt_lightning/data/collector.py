@@ -94,7 +94,7 @@ class RolloutCollector:
         if not prompts and self.engine.num_ranks == 1 and agreement(self.trainer) is None:
             self._spend_idle_time()
             return []
-        with self.peak_memory.followed():
+        with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
             self.engine.wake()
         self.weights.sync(self.trainer)
         self.log.lap("sync")
@@ -195,7 +195,7 @@ class RolloutCollector:
         }
 
     def _sleep(self) -> None:
-        with self.peak_memory.followed():
+        with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
             self.engine.sleep()
         self.log.lap("sync")
 

@@ -274,6 +274,11 @@ class RolloutEngine(ABC):
     def wake(self) -> None:  # noqa: B027 - optional
         """Take the memory back; `update_weights` must follow before `generate`."""
 
+    @property
+    def unmapped_bytes(self) -> float:
+        """Memory that PyTorch counts as the engine's though the device has it back, while the engine sleeps."""
+        return 0.0
+
     @abstractmethod
     def close(self) -> None:
         """Free everything; safe to call twice and after an error."""

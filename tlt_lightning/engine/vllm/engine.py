@@ -202,6 +202,11 @@ class VLLMEngine(RolloutEngine):
             if self._can_sleep:
                 asleep_free.release_sleep_mode()
 
+    @property
+    @override
+    def unmapped_bytes(self) -> float:
+        return asleep_free.asleep_bytes() if self._can_sleep else 0.0
+
     @override
     def sleep(self) -> None:
         if self._engine is not None and self._engine.has_unfinished_requests():

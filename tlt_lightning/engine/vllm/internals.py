@@ -44,7 +44,7 @@ REQUIRED: dict[str, str] = {
         "driver_worker; _distributed_args(); determine_available_memory(); get_kv_cache_specs()"
     ),
     "v1.worker.worker_base.WorkerWrapperBase": "worker",
-    "v1.worker.gpu_worker.Worker": "model_runner; vllm_config",
+    "v1.worker.gpu_worker.Worker": "model_runner; vllm_config; sleep(level)",
     "v1.kv_cache_interface.FullAttentionSpec": "max_memory_usage_bytes(vllm_config); page_size_bytes",
     "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group()",
     "distributed.parallel_state.GroupCoordinator": "cpu_group",

@@ -6,6 +6,7 @@ Once a release has mended a fault, a test here fails: drop the repair.
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tlt_lightning.engine.vllm.patches import (
     cpu_tied_head,
     cublas_workspaces,
     patched,
+    shared_device,
 )
 from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
 from tlt_lightning.engine.vllm.patches.patch import Patch, replace
@@ -194,3 +196,31 @@ def test_a_second_engine_that_can_sleep_beside_the_first_is_refused(monkeypatch:
     asleep_free.claim_sleep_mode()
     with pytest.raises(RuntimeError, match="sleep: false"):
         asleep_free.claim_sleep_mode()
+
+
+@pytest.mark.vllm
+def test_an_engine_falls_asleep_while_another_program_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class Shared:  # the parts of a worker that fall asleep
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+
+        def __init__(self, fault: str = "") -> None:
+            self.slept, self.fault = list[int](), fault
+            self.sleep_mode_backend = SimpleNamespace(suspend=self.suspend)
+
+        def suspend(self, level: int) -> None:
+            self.slept.append(level)
+            assert not self.fault, self.fault
+
+    free = iter(range(100, 0, -1))
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
+    monkeypatch.setattr("torch.accelerator.get_memory_info", lambda: (next(free), 1000))
+    with pytest.raises(AssertionError, match="Memory usage increased"):
+        Worker.sleep(Shared())  # type: ignore[arg-type]
+    with shared_device.PATCH.applied():
+        worker: Any = Shared()
+        Worker.sleep(worker, 1)
+        assert worker.slept == [1]
+        with pytest.raises(AssertionError, match="of another kind"):
+            Worker.sleep(Shared("of another kind"))  # type: ignore[arg-type]

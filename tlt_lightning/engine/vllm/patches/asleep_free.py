@@ -7,6 +7,7 @@ good: the most that is ever taken is the largest one, one layer's keys and value
 
 from __future__ import annotations
 
+import gc
 import logging
 from functools import wraps
 from typing import Any
@@ -48,6 +49,14 @@ PATCH = Patch(
 _holder: str | None = None
 
 
+def asleep_bytes() -> float:
+    """Return the memory that vLLM's allocator has unmapped and keeps addresses for."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    kept = CuMemAllocator.get_instance().pointer_to_data.values()
+    return float(sum(data.handle[1] for data in kept if data.is_asleep))
+
+
 def claim_sleep_mode() -> None:
     """Raise RuntimeError for an engine that sleeps beside another: vLLM's allocator serves one at a time."""
     global _holder
@@ -67,4 +76,12 @@ def release_sleep_mode() -> None:
     allocator = CuMemAllocator.get_instance()
     allocator.release_pools()
     left = allocator.get_current_usage() / 2**20  # vLLM would refuse to load the next one's weights
-    _holder = f"a closed one still holds {left:,.1f} MiB" if left else None
+    _holder = f"a closed one still holds {left:,.1f} MiB{_tensors_left(allocator)}" if left else None
+
+
+def _tensors_left(allocator: Any) -> str:
+    """Describe the tensors that keep memory of a closed engine: their owner forgot to let go."""
+    kept = [range(pointer, pointer + data.handle[1]) for pointer, data in allocator.pointer_to_data.items()]
+    tensors = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda)
+    found = [f"{tuple(each.shape)} {each.dtype}" for each in tensors if any(each.data_ptr() in part for part in kept)]
+    return f" (tensors: {', '.join(found[:8])})" if found else ""

@@ -1,0 +1,35 @@
+"""Let an engine fall asleep on a device whose memory other programs take at the same moment."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+
+_MESSAGE = "Memory usage increased after sleeping."
+
+
+def _apply() -> Undo:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    sleep = Worker.sleep
+
+    @wraps(sleep)
+    def sleep_beside_others(worker: Any, level: int = 1) -> None:
+        try:
+            sleep(worker, level)
+        except AssertionError as error:  # the last thing it does: the engine sleeps already
+            if str(error) != _MESSAGE:
+                raise
+
+    return replace(Worker, "sleep", sleep_beside_others)
+
+
+PATCH = Patch(
+    why="An engine that has fallen asleep asserts that the device has more free memory than before; on a device that "
+    "other programs use too, a run dies of what they took meanwhile.",
+    versions="0.32",
+    is_needed=lambda: True,
+    apply=_apply,
+)
