@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.speculation_engines import ScriptedSelector
+from tlt_lightning.engine import Request
 from tlt_lightning.engine.vllm import runner
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner, num_admissible
 from tlt_lightning.engine.vllm.runner_v1 import step_plainly_without_drafts
@@ -67,8 +68,8 @@ def step(
         finished_req_ids=set(),
         preempted_req_ids=set(),
     )
-    for name in requests:
-        made.add(f"request {name}", name, requests[name].all_token_ids)
+    for number, name in enumerate(requests):
+        made.add(Request(id=number, prompt_ids=[1]), name, requests[name].all_token_ids)
     made.before_schedule(scheduler)
     made.before_schedule(scheduler)  # the second verifies what the first drafted
     made.after_schedule(output)
