@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from tests.support.speculation_engines import (
 from tlt_lightning.engine import Request, Response, RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
-from tlt_lightning.speculation.strategy import Strategy
+from tlt_lightning.speculation.strategy import OFF, Strategy
 
 pytestmark = pytest.mark.vllm
 
@@ -92,12 +93,13 @@ def test_cache_counts_and_texts_are_right_where_some_wait_and_some_are_set_back(
         scheduler, "_preempt_request", lambda *args, **rest: set_back.append(1) or preempt(*args, **rest)
     )
     monkeypatch.setattr(parts.controller.alarm, "window", 10**9)
-    setup.selector.at_random(3)
+    draw, steps = random.Random(3), itertools.count()  # off and any arm in turn; pieces end while the head is off
+    setup.selector.script = lambda state: OFF if next(steps) // 10 % 2 == 0 else draw.choice(setup.selector.all_arms)
     num_free = pool.get_num_free_blocks()
     requests = [Request(id=r.id, prompt_ids=r.prompt_ids, group=r.group, max_tokens=300) for r in siblings()]
     before: dict[int, Response] = {}
     num_pieces = 0
-    for written, seen in pieces(setup, requests, num_steps=120):
+    for written, seen in pieces(setup, requests, num_steps=125):
         num_pieces += 1
         held = sum(len(response.token_ids) for response in before.values() if response.is_unfinished)
         left = len(requests) - sum(not response.is_unfinished for response in before.values())
