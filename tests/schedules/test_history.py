@@ -92,7 +92,7 @@ def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> N
 
 
 def test_what_may_be_written_again_with_its_noise_is_no_earlier_answer() -> None:
-    """A group that is put aside may be written anew: its own text would be a draft that knows the noise."""
+    """Drafts must know nothing of the noise that verifies them, and a group that is put aside may get its own again."""
     course = course_of([], {})
     for number, reason in ((2, "stop"), (3, "stop"), (0, "stop"), (1, "unfinished")):
         course.add(Response(number, [number], [0.0], reason, (0,)))

@@ -80,8 +80,8 @@ class Request:
             engine's arithmetic and its drafts allow. None draws from the rollout's noise.
         expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
             of the requests start the longest first.
-        earlier_answers: Texts to look drafts up in, for engines that do. A text that was written with this request's
-            noise would bias the response: the text knows what verification will draw.
+        earlier_answers: Texts to look drafts up in, for engines that do. None of them may have been written with this
+            request's noise: exactness rests on drafts that know nothing of what verification will draw.
     """
 
     id: int
