@@ -2,6 +2,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -142,3 +144,17 @@ def test_an_error_of_a_collective_is_followed_by_the_reason(forked: tuple[Livene
     error = RuntimeError("Connection closed by peer")
     worker.report(error)
     assert error.__notes__ == ["The run cannot go on: rank 1 has died: its process ended without a word."]
+
+
+def test_a_process_that_knows_of_a_failure_gets_through_its_exit() -> None:
+    script = """
+import atexit, threading
+from types import SimpleNamespace
+atexit.register(threading.Event().wait)  # as NCCL waits for a rank that never answers
+from tlt_lightning.data import liveness
+liveness._GRACE_SECONDS = 1
+alive = liveness.Liveness(SimpleNamespace(global_rank=0, world_size=1, strategy=None))
+alive._failure = "rank 1 has given no sign of life"
+alive.close()
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == -signal.SIGALRM

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -36,7 +37,8 @@ class Liveness:
     Each worker's thread gives a sign of life to rank 0 every second, which passes on what it learns. The operating
     system closes the end of a process that dies, so this is noticed at once; a dead machine or a stopped process after
     `_SILENT_SECONDS` of silence. The thread logs the reason, and `check`, called at each engine step and batch, raises
-    it. A main thread that waits for the dead in a collective is ended after `_GRACE_SECONDS`.
+    it. A main thread that waits for the dead in a collective is ended after `_GRACE_SECONDS`, and so is a process that
+    does not get through its exit.
 
     A worker may live without getting on, while others wait in idle windows, which have no time limit. Each tells how
     long ago its last `check` was: `_STALLED_SECONDS` warn, more than `DDPStrategy(timeout=...)` fails. So end workers
@@ -99,6 +101,9 @@ class Liveness:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self.close)
+        if self._failure is not None:
+            # NCCL waits at exit for a rank that is stopped, without end and beyond the reach of Python's threads.
+            atexit.register(signal.alarm, int(_GRACE_SECONDS))
 
     def _connect(self, trainer: L.Trainer) -> None:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
