@@ -71,6 +71,17 @@ def test_a_trainee_that_has_truly_diverged_starts_over_from_what_is_published(ca
     assert decision.metrics()["drafter/started_over"] == 1
 
 
+@pytest.mark.parametrize(("kept", "has_diverged"), [(0.52, False), (0.48, True)])
+def test_a_trainee_has_diverged_once_half_of_what_drafts_gained_is_lost(kept: float, has_diverged: bool) -> None:
+    publisher = publisher_of(OneWeight(1.0))
+    for _ in range(3):
+        publisher.trainer.train(steps(1))
+        publisher.trainer.drafter.fc.data.fill_(kept)
+        decision = publisher.publish_if_better()
+        assert decision is not None
+    assert decision.has_diverged is has_diverged
+
+
 def test_the_published_weights_are_lent_and_training_goes_on_from_its_own() -> None:
     publisher = publisher_of(OneWeight(0.5))
     publisher.trainer.drafter.direction = 1.0
