@@ -125,7 +125,8 @@ class _StepAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, own = ctx.saved_tensors
-        lengths, seen, scale = ctx.documents.lengths, ctx.documents.seen, ctx.scale
+        documents: Documents = ctx.documents
+        lengths, seen, scale = documents.lengths, documents.seen, ctx.scale
         grad = gradients[0].transpose(0, 1).contiguous().transpose(0, 1)  # as `out` lies
         dq, dk, dv = _attend_backward(grad, q, k[:, 0], v[:, 0], out, lse, lengths, lengths, True, scale)
         dk, dv = dk[:, None], dv[:, None]
