@@ -40,6 +40,8 @@ CURVES = (
     "drafter/published",
     "drafter/tokens",
     "mismatch/kl",
+    "mismatch/ratio_max",
+    "mismatch/truncated",
     "mismatch/effective_sample_size",
 )
 """Metrics by iteration that the results keep, where a run has them."""
