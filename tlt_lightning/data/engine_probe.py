@@ -71,8 +71,9 @@ class EngineProbe:
 
 
 def _beginning(rollout: Rollout) -> Rollout:
-    tokens, logps = (list(part)[:NUM_TOKENS] for part in (rollout.response.token_ids, rollout.response.logps))
-    return replace(rollout, response=replace(rollout.response, token_ids=tokens, logps=logps))
+    response = rollout.response
+    tokens, logps = list(response.token_ids)[:NUM_TOKENS], list(response.logps)[:NUM_TOKENS]
+    return replace(rollout, response=replace(response, token_ids=tokens, logps=logps))
 
 
 def _coarser(trainer: L.Trainer, policy: nn.Module, engine: RolloutEngine) -> str:
