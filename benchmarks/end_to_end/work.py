@@ -111,12 +111,14 @@ class Work:
 def write_random(shape: dict[str, Any], path: str) -> None:
     """Write a policy of a configuration, with random weights and the quickstart's tokenizer, unless there is one."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tlt_lightning.policy import load_tokenizer
 
     if not Path(path, "config.json").exists():
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
-        AutoTokenizer.from_pretrained(ASSETS / "policy").save_pretrained(path)
+        load_tokenizer(str(ASSETS / "policy")).save_pretrained(path)
         model.save_pretrained(path)
 
 
