@@ -29,7 +29,7 @@ class Observer(RolloutCallback):
         self.rollouts += [(each.prompt.index, list(each.response.token_ids), each.reward) for each in rollouts]
 
 
-def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str) -> None:
+def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str, num_ranks: str = "2") -> None:
     L.seed_everything(3)
     engine = VLLMEngine(
         dtype="float32",
@@ -53,8 +53,8 @@ def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str) -
     module = RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
+        devices=int(num_ranks),
+        strategy={"alone": "auto", "fsdp2": "fsdp2"}.get(mode) or DDPStrategy(process_group_backend="gloo"),
         max_epochs=2,
         callbacks=[observer],
         logger=False,
@@ -64,7 +64,7 @@ def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str) -
         default_root_dir=out,
     )
     trainer.fit(module, data)
-    weights = [float(tensor.double().abs().sum()) for _, tensor in module.policy_weights()]
+    weights = {name: float(tensor.double().abs().sum()) for name, tensor in module.policy_weights()}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     found = {"rollouts": observer.rollouts, "weights": weights, "metrics": metrics}
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
