@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
 from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine.rank_group import RankGroup
+from tlt_lightning.engine.vllm import requests
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
 from tlt_lightning.speculation.agreement import ALONE
@@ -45,12 +47,12 @@ class ClockSelector(ScriptedSelector):
 def stop_one(engine: VLLMEngine, rank: int) -> list[list[Any]]:
     """After its first response, which is its last request's, rank 1 stops its first request and adds another one."""
     answers: list[list[Any]] = []
-    requests = siblings(1)
-    requests[-1] = replace(requests[-1], max_tokens=8)
-    for response in engine.generate(requests, GREEDY, seed=0):
+    asked = siblings(1)
+    asked[-1] = replace(asked[-1], max_tokens=8)
+    for response in engine.generate(asked, GREEDY, seed=0):
         if rank == 1 and not answers:
-            engine.stop([requests[0].id])
-            engine.add([replace(requests[0], id=9)])
+            engine.stop([asked[0].id])
+            engine.add([replace(asked[0], id=9)])
         answers.append([response.request_id, response.finish_reason, list(response.token_ids)])
     return sorted(answers)
 
@@ -79,6 +81,28 @@ def write_between_sleeps(policy: str, head: str, tensor_parallel: int) -> dict[s
         engine.sleep()
     engine.close()
     return {"texts": texts, "stats": stats}
+
+
+def part(policy: str, rank: int) -> dict[str, str]:
+    """Let rank 1 sample with other noise, and then decide after it has noted something else."""
+    found: dict[str, str] = {}
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
+    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    if rank == 1:
+        requests.noise_of = lambda request: 7
+    try:
+        write(engine, siblings(), Sampling(max_tokens=64, top_k=4))  # none of which ends a text
+    except RuntimeError as error:
+        found["written apart"] = str(error)
+    engine.close()
+    group = RankGroup(torch.distributed.group.WORLD)
+    group.note([rank])
+    try:
+        group.decide(lambda: rank)
+    except RuntimeError as error:
+        found["decided apart"] = str(error)
+    return found
 
 
 def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:
@@ -118,4 +142,5 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     except RuntimeError as error:
         found["parted"] = str(error)
     engine.close()
+    found |= part(policy, rank)
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(found))

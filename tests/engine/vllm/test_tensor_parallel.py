@@ -1,6 +1,7 @@
 """An engine over two ranks writes what an engine of one writes, whatever their clocks say."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks.common.processes import run_apart
 from tests.conftest import save_policy
+from tests.engine.vllm.test_distribution import HORIZON, VOCAB, chi_square_p, probabilities_of, text_logps
 from tests.support.eagle_head import make_head, save_head
 from tests.support.rank_processes import run_ranks
 from tests.support.speculation_engines import (
@@ -20,7 +22,7 @@ from tests.support.speculation_engines import (
     siblings,
 )
 from tests.support.tensor_parallel import write_between_sleeps
-from tlt_lightning.engine import rank_group
+from tlt_lightning.engine import Sampling, rank_group
 
 pytestmark = pytest.mark.vllm
 
@@ -81,6 +83,28 @@ def test_a_new_head_arrives_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
 def test_ranks_that_schedule_different_steps_end_with_an_error(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "have parted at the next engine step" in rank["parted"]
+
+
+def test_ranks_that_part_are_an_error_without_a_comparison_of_every_step(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert f"Rank {number} has scheduled or written other tokens" in rank["written apart"]
+    assert "decided apart" not in ranks[0]  # which does not hear of the others
+    assert "Rank 1 has scheduled or written other tokens" in ranks[1]["decided apart"]
+
+
+def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:
+    """As in test_distribution.py, of responses that two ranks write together."""
+    policy = str(save_policy(tmp_path / "policy", vocab_size=VOCAB, num_hidden_layers=4, initializer_range=0.1))
+    head = save_head(make_head(policy, seed=3), tmp_path / "head")
+    ended = run_ranks("tests.support.tensor_parallel_texts", tmp_path, policy, head, str(tmp_path))
+    assert ended.statuses == [0, 0], ended.stderr[-3000:]
+    found = [json.loads((tmp_path / f"texts{rank}.json").read_text()) for rank in (0, 1)]
+    logps = text_logps(policy, Sampling(max_tokens=HORIZON))
+    for drafter in ("learned", "mixed", "any"):
+        responses = [(tuple(text), own) for rank in found for text, own in rank[drafter]["texts"]]
+        assert chi_square_p(Counter(text for text, _ in responses), probabilities_of(logps)) > 1e-4, drafter
+        assert all(own == pytest.approx(logps[text], abs=2e-4) for text, own in responses)
+        assert found[0][drafter]["acceptance"] > 1
 
 
 @pytest.mark.gpu
