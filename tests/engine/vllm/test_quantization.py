@@ -4,6 +4,7 @@ The policy that is sampled from is the quantized one, and its log-probs are retu
 counted against a policy that is quantized here, without vLLM. On a GPU the same runs with CUDA graphs.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -36,7 +37,7 @@ from tests.support.speculation_engines import (
 from tlt_lightning.engine import Quantization, Request, Response, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.int8_linear import quantized_by_channel
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, policy_shapes, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes, stream_weights
 
 pytestmark = pytest.mark.vllm
 
@@ -80,12 +81,20 @@ def rounded_policy(path: str, kind: Kind) -> nn.Module:
     return model
 
 
+class BrokenStream(PolicyWeights):
+    """Ends within the first layer of attention."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from itertools.islice(super().__iter__(), 4)
+        raise OSError("nobody sends any more")
+
+
 def linear(engine: VLLMEngine, name: str) -> Any:
     return engine.inspect().model_runner.get_model().get_submodule(name)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_layers_compute_in_8_bit_with_the_newest_weights(
+def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
     policy: str, kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = load_policy(policy)
@@ -99,6 +108,10 @@ def test_layers_compute_in_8_bit_with_the_newest_weights(
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(1.3)
+        with pytest.raises(OSError, match="nobody sends"):
+            engine.update_weights(BrokenStream(module), 1)
+        with pytest.raises(RuntimeError, match="holds no current weights"):
+            write(engine, siblings(prompts=[PROMPT]))
         engine.update_weights(stream_weights(module), 1)
         assert [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()] == addresses
         for layer in range(4):
