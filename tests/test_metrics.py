@@ -53,6 +53,20 @@ def test_rollout_metrics_count_what_they_say() -> None:
     assert metrics["reward/zero_std_groups"] == 0.5
 
 
+def test_drafts_are_counted_by_drafter_as_proposed_and_as_kept() -> None:
+    drafts = [(0, "ngram", 3, 2), (4, "sibling", 2, 0), (5, "ngram", 1, 1)]
+    response = Response(0, [2] * 9, [-1.0] * 9, "stop", (0,), drafts)
+    rollouts = [Rollout(Prompt("q", [2]), response, "text", group, {"score": 1.0}, 1.0) for group in (0, 1)]
+    log = IterationLog()
+    log_rollouts(log, rollouts)
+    metrics = combine([log.read()])
+    assert {name: metrics[name] for name in metrics if name.startswith("speculation/")} == {
+        "speculation/kept_ngram": 6.0,
+        "speculation/proposed_ngram": 8.0,
+        "speculation/proposed_sibling": 4.0,
+    }
+
+
 def test_tail_share_is_the_time_with_few_unfinished() -> None:
     trace = [(1.0, 20), (2.0, 10), (4.0, 2), (10.0, 0)]
     assert tail_share(trace, 20) == pytest.approx(0.6)

@@ -82,6 +82,17 @@ def test_a_trainee_has_diverged_once_half_of_what_drafts_gained_is_lost(kept: fl
     assert decision.has_diverged is has_diverged
 
 
+def test_evidence_is_pooled_over_four_decisions() -> None:
+    publisher, counts = publisher_of(OneWeight(1.0)), []
+    publisher.trainer.train(steps(20))  # of a head that is young nothing is pooled
+    for _ in range(6):
+        publisher.trainer.train(steps(1))
+        publisher.trainer.drafter.fc.data.fill_(0.9)
+        publisher.publish_if_better()
+        counts.append(len(publisher.state_dict()["evidence"]))
+    assert counts == [1, 2, 3, 4, 4, 4]
+
+
 def test_the_published_weights_are_lent_and_training_goes_on_from_its_own() -> None:
     publisher = publisher_of(OneWeight(0.5))
     publisher.trainer.drafter.direction = 1.0
