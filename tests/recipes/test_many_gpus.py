@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from benchmarks.micro.step_time import SEVEN_B, THIRTY_TWO_B
+from benchmarks.common.shapes import SHAPES
 from tests.recipes.test_recipes import instantiate
 from tlt_lightning.training.memory import GIB, Passes, check_memory
 
-FOURTEEN_B = {**THIRTY_TWO_B, "intermediate_size": 13824, "num_hidden_layers": 48}
+FOURTEEN_B = {**SHAPES["32b"], "intermediate_size": 13824, "num_hidden_layers": 48}
 H100, H200 = 79.6, 139.8  # GiB
 
 
@@ -36,11 +36,11 @@ def forecast(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -
 @pytest.mark.parametrize(
     ("name", "shape", "device_gib", "fits", "too_few"),
     [
-        ("grpo_qwen2.5-7b_fsdp2", SEVEN_B, H100, 4, 1),
-        ("grpo_qwen2.5-7b_fsdp2", SEVEN_B, H200, 2, None),
+        ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 1),
+        ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, None),
         ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 2),
         ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 1),
-        ("grpo_qwen2.5-32b_lora_tp2", THIRTY_TWO_B, H100, 4, None),
+        ("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, None),
     ],
 )
 def test_it_fits_as_many_devices_as_it_says(
