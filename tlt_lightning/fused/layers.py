@@ -21,7 +21,6 @@ from tlt_lightning.fused.compiled import compiled_on_gpu
 
 def fuse_layers(model: nn.Module) -> None:
     """Let norms and MLPs of a Hugging Face model compute as this module does, where that is their own function."""
-    from transformers.activations import ACT2FN
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
     norm, mlp = (inspect.getsource(each.forward) for each in (LlamaRMSNorm, LlamaMLP))
@@ -29,10 +28,16 @@ def fuse_layers(model: nn.Module) -> None:
         forward: Callable[..., Tensor] | None = None
         if _source(layer) == norm:
             forward = _norm_forward
-        elif _source(layer) == mlp and type(layer.act_fn) is type(ACT2FN["silu"]):
+        elif _source(layer) == mlp and _is_silu(layer.act_fn):
             forward = _mlp_forward
         if forward is not None:
             layer.forward = MethodType(forward, layer)  # of this layer: classes stay as they are
+
+
+def _is_silu(activation: nn.Module) -> bool:
+    from transformers.activations import SiLUActivation
+
+    return type(activation) is SiLUActivation
 
 
 def _source(layer: nn.Module) -> str:
@@ -50,6 +55,8 @@ def _norm_forward(layer: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
+    if not _is_silu(layer.act_fn):  # a callback has put another in its place
+        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
     return layer.down_proj(_Gated.apply(layer.gate_proj(x), layer.up_proj(x)))  # type: ignore[no-any-return]
 
 
