@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 LOGIT_COPIES = 2
 """Copies of a chunk's logits at once, in the type that the head computes in: they and their gradient."""
+GRADIENTS_AT_ONCE = 3
+"""Gradients of a layer's widest tensors that its backward pass holds at once: of gate, up and their product."""
 CONTEXT = 0.7 * GIB
 """CUDA's context, kernels and cuBLAS' workspaces of a process."""
 ERROR = 0.1
@@ -126,15 +128,15 @@ def forecast(
         "optimizer": state * trained,
     }
     gathered = {"gathered": sum(gathered_bytes(model, passes) for model in built.values())}
-    kept, again = zip(*(kept_bytes(model, passes) for model in built.values()), strict=True)
+    kept, backward = zip(*(kept_bytes(model, passes) for model in built.values()), strict=True)
     width = 2 if passes.is_autocast else 4
     logits = float(LOGIT_COPIES * width * vocab_size * min(passes.chunk_size, passes.micro_batch_tokens))
     return MemoryForecast(
         held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},
         activations={
             "activations": sum(kept),
-            # A layer is computed again when the logits are gone.
-            "logits": max(logits, *again),
+            # A layer's backward pass begins when the logits are gone.
+            "logits": max(logits, *backward),
             **(gathered if passes.num_shards > 1 else {}),
         },
         step=temporary * trained / passes.num_shards,
@@ -169,28 +171,34 @@ def kept_bytes(model: Any, passes: Passes) -> tuple[float, float]:
     Layers keep alike: two passes, through the last layer and through the last two, tell of all.
 
     Returns:
-        Bytes kept from the forward pass on, and those of a layer that is computed again in the backward pass.
+        Bytes kept from the forward pass on, and those that a layer's backward pass adds: gradients of its widest
+        tensors, and its own again if it is checkpointed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     trunk: Any = causal_lm(model).base_model
     if any(getattr(trunk.config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise RuntimeError("experts are chosen by values, and shapes have none")
-    layers, kept = trunk.layers, []
+    layers, kept, widest = trunk.layers, [], 0.0
     with FakeTensorMode():
         _give_storage(model)
         for number in (1, 2):
             trunk.layers = layers[-number:]
-            kept.append(_kept_of_pass(trunk, passes))
+            sizes = _kept_of_pass(trunk, passes)
+            kept.append(sum(sizes))
+            widest = max(sizes)
+    gradients = GRADIENTS_AT_ONCE * widest
     of_layer, others = kept[1] - kept[0], 2 * kept[0] - kept[1]
     if not passes.is_checkpointed:
-        return others + len(layers) * of_layer, 0.0
+        return others + len(layers) * of_layer, gradients
     # Every layer keeps its input; one at a time is computed again and then keeps what it did without.
     width = 2 if passes.is_autocast else next(model.parameters()).element_size()
-    return others + len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width), of_layer
+    inputs = len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width)
+    return others + inputs, of_layer + gradients
 
 
-def _kept_of_pass(trunk: nn.Module, passes: Passes) -> float:
+def _kept_of_pass(trunk: nn.Module, passes: Passes) -> list[float]:
+    """Return the bytes of each tensor that autograd keeps of one pass, parameters left out."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -207,7 +215,7 @@ def _kept_of_pass(trunk: nn.Module, passes: Passes) -> float:
         output = trunk(input_ids=ids, use_cache=False)  # holds what is kept until it is counted
     own = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
     del output
-    return float(sum(size for storage, size in saved.items() if storage not in own))
+    return [float(size) for storage, size in saved.items() if storage not in own]
 
 
 def _give_storage(model: nn.Module) -> None:
