@@ -21,7 +21,7 @@ def fuse_adapters(model: nn.Module) -> None:
 
     for layer in model.modules():
         if type(layer) is Linear:
-            layer.forward = MethodType(_forward, layer)  # of this layer: PEFT's class stays as it is
+            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]  # its class stays as it is
 
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -29,14 +29,14 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     is_autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_autocast else x.dtype
     if args or kwargs or not _is_plain(layer):
-        return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
+        return type(layer).forward(layer, x, *args, **kwargs)
     (name,) = layer.active_adapters
     base, a, b = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
     if not (is_autocast or base.weight.dtype == a.dtype == b.dtype == dtype):
-        return type(layer).forward(layer, x)  # type: ignore[no-any-return]  # PEFT casts to and fro
+        return type(layer).forward(layer, x)  # PEFT casts to and fro
     bias = None if base.bias is None else base.bias.to(dtype)
     tensors = (x.to(dtype), base.weight.to(dtype), bias, a.to(dtype), b.to(dtype))
-    return _AdaptedLinear.apply(*tensors, layer.scaling[name])  # type: ignore[no-any-return]
+    return _AdaptedLinear.apply(*tensors, layer.scaling[name])
 
 
 def _is_plain(layer: Any) -> bool:
@@ -63,7 +63,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         rows = x.flatten(0, -2)
@@ -76,7 +76,7 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, inner, weight, a, b = ctx.saved_tensors
         grad_x, grad_rows = None, grad.flatten(0, -2)
         grad_inner = (grad_rows @ b).mul_(ctx.scaling)

@@ -51,13 +51,13 @@ def _norm_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     device, dtype = hidden_states.device.type, torch.promote_types(hidden_states.dtype, layer.weight.dtype)
     if torch.is_autocast_enabled(device):  # else each linear layer behind would make a copy of that type, and keep it
         dtype = torch.get_autocast_dtype(device)
-    return _Norm.apply(hidden_states, layer.weight, layer.variance_epsilon, dtype)  # type: ignore[no-any-return]
+    return _Norm.apply(hidden_states, layer.weight, layer.variance_epsilon, dtype)
 
 
 def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
     if not _is_silu(layer.act_fn):  # a callback has put another in its place
-        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
-    return layer.down_proj(_Gated.apply(layer.gate_proj(x), layer.up_proj(x)))  # type: ignore[no-any-return]
+        return type(layer).forward(layer, x)
+    return layer.down_proj(_Gated.apply(layer.gate_proj(x), layer.up_proj(x)))
 
 
 @compiled_on_gpu
@@ -83,7 +83,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         rows = x.flatten(0, -2)
         y, scale = _norm(rows, weight, eps, dtype)
         ctx.save_for_backward(rows, weight, scale)
@@ -92,7 +92,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
         grad_x, grad_weight, grad_rows = None, None, grad.flatten(0, -2)
         if ctx.needs_input_grad[0]:
@@ -117,14 +117,14 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return _gated(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         rows = (each.flatten(0, -2) for each in (grad, gate, up))
         grad_gate, grad_up = _gated_gradient(*rows)

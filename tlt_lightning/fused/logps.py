@@ -20,7 +20,7 @@ def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
         targets: Token ids. (N,)
         temperature: Positive.
     """
-    return _ChosenLogps.apply(logits, targets, temperature)  # type: ignore[no-any-return]
+    return _ChosenLogps.apply(logits, targets, temperature)
 
 
 @compiled_on_gpu
@@ -62,7 +62,7 @@ def _gradient(
 class _ChosenLogps(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logps, entropy, normalizer = _statistics(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, normalizer, entropy)
         ctx.temperature = temperature
@@ -72,7 +72,7 @@ class _ChosenLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
         grad_logps = torch.zeros_like(entropy) if grad_logps is None else grad_logps
         entropy = None if grad_entropy is None else entropy
