@@ -34,7 +34,7 @@ def fuse_layers(model: nn.Module) -> None:
             layer.forward = MethodType(forward, layer)  # of this layer: classes stay as they are
 
 
-def _is_silu(activation: nn.Module) -> bool:
+def _is_silu(activation: object) -> bool:
     from transformers.activations import SiLUActivation
 
     return type(activation) is SiLUActivation
