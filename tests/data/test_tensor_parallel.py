@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rank_processes import Ended, run_ranks
+from tests.support.ranks.rank_processes import Ended, run_ranks
 from tlt_lightning.checks import check_engine_ranks
 
 
 def run(policy: str, prompts: str, out: Path, tensor_parallel: int, mode: str = "plain", num_ranks: int = 2) -> Ended:
     out.mkdir()
     arguments = (policy, prompts, str(out), str(tensor_parallel), mode, str(num_ranks))
-    return run_ranks("tests.support.two_ranks_tensor_parallel", out, *arguments, num_ranks=num_ranks, timeout=250)
+    return run_ranks("tests.support.ranks.two_ranks_tensor_parallel", out, *arguments, num_ranks=num_ranks, timeout=250)
 
 
 def read(out: Path, num_ranks: int = 2) -> list[dict[str, Any]]:

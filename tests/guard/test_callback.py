@@ -10,7 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import run_ranks
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
 from tlt_lightning.guard.callback import RunGuard
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
@@ -45,7 +45,7 @@ def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(
     tmp_path: Path,
 ) -> None:
     arguments = (policy_path, prompts_path, str(tmp_path), signal_name, ranks, place)
-    ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments)
+    ended = run_ranks("tests.support.ranks.two_ranks_faults", tmp_path, *arguments)
     assert ended.statuses == statuses, ended.stderr[-3000:]
     assert sentence is None or sentence in ended.stderr
 
@@ -140,7 +140,7 @@ def test_a_trainer_with_a_checkpoint_plugin_keeps_it(tmp_path: Path) -> None:
 
 def test_sigterm_ends_a_plain_script_with_143(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     arguments = (policy_path, prompts_path, str(tmp_path), "SIGTERM", "0", "rollout")
-    ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments, num_ranks=1)
+    ended = run_ranks("tests.support.ranks.two_ranks_faults", tmp_path, *arguments, num_ranks=1)
     assert ended.statuses == [143], ended.stderr[-3000:]
 
 
@@ -148,7 +148,7 @@ def test_a_kill_in_a_checkpoint_leaves_no_gap_in_the_metrics(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     arguments = (policy_path, prompts_path, str(tmp_path), "SIGKILL", "0", "checkpoint")
-    ended = run_ranks("tests.support.two_ranks_faults", tmp_path, *arguments, num_ranks=1)
+    ended = run_ranks("tests.support.ranks.two_ranks_faults", tmp_path, *arguments, num_ranks=1)
     assert ended.statuses == [-signal.SIGKILL], ended.stderr[-3000:]
     with open(tmp_path / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]

@@ -23,7 +23,7 @@ from tlt_lightning.__main__ import main
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.speculation import SelectorState
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GALLERY = ROOT / "tlt_lightning/gallery"
 FOLDERS = ("docs", "tlt_lightning", "recipes", "benchmarks")

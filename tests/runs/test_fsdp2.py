@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import save_policy
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import run_ranks
 from tlt_lightning import export_policy
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
 from tlt_lightning.policy import load_policy
@@ -21,7 +21,7 @@ CLOCKS = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "t
 
 def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
     out.mkdir()
-    ended = run_ranks("tests.support.two_ranks_sharded", out, *arguments[:2], str(out), *arguments[2:])
+    ended = run_ranks("tests.support.ranks.two_ranks_sharded", out, *arguments[:2], str(out), *arguments[2:])
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     results = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for result in results:
@@ -42,9 +42,9 @@ def whole(path: Path) -> dict[str, Any]:
 def launch(out: Path, *arguments: str) -> dict[str, float]:
     """Run it as a user would: Lightning starts rank 1; return the last iteration's metrics."""
     out.mkdir()
-    script = Path(__file__).parent / "support" / "two_ranks_sharded.py"
+    script = Path(__file__).parents[1] / "support/ranks/two_ranks_sharded.py"
     command = [sys.executable, str(script), *arguments[:2], str(out), *arguments[2:]]
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[3])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads((out / "rank0.json").read_text())["metrics"]
@@ -89,6 +89,6 @@ def test_sharded_ranks_write_and_learn_what_whole_ones_do(policy_path: str, prom
 @pytest.mark.vllm
 def test_a_rank_that_dies_within_a_pass_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     arguments = (policy_path, prompts_path, str(tmp_path), "fsdp2", "die")
-    ended = run_ranks("tests.support.two_ranks_sharded", tmp_path, *arguments)
+    ended = run_ranks("tests.support.ranks.two_ranks_sharded", tmp_path, *arguments)
     assert ended.statuses == [1, 3]
     assert "rank 1 has died: its process ended" in ended.stderr

@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.rank_processes import Ended, run_ranks
+from tests.support.ranks.rank_processes import Ended, run_ranks
 from tests.support.report_pages import read_page
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.objectives import ReinforcePlusPlus
 from tlt_lightning.policy import load_policy, response_logps
 
-SCRIPT = Path(__file__).parent / "support" / "two_ranks.py"
+SCRIPT = Path(__file__).parents[1] / "support/ranks/two_ranks.py"
 
 
 def launch(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
     """Run it as a user would: Lightning starts rank 1, and the status is that of rank 0."""
     command = [sys.executable, str(SCRIPT), policy_path, prompts_path, str(out), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     return Ended([done.returncode], done.stderr)
 
 
 def fork(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
     """Run both ranks without importing everything anew."""
-    return run_ranks("tests.support.two_ranks", out, policy_path, prompts_path, str(out), *arguments)
+    return run_ranks("tests.support.ranks.two_ranks", out, policy_path, prompts_path, str(out), *arguments)
 
 
 def check_gradients(policy_path: str, out: Path, *passes: list[int]) -> None:
@@ -106,7 +106,7 @@ def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_
     def run(name: str, *checkpoint: str) -> list[dict]:
         out = tmp_path / name
         out.mkdir()
-        ended = run_ranks("tests.support.two_ranks_within", out, policy_path, prompts_path, str(out), *checkpoint)
+        ended = run_ranks("tests.support.ranks.two_ranks_within", out, policy_path, prompts_path, str(out), *checkpoint)
         assert ended.statuses == [0, 0], ended.stderr[-3000:]
         return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 

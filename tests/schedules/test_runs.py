@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runs.test_resume import STEPS, Paths, SaveAt, run
 from tests.support.rl_runs import Recorder, make_data, make_engine
-from tests.test_resume import STEPS, Paths, SaveAt, run
 from tlt_lightning import (
     EarlierAnswers,
     PartialRollout,

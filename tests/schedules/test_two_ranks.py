@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import run_ranks
+from tests.support.ranks.two_ranks_ahead import LONG, NUM_ITERATIONS, NUM_STEPS, SHORT
 from tests.support.speculation_engines import save_endless_policy
-from tests.support.two_ranks_ahead import LONG, NUM_ITERATIONS, NUM_STEPS, SHORT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ranks")
     policy = save_endless_policy(out / "policy")
-    done = run_ranks("tests.support.two_ranks_ahead", out, policy, prompts_path, str(out))
+    done = run_ranks("tests.support.ranks.two_ranks_ahead", out, policy, prompts_path, str(out))
     assert done.statuses == [0, 0], done.stderr[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 

@@ -12,7 +12,8 @@ from benchmarks.common.processes import run_apart
 from tests.conftest import save_policy
 from tests.engine.vllm.test_distribution import HORIZON, VOCAB, chi_square_p, probabilities_of, text_logps
 from tests.support.eagle_head import make_head, save_head
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import run_ranks
+from tests.support.ranks.tensor_parallel import write_between_sleeps
 from tests.support.speculation_engines import (
     PROMPTS,
     greedy_gap,
@@ -21,7 +22,6 @@ from tests.support.speculation_engines import (
     save_trained_head,
     siblings,
 )
-from tests.support.tensor_parallel import write_between_sleeps
 from tlt_lightning.engine import Sampling, rank_group
 
 pytestmark = pytest.mark.vllm
@@ -35,7 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     policy, other = (save_endless_policy(out / name, seed=seed) for name, seed in (("policy", 0), ("other", 7)))
     head = save_head(make_head(policy, seed=3), out / "head")
     better = save_trained_head(policy, out / "better")
-    ended = run_ranks("tests.support.tensor_parallel", out, policy, other, head, better, str(out))
+    ended = run_ranks("tests.support.ranks.tensor_parallel", out, policy, other, head, better, str(out))
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     texts = {name: greedy_texts(path, 64) for name, path in (("greedy", policy), ("other", other))}
@@ -96,7 +96,7 @@ def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:
     """As in test_distribution.py, of responses that two ranks write together."""
     policy = str(save_policy(tmp_path / "policy", vocab_size=VOCAB, num_hidden_layers=4, initializer_range=0.1))
     head = save_head(make_head(policy, seed=3), tmp_path / "head")
-    ended = run_ranks("tests.support.tensor_parallel_texts", tmp_path, policy, head, str(tmp_path))
+    ended = run_ranks("tests.support.ranks.tensor_parallel_texts", tmp_path, policy, head, str(tmp_path))
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     found = [json.loads((tmp_path / f"texts{rank}.json").read_text()) for rank in (0, 1)]
     logps = text_logps(policy, Sampling(max_tokens=HORIZON))

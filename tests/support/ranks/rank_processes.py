@@ -33,7 +33,7 @@ def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeo
     """Run `main` of a script of the tests as rank 0 and as rank 1, until both have ended.
 
     Args:
-        script: Module, for instance `tests.support.two_ranks`.
+        script: Module, for instance `tests.support.ranks.two_ranks`.
         out: Where what they print is kept.
         arguments: Of `main`.
         num_ranks: 1 runs it in one process.

@@ -14,8 +14,8 @@ from typing import Any
 
 import lightning as L
 
+from tests.support.ranks.two_ranks_drafter import make_trainer
 from tests.support.rl_runs import evenness, make_module
-from tests.support.two_ranks_drafter import make_trainer
 from tlt_lightning import EarlierAnswers, PromptSource, RewardTerm, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.engine import Request, Response, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation

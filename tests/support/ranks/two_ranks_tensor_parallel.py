@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from tests.support.two_ranks import evenness
+from tests.support.ranks.two_ranks import evenness
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.objectives import GRPO
