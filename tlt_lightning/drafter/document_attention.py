@@ -40,7 +40,7 @@ class Documents:
 
     @cached_property
     def seen(self) -> _Seen | None:
-        """What documents that are later pieces of sequences see before themselves; None if there are none such."""
+        """Contexts of the documents that are later pieces of sequences; None if there are none such."""
         ends = list(accumulate(self.lengths))
         found = [
             (torch.arange(end - length, end, device=context[0].device), *context)
