@@ -8,6 +8,7 @@ An overlay that begins with `--` is an option of the run instead of a file; `--a
     uncorrected=recipes/fp8.yaml,--model.objective.init_args.correction=null
 
 Each run is one of the command line, in `outputs/learning/<recipe>_<arm>_<seed>`; `--tiny` runs one iteration of each.
+Runs that fail are named in the end, below those that did not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--at-once", action="store_true", help="run the seeds of an arm side by side, on one device")
     args = parser.parse_args(arguments)
-    name, runs = Path(args.recipe[-1]).stem, []
+    name, runs, failed = Path(args.recipe[-1]).stem, list[dict[str, Any]](), list[str]()
     for arm, _, overlays in (part.partition("=") for part in args.arms):
         files = [*args.recipe, *filter(None, overlays.split(","))]
         started = []
@@ -71,12 +72,16 @@ def main(arguments: list[str]) -> None:
                 started[-1][-1].wait()
         for seed, folder, process in started:
             if process.wait():
-                raise SystemExit(f"arm {arm!r}, seed {seed}, failed: {' '.join(map(str, process.args))}")
-            runs.append({"arm": arm, **read_run(folder), "seed": seed})
-        record = {**about(name, args.note, args.seed, on_cpu=False), "runs": runs}
-        report = heading("Learning", record) + table(*rows_of(runs))
-        save(args.out / f"learning_{name}", record, report)
-        picture(runs, args.out / f"learning_{name}.png")
+                failed.append(f"arm {arm!r}, seed {seed}, failed: {' '.join(map(str, process.args))}")
+            else:
+                runs.append({"arm": arm, **read_run(folder), "seed": seed})
+        if runs:
+            record = {**about(name, args.note, args.seed, on_cpu=False), "runs": runs, "failed": failed}
+            lines = [*heading("Learning", record), *table(*rows_of(runs)), *(["", *failed] if failed else [])]
+            save(args.out / f"learning_{name}", record, lines)
+            picture(runs, args.out / f"learning_{name}.png")
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -50,6 +50,20 @@ def test_each_arm_and_seed_is_a_run_and_a_row(at_once: list[str], tmp_path: Path
     assert (tmp_path / "learning_b.png").stat().st_size > 10_000
 
 
+def test_what_did_not_fail_is_kept_beside_what_did(tmp_path: Path, monkeypatch) -> None:
+    class FailingSeed(FinishedRun):
+        def wait(self) -> int:
+            return int(self.args[self.args.index("--seed_everything") + 1] == "2")
+
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    monkeypatch.setattr(learning.subprocess, "Popen", FailingSeed)
+    with pytest.raises(SystemExit, match=r"arm .plain., seed 2, failed: .* --seed_everything 2"):
+        learning.main(["--recipe", "b.yaml", "--seeds", "2", "3", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "learning_b.json").read_text())
+    assert [run["seed"] for run in results["runs"]] == [3]
+    assert "\narm 'plain', seed 2, failed" in (tmp_path / "learning_b.md").read_text()
+
+
 def test_a_run_that_fails_ends_the_benchmark_with_its_command(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(learning, "ROOT", tmp_path)
     monkeypatch.setattr(learning.sys, "executable", "false")
