@@ -291,6 +291,6 @@ class DrafterTrainer:
         self.load_weights(state_dict["weights"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._warmup.load_state_dict(state_dict["warmup"])
-        self._most_steps = state_dict["most_steps"]
+        self._most_steps = state_dict.get("most_steps")  # older checkpoints have none: whole drafts
         self.buffer.load_state_dict(state_dict["buffer"])
         self.seen_version, self.num_pending = state_dict["seen_version"], state_dict["num_pending"]
