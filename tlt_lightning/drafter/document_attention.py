@@ -166,17 +166,18 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).pin_memory().to(device, non_blocking=True)
 
 
+def _ends(lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Return the kernel's arguments about documents: starts of queries and of keys, and the longest of both."""
+    starts = (_starts(tuple(each), device) for each in (lengths, key_lengths))
+    return *starts, max(lengths), max(key_lengths)  # type: ignore[return-value]
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output (heads, T, D), and the log-sum-exp of the scores in float32 (heads, T)."""
     if _is_flash(q):
-        ends = (
-            _starts(tuple(lengths), q.device),
-            _starts(tuple(key_lengths), q.device),
-            max(lengths),
-            max(key_lengths),
-        )
+        ends = _ends(lengths, key_lengths, q.device)
         given = [x.transpose(0, 1) for x in (q, k, v)]
         out, lse, *_ = _aten._flash_attention_forward(*given, *ends, 0.0, is_causal, False, scale=scale)
         return out.transpose(0, 1), lse
@@ -211,12 +212,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shares of these keys in the gradients of queries, keys and values, all of whose output is `out`."""
     if _is_flash(q):
-        ends = (
-            _starts(tuple(lengths), q.device),
-            _starts(tuple(key_lengths), q.device),
-            max(lengths),
-            max(key_lengths),
-        )
+        ends = _ends(lengths, key_lengths, q.device)
         given = [x.transpose(0, 1) for x in (grad, q, k, v, out)]
         unused = q.new_zeros(2, dtype=torch.uint64), q.new_zeros(0)  # random state, of no dropout
         found = _aten._flash_attention_backward(*given, lse.contiguous(), *ends, 0.0, is_causal, *unused, scale=scale)
