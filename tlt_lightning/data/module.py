@@ -28,7 +28,7 @@ from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.idle import IdleWindows
-from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
+from tlt_lightning.data.iteration import IterationSettings, PolicyIteration, gather_over_ranks
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
@@ -241,10 +241,8 @@ class RolloutDataModule(L.LightningDataModule):
         own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
         own["iteration"] = None if iteration is None else iteration.state()
         own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
-        ranks = [own]
-        if self._trainer.world_size > 1 and not self._trainer.interrupted:  # the others may not come after an error
-            ranks = [own] * self._trainer.world_size
-            torch.distributed.all_gather_object(ranks, own)
+        # After an error the others may not come.
+        ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
             "answers": (self.history if anew is None else anew.first_history).state_dict(),
