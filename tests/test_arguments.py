@@ -37,6 +37,13 @@ def test_a_check_names_argument_value_and_rule(
             check(value)
 
 
+@pytest.mark.parametrize("value", ["8", None, [8]])
+def test_what_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`a` must be a number of at least 1, got ") as raised:
+        check_at_least("a", value, 1)
+    assert repr(value) in str(raised.value)
+
+
 @pytest.mark.parametrize("check", [lambda r: check_at_least("a", 0, 1, r), lambda r: check_positive("a", 0, r)])
 def test_the_remedy_ends_the_message(check: Callable[[str], None]) -> None:
     with pytest.raises(ValueError, match=r"got 0\. Drop it\.$"):

@@ -6,10 +6,16 @@ Pure Python: every room uses it, also `speculation/`, which imports neither torc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
-    """Raise ValueError if argument `name` is below `minimum` or NaN; `remedy` ends the message."""
+    """Raise ValueError if argument `name` is below `minimum` or NaN, TypeError if it is no number.
+
+    `remedy` ends the message.
+    """
+    if not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number of at least {minimum}, got {value!r}.")
     if not value >= minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.{remedy and f' {remedy}'}")
 

@@ -26,6 +26,15 @@ def test_functions_and_rows_are_enough_to_train(
     assert "`data.prompts_per_iteration` is 4, but `data.train` has 3 prompts" in caplog.text
 
 
+@pytest.mark.parametrize("value", ["8", None, 0.5, 0])
+@pytest.mark.parametrize(
+    "name", ["group_size", "micro_batch_tokens", "max_prompt_tokens", "inner_epochs", "val_group_size"]
+)
+def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any, prompts_path: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"`{name}` must be .*at least 1, got {value!r}"):
+        make_data(prompts_path, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -52,8 +52,8 @@ class IterationSettings:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if isinstance(size := getattr(self, item.name), int):
-                check_at_least(item.name, size, 1)
+            if item.type == "int":  # whatever was given
+                check_at_least(item.name, getattr(self, item.name), 1)
 
     def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
         """Return those of `fast_dev_run`: as many prompts a rank, and one optimizer step of all."""
