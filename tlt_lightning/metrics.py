@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.dynamic_sampling import has_spread, split_groups
+from tlt_lightning.ranks import gather_over_ranks
 
 Numbers = Mapping[str, tuple[str, float]]
 """By name, how a number is reduced and its value."""
@@ -265,13 +266,13 @@ class IterationLog:
 
     def close(self, trainer: L.Trainer) -> dict[str, float]:
         """Return the iteration's metrics over all ranks, in one collective; `open` begins the next."""
-        ranks = [self.read()] * trainer.world_size
+        own = self.read()
         self._numbers, self._seconds, self._peaks, self._is_open = {}, {}, {}, False
         if trainer.world_size > 1:
             # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have
             # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.
             _ = trainer.callback_metrics
-            torch.distributed.all_gather_object(ranks, ranks[0])
+        ranks = gather_over_ranks(trainer, own)
         self.by_rank = [{name: value for name, (_, value) in numbers.items()} for numbers in ranks]
         return combine(ranks)
 

@@ -9,7 +9,7 @@ import torch
 
 from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling, TailBatching
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
-from tlt_lightning.data.iteration import IterationSettings, PolicyIteration, max_over_ranks, sum_over_ranks
+from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.engine import Response
 from tlt_lightning.metrics import IterationLog
@@ -210,14 +210,3 @@ def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:
     assert rank.numbers()["schedule/age"] == pytest.approx(2.0 * len(lengths) / sum(lengths))
     assert rank.numbers()["schedule/age_max"] == 2.0
     assert rank.numbers()["schedule/put_aside"] == 1 == len(rank.backlog.aside)
-
-
-def test_ranks_add_up_or_take_the_largest_and_one_alone_has_its_own() -> None:
-    trainer: Any = OneRank().trainer
-    value = torch.tensor([1.5, 2.0])
-    assert sum_over_ranks(trainer, value).tolist() == [3.0, 4.0]
-    assert value.tolist() == [1.5, 2.0]
-    assert max_over_ranks(trainer, 3) == 3
-    trainer.world_size, trainer.strategy = 1, None
-    assert sum_over_ranks(trainer, value) is value
-    assert max_over_ranks(trainer, 3) == 3

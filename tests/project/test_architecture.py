@@ -16,7 +16,7 @@ MODULES = {
 }
 # From the ground up; a room is a folder or a file of the package's root. Arrows go down or stay on their floor.
 FLOORS = [
-    {"arguments", "seeds"},
+    {"arguments", "seeds", "ranks"},
     {"speculation"},
     {"fused"},
     {"policy", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -22,6 +22,7 @@ from tlt_lightning.engine.base import Request, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
+from tlt_lightning.ranks import gather_over_ranks, max_over_ranks, sum_over_ranks
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
 from tlt_lightning.schedules.history import Answered, AnswerHistory
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
     from tlt_lightning.data.prompts import PromptCursor
     from tlt_lightning.module import RLModule
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,26 +269,3 @@ class PolicyIteration:
 
     def _sum(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.trainer, value)
-
-
-def sum_over_ranks(trainer: L.Trainer, value: Tensor) -> Tensor:
-    """Return the sum of every rank's `value`, which stays as it is."""
-    if trainer.world_size == 1:
-        return value
-    summed = value.to(trainer.strategy.root_device, copy=True)  # it is reduced in place
-    return trainer.strategy.reduce(summed, reduce_op="sum").to(value)
-
-
-def gather_over_ranks(trainer: L.Trainer, own: T) -> list[T]:
-    """Return every rank's `own`, which can be pickled, in their order."""
-    ranks = [own] * trainer.world_size
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(ranks, own)
-    return ranks
-
-
-def max_over_ranks(trainer: L.Trainer, value: int) -> int:
-    """Return the largest of every rank's `value`."""
-    if trainer.world_size == 1:
-        return value
-    return int(trainer.strategy.reduce(torch.tensor(value, device=trainer.strategy.root_device), reduce_op="max"))

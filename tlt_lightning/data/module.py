@@ -28,7 +28,7 @@ from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.idle import IdleWindows
-from tlt_lightning.data.iteration import IterationSettings, PolicyIteration, gather_over_ranks
+from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
@@ -37,6 +37,7 @@ from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
+from tlt_lightning.ranks import gather_over_ranks
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.schedules.base import RolloutSchedule

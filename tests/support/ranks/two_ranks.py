@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, RunReport, Sampling
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
-from tlt_lightning.data.iteration import sum_over_ranks
 from tlt_lightning.engine import TransformersEngine, VLLMEngine
 from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
+from tlt_lightning.ranks import sum_over_ranks
 
 
 def evenness(prompt: str, response: str, row: dict) -> float:

@@ -1,0 +1,34 @@
+"""Combine values of all ranks of a run; each function is a collective."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import lightning as L
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def sum_over_ranks(trainer: L.Trainer, value: Tensor) -> Tensor:
+    """Return the sum of every rank's `value`, which stays as it is."""
+    if trainer.world_size == 1:
+        return value
+    summed = value.to(trainer.strategy.root_device, copy=True)  # it is reduced in place
+    return trainer.strategy.reduce(summed, reduce_op="sum").to(value)
+
+
+def max_over_ranks(trainer: L.Trainer, value: int) -> int:
+    """Return the largest of every rank's `value`."""
+    if trainer.world_size == 1:
+        return value
+    return int(trainer.strategy.reduce(torch.tensor(value, device=trainer.strategy.root_device), reduce_op="max"))
+
+
+def gather_over_ranks(trainer: L.Trainer, own: T) -> list[T]:
+    """Return every rank's `own`, which can be pickled, in their order."""
+    ranks = [own] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(ranks, own)
+    return ranks
