@@ -20,6 +20,7 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps
+from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
 
@@ -104,6 +105,7 @@ def load_policy(
     )
     _switch_dropout_off(model)
     fuse_layers(model)
+    fuse_rotary(model)
     model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
     _check_head(model, path)
     if not note_if_packable(model.base_model):
@@ -312,6 +314,7 @@ def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
         fuse_layers(model)
+        fuse_rotary(model)
         return with_adapters(model, lora)
 
 

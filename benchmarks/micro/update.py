@@ -30,6 +30,7 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps
+from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
 from tlt_lightning.training.memory import CONTEXT, GIB, Passes, TrainedModel, forecast
@@ -68,6 +69,7 @@ WAYS = {
     "packed, nothing fused": take_apart,
     "packed, and adapters": fuse_adapters,
     "packed, and norms and activations": fuse_layers,
+    "packed, and rotary embeddings": fuse_rotary,
     "packed, and log-probs: the package": None,
 }
 
@@ -105,6 +107,7 @@ def main(arguments: Sequence[str]) -> None:
         dtype = torch.float32 if lora is None else getattr(torch, lora.base_dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
     fuse_layers(model)
+    fuse_rotary(model)
     model = with_adapters(model, lora).to(device).train()
     batch = draw_batch(*((12, 20, 96) if args.tiny else (128, 139, 4116)), device)
     title = f"{'tiny' if args.tiny else args.shape} shape, {f'all weights, {build.__name__}' if args.full else 'LoRA'}"

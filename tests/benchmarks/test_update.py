@@ -40,4 +40,5 @@ def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_
         prepare(model)
         found.append(fused())
     policy.chosen_logps = update.chosen_logps
-    assert found == [set(), {"Linear"}, {"Qwen2RMSNorm", "Qwen2MLP", "Linear"}]
+    layers = {"Qwen2RMSNorm", "Qwen2MLP", "Linear"}
+    assert found == [set(), {"Linear"}, layers, {*layers, "Qwen2Attention"}]

@@ -1,0 +1,99 @@
+"""Compute rotary position embeddings of Llama's kind; most families have the very same.
+
+In transformers a dozen operations each write a tensor of the queries' size, and as many in the backward pass. Here a
+pass reads queries and keys and writes them once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from tlt_lightning.fused.compiled import compiled_on_gpu
+
+NAME = "apply_rotary_pos_emb"
+"""Name by which attention layers of transformers call their file's function."""
+
+
+def fuse_rotary(model: nn.Module) -> None:
+    """Let attention layers of a Hugging Face model embed positions as this module does, where they do as Llama's."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    llama = inspect.getsource(apply_rotary_pos_emb)
+    for layer in model.modules():
+        forward: Any = type(layer).forward
+        if NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            continue
+        if inspect.getsource(forward.__globals__[NAME]) == llama:
+            # The function is a global of the layer's file: this layer's code gets globals of its own.
+            own = FunctionType(forward.__code__, {**forward.__globals__, NAME: rotate}, forward.__name__)
+            own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+            layer.forward = MethodType(own, layer)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys turned by the angles of their positions, under autocast of its type.
+
+    Args:
+        query: (B, heads, S, D)
+        key: (B, groups, S, D)
+        cos: Of each angle. (B or 1, S, D)
+        sin: The same.
+    """
+    device, dtype = query.device.type, torch.promote_types(query.dtype, cos.dtype)
+    if torch.is_autocast_enabled(device):  # attention would make a copy of that type
+        dtype = torch.get_autocast_dtype(device)
+    return _Rotated.apply(query, key, cos, sin, dtype)
+
+
+@compiled_on_gpu
+def _rotated(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_dtype: torch.dtype, key_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Turn rows of queries (N, heads, D) and keys (N, groups, D): the first half of D with the second."""
+    (cos, other_cos), (sin, other_sin) = (each[:, None].chunk(2, -1) for each in (cos, sin))
+    results = []
+    for x, dtype in ((query, query_dtype), (key, key_dtype)):
+        first, second = x.chunk(2, -1)
+        turned = (first * cos - second * sin, second * other_cos + first * other_sin)
+        results.append(torch.cat(turned, -1).to(dtype))
+    return results[0], results[1]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)  # (B * S, heads, D)
+
+
+class _Rotated(torch.autograd.Function):
+    """Takes what `rotate` does, and the type of its results."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtypes = query.dtype, key.dtype
+        return _turn(query, key, cos, sin, dtype, dtype)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        back = -sin.roll(sin.shape[-1] // 2, -1)  # the transposed of a turn is a turn, too
+        return *_turn(grad_query, grad_key, cos, back, *ctx.dtypes), None, None, None
+
+
+def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, _, length, _ = query.shape
+    angles = (each.expand(batch, -1, -1).flatten(0, 1) for each in (cos, sin))
+    turned = _rotated(_rows(query), _rows(key), *angles, *dtypes)
+    query, key = (each.unflatten(0, (batch, length)).transpose(1, 2) for each in turned)
+    return query, key
