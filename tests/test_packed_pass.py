@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.architectures import save_architecture
 from tests.test_policy import make_batch
@@ -12,7 +13,7 @@ from tlt_lightning import LoRA
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.engine.architectures import ARCHITECTURES
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
-from tlt_lightning.packed_pass import VARLEN, Pack, can_pack
+from tlt_lightning.packed_pass import VARLEN, Pack, can_pack, register_varlen
 from tlt_lightning.policy import causal_lm, load_policy, response_logps
 
 WINDOW = 16
@@ -134,3 +135,20 @@ def test_the_kernel_of_packs_agrees_with_padding(number: int, tmp_path: Path, mo
         packed, padded = packed_and_padded(model, batch, monkeypatch)
     for name in ("logps", "entropy"):
         torch.testing.assert_close(packed[name], padded[name], atol=0.1, rtol=0.05)
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_packs_reads_fewer_heads_of_keys_and_values_as_they_are() -> None:
+    torch.manual_seed(0)
+    attention = ALL_ATTENTION_FUNCTIONS[register_varlen()]
+    starts = torch.tensor([0, 40, 100], dtype=torch.int32, device="cuda")
+    parts = [torch.randn(1, heads, 100, 64, device="cuda") for heads in (6, 2, 2)]
+    weights, results = torch.randn(1, 100, 6, 64, device="cuda"), []
+    for dtype in (torch.bfloat16, torch.float32):  # the kernel, and one sequence after the other
+        given = [part.to(dtype).requires_grad_() for part in parts]
+        output = attention(None, *given, None, cu_seq_lens_q=starts, max_length_q=60)[0]
+        (output * weights).sum().backward()
+        results.append([output, *(part.grad for part in given)])
+    for kernel, expected in zip(*results, strict=True):
+        assert kernel.shape == expected.shape
+        assert (kernel - expected).norm() < 0.02 * expected.norm()

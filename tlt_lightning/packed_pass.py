@@ -135,11 +135,11 @@ def register_varlen() -> str:
     """Give transformers the `varlen` attention, which is `sdpa` wherever no pack is told of; return its name."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    parameters = inspect.signature(varlen_attn).parameters
-    has_groups = "enable_gqa" in parameters  # since torch 2.13
+    # Key and value heads may be fewer than queries'; torch 2.13 wants to be told, releases before just compute it.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def attention(
         module: Any,
@@ -165,11 +165,8 @@ def register_varlen() -> str:
         options: dict[str, Any] = {
             "scale": scaling,
             "window_size": (-1 if sliding_window is None else sliding_window - 1, 0),
+            **grouped,
         }
-        if has_groups:
-            options["enable_gqa"] = True
-        else:
-            key, value = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # (N, heads, D) each
         assert max_length_q is not None
         ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
