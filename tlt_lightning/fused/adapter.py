@@ -1,7 +1,7 @@
 """Compute linear layers with LoRA adapters: `y = x W^T + bias + scaling (x A^T) B^T`.
 
 PEFT writes the adapter's output, writes it again scaled, adds it and casts the sum. Here matrix products add into their
-result. For the backward pass x and `x A^T` are kept, as PEFT's operations together keep them.
+result. For the backward pass x and `scaling x A^T` are kept, no more than PEFT's operations together keep.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _is_plain(layer: Any) -> bool:
 class _AdaptedLinear(torch.autograd.Function):
     """Takes x (..., I), W (O, I), bias (O,) or None, A (r, I), B (O, r), all of one type; returns y (..., O).
 
-    With g = dL/dy: dL/dx = g W + s (g B) A, dL/dA = s (g B)^T x, dL/dB = s g^T (x A^T).
+    With g = dL/dy: dL/dx = g W + s (g B) A, dL/dA = s (g B)^T x, dL/dB = g^T (s x A^T).
     """
 
     @staticmethod
@@ -67,8 +67,10 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         rows = x.flatten(0, -2)
-        inner = rows @ a.T
-        y = nn.functional.linear(rows, weight, bias).addmm_(inner, b.T, alpha=scaling)
+        inner = (rows @ a.T).mul_(scaling)
+        # The small product comes first: added second, it would read and write y again.
+        y = inner @ b.T if bias is None else torch.addmm(bias, inner, b.T)
+        y.addmm_(rows, weight.T)
         ctx.save_for_backward(rows, inner, weight, a, b)
         ctx.scaling = scaling
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -81,6 +83,5 @@ class _AdaptedLinear(torch.autograd.Function):
         grad_x, grad_rows = None, grad.flatten(0, -2)
         grad_inner = (grad_rows @ b).mul_(ctx.scaling)
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_rows @ weight).addmm_(grad_inner, a).view(*grad.shape[:-1], a.shape[1])
-        grad_b = (grad_rows.T @ inner).mul_(ctx.scaling)
-        return grad_x, None, None, grad_inner.T @ rows, grad_b, None
+            grad_x = (grad_inner @ a).addmm_(grad_rows, weight).view(*grad.shape[:-1], a.shape[1])
+        return grad_x, None, None, grad_inner.T @ rows, grad_rows.T @ inner, None
