@@ -199,6 +199,24 @@ def test_a_second_engine_that_can_sleep_beside_the_first_is_refused(monkeypatch:
 
 
 @pytest.mark.vllm
+def test_what_a_closed_engine_still_holds_is_named_whatever_tensors_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator import AllocationData, cumem
+
+    allocator = cumem.CuMemAllocator()
+    monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: allocator)
+    monkeypatch.setattr(asleep_free, "_holder", None)
+    forgotten = torch.zeros(3, 5)
+    allocator.pointer_to_data[forgotten.data_ptr()] = AllocationData((0, 2**21, forgotten.data_ptr(), 7), "kv_cache")
+    traced = torch.zeros(7)
+    torch._C._set_throw_on_mutable_data_ptr(traced)  # as torch.compile leaves some of a trace's tensors
+    with pytest.raises(RuntimeError, match="data pointer"):
+        traced.data_ptr()
+    asleep_free.release_sleep_mode()
+    with pytest.raises(RuntimeError, match=r"still holds 2\.0 MiB \(kv_cache; tensors: \(3, 5\) torch\.float32\)"):
+        asleep_free.claim_sleep_mode()
+
+
+@pytest.mark.vllm
 def test_an_engine_falls_asleep_while_another_program_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 

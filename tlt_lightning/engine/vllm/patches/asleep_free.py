@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
 from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
@@ -80,8 +81,16 @@ def release_sleep_mode() -> None:
 
 
 def _tensors_left(allocator: Any) -> str:
-    """Describe the tensors that keep memory of a closed engine: their owner forgot to let go."""
+    """Describe what keeps memory of a closed engine, by the allocator's tags and by tensor; never raise."""
     kept = [range(pointer, pointer + data.handle[1]) for pointer, data in allocator.pointer_to_data.items()]
-    tensors = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda)
-    found = [f"{tuple(each.shape)} {each.dtype}" for each in tensors if any(each.data_ptr() in part for part in kept)]
-    return f" (tensors: {', '.join(found[:8])})" if found else ""
+    tags = sorted({data.tag for data in allocator.pointer_to_data.values()})
+    tensors = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor))
+    found = [f"{tuple(each.shape)} {each.dtype}" for each in tensors if any(_address(each) in part for part in kept)]
+    return f" ({', '.join(tags)}; tensors: {', '.join(found[:8]) or 'none that Python knows'})"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of torch.compile's traces, without memory
+        return 0
