@@ -1,7 +1,7 @@
 """Load a Hugging Face policy, full or with LoRA; compute log-probs; stream its weights.
 
 Log-probs never materialise (B, T, V) in float32: only the hidden states that predict a response token meet the head,
-`chunk_size` of them at a time, and the backward pass recomputes each chunk.
+`chunk_size` of them at a time, and the backward pass recomputes each chunk of a head that is trained.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from typing_extensions import override
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.logps import chosen_logps
+from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
@@ -203,6 +203,9 @@ def token_logps(
         chunk_size: Rows that meet the vocabulary at a time; memory is `chunk_size * V * 4` bytes a few times over.
         needs_entropy_grad: Let entropies carry a gradient, too.
     """
+    is_grad_wanted = torch.is_grad_enabled() and states.requires_grad
+    if is_grad_wanted and not needs_entropy_grad and is_frozen_linear(head):
+        return chosen_logps_of_states(cast("nn.Linear", head), states, targets, temperature, chunk_size)
 
     def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logps, entropy = chosen_logps(head(states), targets, temperature)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +29,7 @@ from tlt_lightning import policy as package
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.logps import chosen_logps
+from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
@@ -59,18 +59,30 @@ def plain_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Te
 def take_apart(model: nn.Module) -> None:
     """Leave everything that `fused` does to PEFT, transformers and torch."""
     package.chosen_logps = plain_logps
+    package.is_frozen_linear = lambda head: False
     for layer in model.modules():
         vars(layer).pop("forward", None)
 
 
-# What is done to the model before each way, after all that was done before; None takes the package's log-probs again.
-WAYS = {
-    "padded": None,
+def fuse_logps(model: nn.Module) -> None:
+    """Take the package's log-probs of logits again."""
+    package.chosen_logps = chosen_logps
+
+
+def fuse_head(model: nn.Module) -> None:
+    """Take the package's log-probs of states before a frozen head again."""
+    package.is_frozen_linear = is_frozen_linear
+
+
+# What is done to the model before each way, after all that was done before.
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "padded": lambda model: None,
     "packed, nothing fused": take_apart,
     "packed, and adapters": fuse_adapters,
     "packed, and norms and activations": fuse_layers,
     "packed, and rotary embeddings": fuse_rotary,
-    "packed, and log-probs: the package": None,
+    "packed, and log-probs": fuse_logps,
+    "packed, and a frozen head: the package": fuse_head,
 }
 
 
@@ -115,10 +127,7 @@ def main(arguments: Sequence[str]) -> None:
     flops, rate = float(train_flops(model, batch.lengths, batch.response_mask.sum())), peak_flops(device)
     for tokens in args.tokens or ([96, 256] if args.tiny else [8192]):
         for way, prepare in WAYS.items():
-            if prepare is not None:
-                prepare(model)
-            else:
-                package.chosen_logps = chosen_logps
+            prepare(model)
             setattr(causal_lm(model).base_model, IS_PACKABLE, way != "padded")
             parts = cut_micro_batches(torch.arange(len(batch)), batch.lengths.cpu(), tokens, is_padded=way == "padded")
             if not args.tiny:

@@ -9,7 +9,7 @@ from tlt_lightning import policy
 
 @pytest.mark.parametrize("options", [[], ["--full"]], ids=["lora", "full"])
 def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], tmp_path: Path) -> None:
-    chosen_logps = policy.chosen_logps
+    before = policy.chosen_logps, policy.is_frozen_linear
     update.main(["--tiny", *options, "--out", str(tmp_path)])
     name = "update_7b_full" if options else "update"
     results = json.loads((tmp_path / f"{name}.json").read_text())
@@ -21,7 +21,7 @@ def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], t
     assert all(seconds > 0 for *_, seconds, _, _, _ in results["ways"])
     assert results["forecast"] > 0
     assert "| packed, nothing fused | 256 |" in (tmp_path / f"{name}.md").read_text()
-    assert policy.chosen_logps is chosen_logps
+    assert before == (policy.chosen_logps, policy.is_frozen_linear)
 
 
 def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_adds_a_piece() -> None:
@@ -31,14 +31,20 @@ def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=2, **shape))
     model = update.with_adapters(model, update.LoRA(rank=2))
     update.fuse_layers(model)
+    update.fuse_rotary(model)
 
     def fused() -> set[str]:
-        return {type(layer).__name__ for layer in model.modules() if "forward" in vars(layer)}
+        names = {type(layer).__name__ for layer in model.modules() if "forward" in vars(layer)}
+        for function in (update.chosen_logps, update.is_frozen_linear):
+            if getattr(policy, function.__name__) is function:
+                names.add(function.__name__)
+        return names
 
     found = []
-    for prepare in filter(None, update.WAYS.values()):
+    for prepare in update.WAYS.values():
         prepare(model)
         found.append(fused())
-    policy.chosen_logps = update.chosen_logps
-    layers = {"Qwen2RMSNorm", "Qwen2MLP", "Linear"}
-    assert found == [set(), {"Linear"}, layers, {*layers, "Qwen2Attention"}]
+    adapters, layers, rotary = {"Linear"}, {"Qwen2RMSNorm", "Qwen2MLP"}, {"Qwen2Attention"}
+    pieces, whole = [adapters, layers, rotary, {"chosen_logps"}, {"is_frozen_linear"}], set()
+    steps = [whole := whole | piece for piece in pieces]
+    assert found == [whole, set(), *steps]

@@ -1,11 +1,15 @@
-"""Compute log-probs of chosen tokens and entropies from logits, of which nothing else of their size is kept."""
+"""Compute log-probs of chosen tokens and entropies from logits, of which nothing else of their size is kept.
+
+From the hidden states before a frozen head they need no logits in the backward pass: a log-prob's gradient in its state
+is known with the log-prob, and what the loss makes of the log-prob is one number a row.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
@@ -21,6 +25,31 @@ def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
         temperature: Positive.
     """
     return _ChosenLogps.apply(logits, targets, temperature)
+
+
+def is_frozen_linear(head: nn.Module) -> bool:
+    """Tell whether `chosen_logps_of_states` knows a head: a linear layer that is not trained, nor adapted."""
+    return type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+
+
+def chosen_logps_of_states(
+    head: nn.Linear, states: Tensor, targets: Tensor, temperature: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return (N,) log-probs of `targets` and entropies of softmax(head(states) / temperature), in float32.
+
+    Entropies carry no gradient, and neither does the head.
+
+    Args:
+        head: A linear layer from H to V.
+        states: Hidden states. (N, H)
+        targets: Token ids. (N,)
+        temperature: Positive.
+        chunk_size: Rows that meet the head at a time.
+    """
+    device = states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return _StatesLogps.apply(states.to(dtype), head.weight.to(dtype), bias, targets, temperature, chunk_size)
 
 
 @compiled_on_gpu
@@ -78,3 +107,38 @@ class _ChosenLogps(torch.autograd.Function):
         entropy = None if grad_entropy is None else entropy
         grad = _gradient(logits, targets, normalizer, ctx.temperature, grad_logps, entropy, grad_entropy)
         return grad, None, None
+
+
+class _StatesLogps(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Take states (N, H), weight (V, H) and bias (V,) or None of one type."""
+        results, gradients = [], torch.empty_like(states)
+        rows = zip(states.split(chunk_size), targets.split(chunk_size), gradients.split(chunk_size), strict=True)
+        for part, chosen, gradient in rows:
+            logits = nn.functional.linear(part, weight, bias)
+            logps, entropy, normalizer = _statistics(logits, chosen, temperature)
+            grad = _gradient(logits, chosen, normalizer, temperature, torch.ones_like(logps), None, None)
+            torch.mm(grad, weight, out=gradient)
+            results.append((logps, entropy))
+            del logits, grad  # before the next chunk's come
+        ctx.save_for_backward(gradients)
+        logps, entropies = (torch.cat(each) for each in zip(*results, strict=True))
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, grad_logps: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (gradients,) = ctx.saved_tensors
+        return (grad_logps[:, None] * gradients).to(gradients.dtype), None, None, None, None, None
