@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.policy_weights import quiet_loading
 from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.eagle3_files import canonical_name
 
@@ -131,7 +132,7 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
     from vllm.model_executor.model_loader import reload
 
     config = internals.reach(internals.worker_of(engine), "vllm_config")
-    with internals.quiet_loading(), set_current_vllm_config(config):
+    with quiet_loading(), set_current_vllm_config(config):
         reload.initialize_layerwise_reload(drafter)
         drafter.load_weights(iter(tensors.items()))  # type: ignore[operator]
         reload.finalize_layerwise_reload(drafter, config.speculative_config.draft_model_config)

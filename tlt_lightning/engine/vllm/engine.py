@@ -24,7 +24,7 @@ from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
-from tlt_lightning.engine.vllm.policy_weights import checked, forget_reloads, reload_policy
+from tlt_lightning.engine.vllm.policy_weights import checked, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
@@ -144,7 +144,7 @@ class VLLMEngine(RolloutEngine):
         with ExitStack() as patches:
             patches.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
             installed = nullcontext() if graphs is None else graphs.installed()
-            with EngineRandom(seed).in_force(), internals.quiet_loading(), installed:
+            with EngineRandom(seed).in_force(), quiet_loading(), installed:
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)

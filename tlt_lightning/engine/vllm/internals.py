@@ -9,10 +9,8 @@ import dis
 import importlib
 import importlib.metadata
 import inspect
-import logging
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -309,23 +307,6 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         parallel_state.destroy_distributed_environment = destroy
     if keep_process_group:
         parallel_state._WORLD = None
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Silence vLLM's loaders on types of tensors, tied heads and caches that stay as they are.
-
-    Names and shapes show what is missing or unknown before anything is loaded.
-    """
-    noisy = [logging.getLogger(f"vllm.{name}") for name in (_LAYERWISE, "model_executor.models.utils")]
-    levels = [logger.level for logger in noisy]
-    for logger in noisy:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(noisy, levels, strict=True):
-            logger.setLevel(level)
 
 
 def supported_head_sizes() -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,7 @@ def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
 
     If `named_tensors` or vLLM raises, the weights are neither the old nor the new ones; a later call replaces them all.
     """
-    with internals.quiet_loading():
+    with quiet_loading():
         try:
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         except BaseException:
@@ -42,6 +44,24 @@ def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
             raise
     if not internals.is_cpu_build():
         torch.cuda.synchronize()  # the time is the update's, not the rollout's
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Silence vLLM's loaders on types of tensors, tied heads and caches that stay as they are.
+
+    Names and shapes show what is missing or unknown before anything is loaded.
+    """
+    loaders = ("model_loader.reload.layerwise", "models.utils")
+    noisy = [logging.getLogger(f"vllm.model_executor.{name}") for name in loaders]
+    levels = [logger.level for logger in noisy]
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)
 
 
 def check_shapes(given: Shapes, expected: Shapes) -> None:
