@@ -18,8 +18,9 @@ class TailBatching(RolloutSchedule):
     Once as many are deferred as an iteration needs, they are its prompts, and it waits for all of them: no prompt is
     deferred twice. They are written anew by the weights of then, so that each update is on-policy, with the noise that
     they had: where the same noise gives the same text, nothing is chosen by length over a cycle of short and long
-    iterations. As far as it does not, because weights have moved or speculation drafted otherwise, what is learned from
-    leans to short responses; `schedule/repeated` is the share of deferred tokens that were written again.
+    iterations. As far as it does not, because weights have moved or (not with vLLM's V2 runner and greedy drafts)
+    speculation drafted otherwise, what is learned from leans to short responses; `schedule/repeated` is the share of
+    deferred tokens that were written again.
 
     Groups are taken whole: RollPacker's first responses of more than a group needs would be short ones.
 

@@ -27,7 +27,7 @@ SUPPORTED = f">={OLDEST},<{NEWEST}"
 _PROPOSE = (
     "propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, "
     "num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, "
-    "skip_attn_for_dummy_run, mm_inputs, is_profile, num_speculative_tokens)"
+    "skip_attn_for_dummy_run, mm_inputs, is_profile, num_speculative_tokens); draft_logits"
 )
 _CACHE_UPDATE = "do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)"
 _LAYERWISE = "model_executor.model_loader.reload.layerwise"
@@ -113,11 +113,20 @@ REQUIRED: dict[str, str] = {
     "v1.attention.backends.cpu_attn.CPUAttentionBackend": "get_supported_head_sizes()",
     # The V2 runner, its speculators and graphs.
     "v1.worker.gpu.model_runner.GPUModelRunner": (
-        "speculator; req_states; max_num_reqs; cudagraph_manager; get_model(); capture_model(profile_only)"
+        "speculator; rejection_sampler; req_states; max_num_reqs; cudagraph_manager; get_model(); "
+        "capture_model(profile_only)"
     ),
     "v1.worker.gpu.states.RequestState": "draft_tokens; all_token_ids; total_len; req_id_to_index",
     "v1.worker.gpu.input_batch.InputBatch": (
         "req_ids; num_reqs; idx_mapping; has_prefill; num_scheduled_tokens; positions"
+    ),
+    "v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler": (
+        "sampler; num_speculative_steps; _verify(logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, "
+        "idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled)"
+    ),
+    "v1.worker.gpu.sample.sampler.Sampler": (
+        "sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, "
+        "seq_lens_upper_bound_np, return_logprobs)"
     ),
     "v1.worker.gpu.block_table.BlockTables": "block_sizes; block_tables",
     "v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator": _PROPOSE,

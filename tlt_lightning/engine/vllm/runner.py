@@ -90,6 +90,9 @@ class SpeculativeRunner(ABC):
         graphs: The CUDA graphs captured by plan; None without.
     """
 
+    shares_noise = False
+    """Whether drafts may have been written with the noise that verifies them."""
+
     def __init__(
         self, runner: Any, controller: StrategyController, *, head: Any = None, graphs: PlannedGraphs | None = None
     ) -> None:

@@ -1,4 +1,10 @@
-"""Speculate on vLLM's V2 model runner, the GPU's default, without a wait for the device."""
+"""Speculate on vLLM's V2 model runner, the GPU's default, without a wait for the device.
+
+Drafts that are single tokens, not distributions, are verified by drawing: at every row of logits a token is drawn as
+plain decoding draws it, with noise of the request's seed and the position, and drafts are kept as long as they are what
+was drawn. A draft is kept with the policy's probability of it, as in rejection sampling; but what is drawn never hangs
+on it. So the text is that of plain decoding with the same seed, and a draft may know the noise.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +49,12 @@ class RunnerV2(SpeculativeRunner):
         self._propose = reach(self.speculator, "propose")
         self._signature = inspect.signature(self._propose)
         self.speculator.propose = self.propose
+        self.shares_noise = reach(self.speculator, "draft_logits") is None
+        if self.shares_noise:
+            self._verifier = reach(runner, "rejection_sampler")
+            width = reach(self._verifier, "num_speculative_steps") + 1
+            self._columns = torch.arange(width + 1, device=self._drafts.device)
+            self._verifier._verify = self.verify
 
     @property
     @override
@@ -87,6 +99,37 @@ class RunnerV2(SpeculativeRunner):
         self._lookups = self.controller.look_up(batch.req_ids, 3 * strategy.num_draft_tokens + 2)
         return self._splice(batch, drafts) if self._lookups else drafts
 
+    def verify(
+        self,
+        logits: Tensor,
+        draft_logits: None,
+        draft_sampled: Tensor,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: Tensor,
+        expanded_local_pos: Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return processed logits, tokens and numbers of tokens; stands in place of the rejection sampler's `_verify`.
+
+        Log-probs are asked for because vLLM's fused samplers, which it takes without, have noise of another kind.
+        """
+        drawn, processed = self._verifier.sampler.sample(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+            return_logprobs=True,
+        )
+        return processed, *keep_drawn(drawn, verify_draft_sampled, cu_num_logits, self._columns)
+
     def _splice(self, batch: Any, drafts: Tensor) -> Tensor:
         packed = torch.from_numpy(pack_lookups(batch.req_ids, self._lookups))
         if drafts.is_cuda:
@@ -107,6 +150,25 @@ class RunnerV2(SpeculativeRunner):
             if lookup.tokens[: len(since)] != since or len(lookup.tokens) <= len(since):
                 lookup = None
         return super().source(strategy, lookup, request)
+
+
+def keep_drawn(drawn: Tensor, drafts: Tensor, bounds: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens of each request, (B, K + 1), and how many are written, (B,); no wait.
+
+    These are the drafts that were drawn, up to the first that was not, and what was drawn after them.
+
+    Args:
+        drawn: Token drawn from each row of logits, (N,); a request has a row more than drafts, at most K + 1.
+        drafts: Token that each row follows, (N,): in a request's later rows its drafts, of which -1 is none.
+        bounds: First row of each request, and the end of the last one's, (B + 1,).
+        columns: 0 to K + 1, (K + 2,).
+    """
+    rows = bounds[:-1, None] + columns  # (B, K + 2)
+    is_end = rows[:, 1:] >= bounds[1:, None]
+    rows.clamp_(max=len(drawn) - 1)
+    tokens = drawn[rows[:, :-1]]
+    differs = is_end.logical_or_(tokens != drafts[rows[:, 1:]])
+    return tokens, differs.view(torch.uint8).argmax(1).int().add_(1)  # the first of equals
 
 
 def pack_lookups(request_ids: list[str], lookups: Mapping[str, LookupDraft]) -> np.ndarray:

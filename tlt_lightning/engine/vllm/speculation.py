@@ -1,10 +1,13 @@
 """Check the user's choices for speculation, before anything is loaded.
 
-Nothing here changes what is sampled: vLLM verifies by standard rejection sampling, and its lossy variants cannot be
-asked for. What `Sampling` has (temperature, top-p, top-k, stop tokens and strings, limits) holds for drafted tokens
-too; `check_exact` refuses what does not. vLLM refuses `logit_bias` per request, custom logits processors when an engine
-starts. A seed reproduces a rollout if the same strategies are chosen at the same steps, which selectors that learn from
-the clock do not promise.
+Nothing here changes what is sampled: drafts are verified exactly, and vLLM's lossy variants cannot be asked for. What
+`Sampling` has (temperature, top-p, top-k, stop tokens and strings, limits) holds for drafted tokens too; `check_exact`
+refuses what does not. vLLM refuses `logit_bias` per request, custom logits processors when an engine starts.
+
+On the V2 model runner look-ups and greedy heads are verified by the noise of plain decoding (`runner_v2.py`): a seed
+gives the text that it gives without speculation, whatever is drafted, up to the rounding of batches of other sizes.
+Elsewhere vLLM's rejection sampling verifies, and a seed reproduces a rollout if the same strategies are chosen at the
+same steps, which selectors that learn from the clock do not promise.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Speculation:
             those for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
         draft_sampling: How the head drafts above temperature 0: `greedy` takes its likeliest token; `probabilistic`
-            samples, with more acceptance, for `max_num_seqs` * `max_draft_tokens` * vocabulary * 4 bytes on a GPU.
+            samples, with more acceptance, for `max_num_seqs` * `max_draft_tokens` * vocabulary * 4 bytes on a GPU;
+            a seed's text then hangs on the drafts there, too.
         steps_per_choice: Steps for which a choice of the selector stands.
         graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
             the selector can reach (`BucketedGraphPool`).
