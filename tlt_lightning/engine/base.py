@@ -77,11 +77,14 @@ class Request:
         max_tokens: Limit for this request alone, `written` included; None uses `Sampling.max_tokens`.
         written: An unfinished response to go on with; the new response holds it, too. None begins anew.
         seed: Noise of this request alone: the same weights write the same text whatever runs beside it, as far as the
-            engine's arithmetic and its drafts allow. None draws from the rollout's noise.
+            engine's arithmetic allows and, unless they may share the noise, its drafts. None draws from the rollout's.
         expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
             of the requests start the longest first.
-        earlier_answers: Texts to look drafts up in, for engines that do. None of them may have been written with this
-            request's noise: exactness rests on drafts that know nothing of what verification will draw.
+        earlier_answers: Texts to look drafts up in, for engines that do. Unless `drafts_may_share_noise`, none of them
+            may have been written with this request's noise: exactness then rests on drafts that know nothing of what
+            verification will draw.
+        twin: What other weights wrote for this very request, with its prompt and its seed: the first draft of engines
+            whose `drafts_may_share_noise`, passed over by others.
     """
 
     id: int
@@ -92,6 +95,7 @@ class Request:
     seed: int | None = None
     expected_tokens: float = 0.0
     earlier_answers: Sequence[Sequence[int]] = ()
+    twin: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +224,9 @@ class RolloutEngine(ABC):
 
     reads_drafts = False
     """Whether it looks drafts up in `Request.earlier_answers`."""
+
+    drafts_may_share_noise = False
+    """Whether drafts may have been written with the noise that verifies them; known after `setup`."""
 
     can_stop = False
     """Whether it has `add` and `stop`, which all schedules but the synchronous one need."""

@@ -120,10 +120,11 @@ class StrategyController:
         tokens: Sequence[int],
         num_prompt_tokens: int | None = None,
         earlier: Sequence[Sequence[int]] = (),
+        twin: Sequence[int] = (),
     ) -> None:
         """Begin a response, or go on with one, as `LookupDrafter.add` says."""
         if self.lookups is not None:
-            self.lookups.add(request_id, tokens, num_prompt_tokens, earlier)
+            self.lookups.add(request_id, tokens, num_prompt_tokens, earlier, twin)
 
     def remove(self, request_id: str) -> None:
         """End a response."""

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling"]
+Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling", "twin"]
 """Drafters, each with what it drafts from:
 
 ========= ==========================================================================================================
 learned   the head
 ngram     look-ups in the prompt and the response itself
 earlier   look-ups in earlier answers to the same prompt; part of `sibling`, and chosen by no selector
-sibling   look-ups in other responses to the same prompt and in earlier answers, and in the response itself where
-          `ngram` is there too
-mixed     the head, and look-ups in its place wherever they are expected to be accepted more often
+twin      what other weights wrote as this very response, with its noise; part of `sibling`, and chosen by no selector
+sibling   the response's twin, or look-ups in other responses to the same prompt and in earlier answers, and in the
+          response itself where `ngram` is there too
+mixed     the head, and in its place the twin, and look-ups wherever they are expected to be accepted more often
 ========= ==========================================================================================================
 """
 

@@ -114,9 +114,9 @@ def limited(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.masked_fill(is_beyond.scatter(-1, order, is_beyond), -math.inf)
 
 
-def draw(setup: Setup, sampling: Sampling, seed: int) -> list[Response]:
+def draw(setup: Setup, sampling: Sampling, seed: int, num_draws: int = NUM_DRAWS) -> list[Response]:
     """Responses of which each has noise of its own, as in a run."""
-    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(seed, i)) for i in range(NUM_DRAWS)]
+    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(seed, i)) for i in range(num_draws)]
     return list(setup.engine.generate(requests, sampling, seed=seed))
 
 
@@ -211,6 +211,24 @@ def test_texts_drafted_from_earlier_answers_are_as_likely_as_they_should_be(
     responses = list(setup.engine.generate(requests, sampling, seed=8))
     assert sum(drafter == "earlier" for response in responses for _, drafter, _, _ in response.drafts) > NUM_DRAWS / 2
     assert sum(response.num_kept.get("earlier", 0) for response in responses) > NUM_DRAWS / 16
+    assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
+    for response in responses:
+        assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
+
+
+def test_texts_drafted_with_their_own_noise_are_as_likely_as_they_should_be(setup: Setup) -> None:
+    """Half of the drafts are what the noise will give, and the others are not, which would bias rejection sampling."""
+    if "sibling" not in setup.drafters or not setup.engine.drafts_may_share_noise:
+        pytest.skip("no draft may know the noise")
+    setup.selector.script = lambda state: Strategy(3, "sibling")
+    sampling = Sampling(max_tokens=HORIZON)
+    logps = text_logps(setup.policy, sampling)
+    texts = {response.request_id: [*response.token_ids] for response in draw(setup, sampling, 9, 4 * NUM_DRAWS)}
+    twins = {i: text if text[-1] >= VOCAB / 2 else [text[0], 0, 0] for i, text in texts.items()}
+    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(9, i), twin=twin) for i, twin in twins.items()]
+    responses = list(setup.engine.generate(requests, sampling, seed=9))
+    kept = sum(response.num_kept.get("twin", 0) for response in responses)
+    assert NUM_DRAWS < kept < sum(len(twin) - 1 for twin in twins.values())
     assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
     for response in responses:
         assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)

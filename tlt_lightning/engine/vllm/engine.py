@@ -153,6 +153,7 @@ class VLLMEngine(RolloutEngine):
         agreement, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, agreement)
+            self.drafts_may_share_noise = self._speculative.shares_noise
         self._writer = RequestWriter(
             self._engine, internals.scheduler_of(self._engine), self._speculative, agreement, comparison
         )

@@ -146,7 +146,8 @@ class SpeculativeRunner(ABC):
 
     def add(self, request: Request, request_id: str, tokens: Sequence[int]) -> None:
         """Begin the response to a request of this name; `tokens` grows while it is written."""
-        self.controller.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers)
+        twin = request.twin if self.shares_noise else ()
+        self.controller.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers, twin)
         self.verified[request_id] = self.verified_for[str(request.id)] = []
 
     def end_rollout(self) -> None:
