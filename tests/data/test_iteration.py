@@ -11,10 +11,10 @@ from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, Rollo
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.prompts import PromptCursor
-from tlt_lightning.engine import Response
+from tlt_lightning.engine import Request, Response
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
-from tlt_lightning.schedules.course import Backlog, RolloutCourse
+from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
@@ -37,17 +37,22 @@ class Answers:
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
-        self.written_ahead, self.engine = [(7, [5])], SimpleNamespace(state_dict=dict)
+        self.written_ahead, self.twins = [(7, [5])], [(70, [5])]
+        self.engine = SimpleNamespace(state_dict=dict, drafts_may_share_noise=False)
+        self.requests: list[Request] = []
+        self.ahead: list[Request] = []
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, course: RolloutCourse, **arguments: Any
     ) -> list[Rollout]:
         self.calls.append((prompts, course, arguments))
-        requests = course.requests([prompt.ids for prompt in prompts], arguments["first_group"])
-        for request in requests:
+        coming, first_group = arguments["coming"], arguments["first_group"]
+        self.requests = course.requests([prompt.ids for prompt in prompts], first_group, has_seeds=True)
+        for request in self.requests:
             length = 1 + len(request.prompt_ids)
             versions, counts = ((0, self.version), (1, length - 1)) if self.version else ((0,), ())
             course.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
+        self.ahead = [] if coming is None else coming()
         rollouts = []
         for number in course.taken:
             place, member = divmod(number, course.group_size)
@@ -85,7 +90,8 @@ class OneRank:
             iteration_log=self.log, objective=objective, networks=networks, score=self.score, device="cpu"
         )
         parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.history)
-        self.iteration = PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
+        self.make = lambda saved=None: PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
+        self.iteration = self.make(saved)
 
     def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> RolloutBatch:
         self.asked.append((micro_batch_tokens, single_update))
@@ -120,7 +126,8 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     assert (arguments["group_size"], arguments["first_group"]) == (2, 0)
     assert (course.demand.wanted, course.demand.iteration, course.demand.is_first) == (2, 4, True)
     assert rank.cursor.position == 4
-    assert rank.heard == [Answered([(index, index + 2) for index in order[1::2] for _ in range(2)], ahead=[(7, [5])])]
+    lengths = [(index, index + 2) for index in order[1::2] for _ in range(2)]
+    assert rank.heard == [Answered(lengths, ahead=[(7, [5])], twins=[(70, [5])])]
     assert arguments["coming"] is None
     assert sorted(batch.groups.tolist()) == [0, 0, 1, 1]
     assert len(rank.rollouts) == 4
@@ -135,9 +142,8 @@ def test_what_is_asked_ahead_is_what_the_next_iteration_begins(schedule: Rollout
     (own,) = rank.heard
     assert [(prompt, len(text)) for prompt, text in own.texts] == own.lengths[:4]
     assert own.ahead == [(7, [5])]
-    ((_, course, arguments),) = rank.collector.calls
-    rank.backlog.aside = []  # at the time of the call the rollout has not put anything aside
-    asked = arguments["coming"]()
+    ((_, course, _),) = rank.collector.calls
+    asked = rank.collector.ahead
     order = PromptCursor(len(PROMPTS), 0).take(16)[1::2]
     num_begun = 2 if schedule is None else 4
     waiting = [] if schedule is None else order[2:4]
@@ -147,8 +153,43 @@ def test_what_is_asked_ahead_is_what_the_next_iteration_begins(schedule: Rollout
     assert [request.group for request in asked] == [prompt for prompt in expected for _ in range(3)]
     assert all(request.prompt_ids == PROMPTS[request.group].ids for request in asked)
     assert [request.id for request in asked] == list(range(6))
-    assert len({request.seed for request in asked} | {r.seed for r in course.requests([[2]] * 4, 0)} - {None}) == 6
+    assert len({request.seed for request in (*asked, *rank.collector.requests)}) == 6 + 2 * num_begun
     assert [request.expected_tokens for request in asked] == [6.5 * (request.group == 3) for request in asked]
+
+
+@pytest.mark.parametrize("shares_noise", [True, False])
+@pytest.mark.parametrize("schedule", [None, TailBatching(1.0), PartialRollout(1.0)])
+def test_answers_ahead_are_the_very_responses_to_come_where_drafts_may_share_the_noise(
+    schedule: RolloutSchedule | None, shares_noise: bool
+) -> None:
+    rank = OneRank(schedule=schedule, earlier=EarlierAnswers(ahead=2))  # as many as a group has responses
+    rank.collector.engine.drafts_may_share_noise = shares_noise
+    list(rank.steps())
+    ahead = {request.seed: request for request in rank.collector.ahead}
+    assert len(ahead) == 4
+    rank.history.twins = {seed: [request.group] * 50 for seed, request in ahead.items()}
+    rank.iteration = rank.make()
+    list(rank.steps())
+    for request in rank.collector.requests:
+        assert (request.seed in ahead) is shares_noise
+        twin = [PROMPTS[len(request.prompt_ids) - 1].index] * 50 if shares_noise else ()
+        assert (request.twin, request.written) == (twin, None)
+
+
+def test_a_response_that_is_written_again_has_its_stopped_text_or_a_longer_one_for_a_twin() -> None:
+    rank = OneRank(schedule=TailBatching(1.0), earlier=EarlierAnswers(ahead=1))
+    rank.collector.engine.drafts_may_share_noise = True
+    list(rank.steps())
+    group = rank.backlog.aside[0]
+    assert [request.twin for request in rank.collector.ahead] == [
+        each.responses[0].token_ids for each in rank.backlog.aside
+    ]
+    longer, shorter = [9] * 20, [9]
+    rank.history.twins = {response_seed(group.draw, 0): longer, response_seed(group.draw, 1): shorter}
+    rank.iteration = rank.make()
+    list(rank.steps())
+    assert [request.twin for request in rank.collector.requests[:2]] == [longer, group.responses[1].token_ids]
+    assert len(group.responses[1].token_ids) > 1
 
 
 def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() -> None:

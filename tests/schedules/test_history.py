@@ -11,7 +11,7 @@ import torch
 from tlt_lightning import EarlierAnswers, TransformersEngine
 from tlt_lightning.engine import Response
 from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import RolloutCourse
+from tlt_lightning.schedules.course import RolloutCourse, response_seed
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.schedules.partial_rollout import PartialRollout
 
@@ -63,9 +63,23 @@ def test_without_settings_lengths_alone_are_kept() -> None:
     assert (history.texts, history.mean_lengths, history.ahead) == ({}, {1: 2.0}, 0)
 
 
+def test_twins_are_those_of_the_next_iteration_from_all_ranks() -> None:
+    history, without = AnswerHistory(EarlierAnswers()), AnswerHistory()
+    first = [Answered(twins=[(70, array("i", [5]))]), Answered(twins=[(80, array("i", [6, 7])), (90, array("i"))])]
+    for each in (history, without):
+        learn(each, *first)
+    before = history.copy()
+    assert (history.twins, without.twins) == ({70: array("i", [5]), 80: array("i", [6, 7]), 90: array("i")}, {})
+    learn(history, Answered(twins=[(80, array("i", [8]))]))
+    assert history.twins == {80: array("i", [8])}
+    assert set(before.twins) == {70, 80, 90}
+
+
 def test_a_saved_history_is_the_one_that_was(tmp_path: Path) -> None:
     history = AnswerHistory(EarlierAnswers())
-    learn(history, answered(p3=[[5, 6], [7]], p1=[[8, 9]]))
+    own = answered(p3=[[5, 6], [7]], p1=[[8, 9]])
+    own.twins.extend([(70, array("i", [4, 3])), (80, array("i", [2]))])
+    learn(history, own)
     torch.save(history.state_dict(), tmp_path / "history")
     saved = torch.load(tmp_path / "history", weights_only=True)
     again, without = AnswerHistory(EarlierAnswers()), AnswerHistory()
@@ -73,9 +87,13 @@ def test_a_saved_history_is_the_one_that_was(tmp_path: Path) -> None:
         other.load_state_dict(saved)
         assert other.mean_lengths == history.mean_lengths
     assert list(texts_of(again).items()) == list(texts_of(history).items())
-    assert without.texts == {}
+    assert again.twins == history.twins
+    assert without.texts == without.twins == {}
+    del saved["twins"]  # by a version that knew none
+    again.load_state_dict(saved)
+    assert again.twins == {}
     history.load_state_dict(AnswerHistory().state_dict())
-    assert history.texts == {}
+    assert history.texts == history.twins == {}
 
 
 def course_of(responses: list[Response], earlier: dict[int, list[list[int]]]) -> RolloutCourse:
@@ -89,6 +107,12 @@ def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> N
     course = course_of([ended, open_one], {7: [[9, 9]], 8: [[8]]})
     asked = {request.id: request.earlier_answers for request in course.requests([[2], [3]], 0)}
     assert asked == {1: [[5, 1]], 2: [[9, 9]], 3: [[9, 9]]}
+
+
+def test_a_request_brings_the_twin_of_its_seed() -> None:
+    course = course_of([], {})
+    course.twins = {response_seed(7, 1): [5, 6], response_seed(8, 1): [9]}
+    assert [request.twin for request in course.requests([[2], [3]], 0)] == [(), (), (), [5, 6]]
 
 
 def test_what_may_be_written_again_with_its_noise_is_no_earlier_answer() -> None:

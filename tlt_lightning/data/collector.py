@@ -68,6 +68,8 @@ class RolloutCollector:
         self.peak_memory = peak_memory or PeakMemory()
         self.written_ahead: list[tuple[int, array[int]]] = []
         """Prompt and tokens of the answers to the next iteration's prompts, so far."""
+        self.twins: list[tuple[int, array[int]]] = []
+        """The same with their seeds, where these are the next iteration's."""
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
@@ -220,10 +222,12 @@ class RolloutCollector:
                 self.engine.stop([request.id for request in requests])
 
         if requests:
-            prompts = {request.id: request.group for request in requests}
+            asked = {request.id: request for request in requests}
             responses = [*self.engine.generate(requests, sampling, seed=0, on_progress=on_progress)]
-            texts = [(prompts[each.request_id], array("i", each.token_ids)) for each in responses if each.token_ids]
-            self.written_ahead += texts
+            texts = [(asked[each.request_id], array("i", each.token_ids)) for each in responses if each.token_ids]
+            self.written_ahead += [(request.group, text) for request, text in texts]
+            if self.engine.drafts_may_share_noise:
+                self.twins += [(request.seed, text) for request, text in texts if request.seed is not None]
             self.log.sum("schedule/written_ahead", sum(len(text) for _, text in texts))
         self.log.lap("idle")
 

@@ -24,7 +24,7 @@ from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks import gather_over_ranks, max_over_ranks, sum_over_ranks
 from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import Backlog, RolloutCourse
+from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed, texts_by_seed
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.fsdp2 import agreement
@@ -150,7 +150,12 @@ class PolicyIteration:
             demand = Demand(wanted=missing, iteration=trainer.current_epoch, is_first=number == 0)
             groups = self._begin(demand)
             course = RolloutCourse(
-                self.backlog.schedule, demand, groups, settings.group_size, earlier=self.history.texts
+                self.backlog.schedule,
+                demand,
+                groups,
+                settings.group_size,
+                earlier=self.history.texts,
+                twins=self._twins(self.backlog.twins),
             )
             rollouts = self.collector.collect(
                 [prompts[group.prompt] for group in course.groups],
@@ -170,6 +175,7 @@ class PolicyIteration:
         everything = [rollout for group in (*informative, *others) for rollout in group]
         self._log_age(everything)
         own.ahead.extend(self.collector.written_ahead)
+        own.twins.extend(self.collector.twins)
         self.history.learn(own, partial(gather_over_ranks, trainer))
         call_rollout_hook(trainer, "on_rollout_end", everything)
         log_rollouts(self.log, everything)
@@ -181,13 +187,18 @@ class PolicyIteration:
 
     def _begin(self, demand: Demand) -> list[OpenGroup]:
         """Take up groups that were put aside, and draw those that the schedule wants besides."""
-        rank, world_size, iteration = self.trainer.global_rank, self.trainer.world_size, demand.iteration
         groups, num_fresh = self.backlog.begin(demand, self.log) if demand.wanted else ([], 0)
-        first = self.cursor.position + rank
         # All ranks draw as many as the neediest lacks, so that their cursors stay the same.
-        num_drawn = max_over_ranks(self.trainer, num_fresh) * world_size
-        drawn = self.cursor.take(num_drawn, rank=rank, world_size=world_size)[:num_fresh]
-        fresh = [
+        num_drawn = max_over_ranks(self.trainer, num_fresh) * self.trainer.world_size
+        fresh = self._fresh(num_drawn, demand.iteration)[:num_fresh]
+        self.cursor.take(num_drawn)
+        return [*groups, *fresh]
+
+    def _fresh(self, num_drawn: int, iteration: int) -> list[OpenGroup]:
+        """Return this rank's groups of the next `num_drawn` prompts, which stay to be drawn."""
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        first = self.cursor.position + rank
+        return [
             OpenGroup(
                 prompt=prompt,
                 draw=first + number * world_size,
@@ -195,28 +206,44 @@ class PolicyIteration:
                 begun=iteration,
                 expected_tokens=self.history.mean_lengths.get(prompt, 0.0),
             )
-            for number, prompt in enumerate(drawn)
+            for number, prompt in enumerate(self.cursor.coming(num_drawn, rank=rank, world_size=world_size))
         ]
-        return [*groups, *fresh]
+
+    def _twins(self, written: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """Return `written` or what was written ahead, whichever is longer, by seed; nothing where it is no draft."""
+        if not self.collector.engine.drafts_may_share_noise:
+            return {}
+        seeds = {*written, *self.history.twins}
+        return {seed: max(self.history.twins.get(seed, ()), written.get(seed, ()), key=len) for seed in seeds}
 
     def _coming(self, course: RolloutCourse, prompts: Sequence[Prompt]) -> list[Request]:
-        """Return requests for answers to what the next iteration begins anew; `group` is the prompt's number."""
+        """Return requests for answers to what the next iteration begins anew; `group` is the prompt's number.
+
+        They are its very requests, with their seeds, where drafts may share the noise, and have seeds of their own
+        elsewhere.
+        """
         rank, world_size, number = self.trainer.global_rank, self.trainer.world_size, self.trainer.current_epoch
         demand = Demand(wanted=self.settings.prompts_per_iteration // world_size, iteration=number + 1)
         aside, num_fresh = self.backlog.coming(course, demand)
-        fresh = self.cursor.coming(num_fresh * world_size, rank=rank, world_size=world_size)
-        return [
-            Request(
-                id=place * self.history.ahead + member,
-                prompt_ids=prompts[prompt].ids,
-                group=prompt,
-                seed=seed_of(run_seed(), "ahead", number, rank, self.cursor.position, place, member),
-                expected_tokens=self.history.mean_lengths.get(prompt, 0.0),
-                earlier_answers=self.history.texts.get(prompt, ()),
-            )
-            for place, prompt in enumerate([*(group.prompt for group in aside), *fresh])
-            for member in range(self.history.ahead)
-        ]
+        waiting = [*self.backlog.aside, *course.put_aside()]
+        twins = self._twins(texts_by_seed({each.draw: each.responses for each in waiting}))
+        requests: list[Request] = []
+        for place, group in enumerate([*aside, *self._fresh(num_fresh * world_size, number + 1)]):
+            for member in range(self.history.ahead):
+                seed = response_seed(group.draw, member)
+                if not self.collector.engine.drafts_may_share_noise:
+                    seed = seed_of(run_seed(), "ahead", number, rank, self.cursor.position, place, member)
+                request = Request(
+                    id=len(requests),
+                    prompt_ids=prompts[group.prompt].ids,
+                    group=group.prompt,
+                    seed=seed,
+                    expected_tokens=self.history.mean_lengths.get(group.prompt, 0.0),
+                    earlier_answers=self.history.texts.get(group.prompt, ()),
+                    twin=twins.get(seed, ()),
+                )
+                requests.append(request)
+        return requests
 
     def _log_age(self, rollouts: Sequence[Rollout]) -> None:
         """Log how many iterations ago tokens were written, where a schedule lets them wait."""

@@ -29,6 +29,7 @@ class RolloutCourse:
         groups: What it starts and goes on with.
         group_size: Responses of a group.
         earlier: Earlier answers by prompt, to draft from.
+        twins: What other weights wrote, by the seed of the response that it drafts for.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class RolloutCourse:
         groups: Sequence[OpenGroup],
         group_size: int,
         earlier: Mapping[int, Sequence[Sequence[int]]] | None = None,
+        twins: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.schedule, self.demand, self.groups, self.group_size = schedule, demand, groups, group_size
-        self.earlier = earlier or {}
+        self.earlier, self.twins = earlier or {}, twins or {}
         self.responses = {
             place * group_size + member: replace(response, request_id=place * group_size + member)
             for place, group in enumerate(groups)
@@ -86,6 +88,7 @@ class RolloutCourse:
                 seed=self._seed(i) if has_seeds or self.schedule.has_own_noise else None,
                 expected_tokens=self.groups[i // self.group_size].expected_tokens,
                 earlier_answers=texts[i // self.group_size],
+                twin=self.twins.get(self._seed(i), ()),
             )
             for i in self.open_ids
         ]
@@ -139,7 +142,7 @@ class RolloutCourse:
         return [replace(group, deferrals=group.deferrals + 1, responses=written[place]) for place, group in rest]
 
     def _seed(self, number: int) -> int:
-        return seed_of(run_seed(), "draw", self.groups[number // self.group_size].draw, number % self.group_size)
+        return response_seed(self.groups[number // self.group_size].draw, number % self.group_size)
 
 
 class Backlog:
@@ -163,6 +166,11 @@ class Backlog:
                 "use VLLMEngine, or SynchronousSchedule."
             )
         self.schedule.check(sampling, objective)
+
+    @property
+    def twins(self) -> dict[int, Sequence[int]]:
+        """What was thrown away of groups that are now written anew, by the seeds of their responses."""
+        return texts_by_seed(self._dropped)
 
     def begin(self, demand: Demand, log: IterationLog) -> tuple[list[OpenGroup], int]:
         """Take up groups as the schedule says; return them, and how many to draw besides."""
@@ -212,6 +220,20 @@ class Backlog:
             OpenGroup(**{**state, "responses": tuple(Response(**response) for response in state["responses"])})
             for state in saved
         ]
+
+
+def response_seed(draw: int, member: int) -> int:
+    """Return the seed of a response, the same whenever and wherever it is written."""
+    return seed_of(run_seed(), "draw", draw, member)
+
+
+def texts_by_seed(responses: Mapping[int, Sequence[Response]]) -> dict[int, Sequence[int]]:
+    """Return texts by the seeds of their responses; `responses` are those of groups, by draw."""
+    return {
+        response_seed(draw, member): response.token_ids
+        for draw, group in responses.items()
+        for member, response in enumerate(group)
+    }
 
 
 def _ended_texts(group: OpenGroup) -> list[Sequence[int]]:

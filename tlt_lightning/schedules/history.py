@@ -1,4 +1,4 @@
-"""Remember earlier answers to a prompt: how long they were, and their texts to draft from."""
+"""Remember earlier answers to a prompt, and what was written ahead: lengths, and texts to draft from."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class EarlierAnswers:
         max_tokens: Tokens kept over all prompts; beyond it the prompts that were answered least recently are forgotten.
             Each rank holds all of them, in 4 bytes each, and the checkpoint holds them once.
         ahead: Answers that a worker which waits for others writes ahead to each prompt of its next iteration, with the
-            weights that it has (after BubbleSpec, arXiv 2605.08862); 0 writes none. The engine keeps the memory
-            meanwhile: callbacks, such as one that trains a drafter, get what is left of the idle window.
+            weights that it has (after BubbleSpec, arXiv 2605.08862); 0 writes none. Up to `group_size` they are those
+            very responses, with their noise, where drafts may share it: on vLLM's V2 runner without sampled drafts. The
+            engine keeps the memory meanwhile: callbacks, such as one that trains a drafter, get what is left of the
+            idle window.
     """
 
     max_tokens: int = 4_000_000
@@ -61,13 +63,15 @@ class Answered:
 
     Args:
         lengths: Tokens of every response that has ended.
-        texts: Responses that will not be written again with the noise that they had, which would know them.
+        texts: Responses that will not be written again with the noise that they had.
         ahead: What was written ahead, of responses that may be unfinished.
+        twins: The same with the seed of the response to come, where it was written with that noise.
     """
 
     lengths: list[tuple[int, int]] = field(default_factory=list)
     texts: list[tuple[int, array[int]]] = field(default_factory=list)
     ahead: list[tuple[int, array[int]]] = field(default_factory=list)
+    twins: list[tuple[int, array[int]]] = field(default_factory=list)
 
 
 class AnswerHistory:
@@ -83,6 +87,7 @@ class AnswerHistory:
         self.settings = settings
         self.mean_lengths: dict[int, float] = {}
         self.texts: dict[int, list[array[int]]] = {}  # by prompt, least recently answered first
+        self.twins: dict[int, array[int]] = {}  # by seed, those of the next iteration's responses
 
     def check(self, engine: RolloutEngine, num_ranks: int) -> None:
         """Raise ValueError if texts are kept that nobody could read, or write ahead."""
@@ -109,6 +114,7 @@ class AnswerHistory:
         self.mean_lengths = {**self.mean_lengths, **means}
         if self.settings is None:
             return
+        self.twins = dict(chain.from_iterable(own.twins for own in ranks))
         answers: dict[int, list[array[int]]] = {}
         for prompt, text in chain.from_iterable(own.texts for own in ranks):
             answers.setdefault(prompt, []).append(text)
@@ -125,23 +131,24 @@ class AnswerHistory:
     def copy(self) -> AnswerHistory:
         """Return a history that holds what this one holds now."""
         made = AnswerHistory(self.settings)
-        made.mean_lengths, made.texts = self.mean_lengths, self.texts
+        made.mean_lengths, made.texts, made.twins = self.mean_lengths, self.texts, self.twins
         return made
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything remembered, as tensors and primitives."""
         held, tokens = [(prompt, text) for prompt, texts in self.texts.items() for text in texts], array("i")
-        for _, text in held:
+        for _, text in (*held, *self.twins.items()):
             tokens.extend(text)
         return {
             "mean_lengths": self.mean_lengths,
             "texts": [(prompt, len(text)) for prompt, text in held],
+            "twins": [(seed, len(text)) for seed, text in self.twins.items()],
             "tokens": torch.from_numpy(np.array(tokens, dtype=np.int32)),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` saved; texts only where they are kept."""
-        self.mean_lengths, self.texts = state_dict["mean_lengths"], {}
+        self.mean_lengths, self.texts, self.twins = state_dict["mean_lengths"], {}, {}
         if self.settings is None:
             return
         tokens = array("i")
@@ -149,4 +156,7 @@ class AnswerHistory:
         begin = 0
         for prompt, length in state_dict["texts"]:
             self.texts.setdefault(prompt, []).append(tokens[begin : begin + length])
+            begin += length
+        for seed, length in state_dict.get("twins", ()):
+            self.twins[seed] = tokens[begin : begin + length]
             begin += length
