@@ -109,10 +109,13 @@ def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> N
     assert asked == {1: [[5, 1]], 2: [[9, 9]], 3: [[9, 9]]}
 
 
-def test_a_request_brings_the_twin_of_its_seed() -> None:
-    course = course_of([], {})
-    course.twins = {response_seed(7, 1): [5, 6], response_seed(8, 1): [9]}
-    assert [request.twin for request in course.requests([[2], [3]], 0)] == [(), (), (), [5, 6]]
+def test_a_request_brings_the_twin_of_its_seed_which_its_group_may_look_into() -> None:
+    ahead = [5, 6]
+    course = course_of([], {7: [[4], ahead]})
+    course.twins = {response_seed(7, 1): ahead, response_seed(6, 0): [8, 8], response_seed(8, 1): [9]}
+    asked = course.requests([[2], [3]], 0)
+    assert [request.twin for request in asked] == [[8, 8], (), (), ahead]
+    assert [request.earlier_answers for request in asked] == [[[8, 8]], [[8, 8]], [[4], ahead], [[4], ahead]]
 
 
 def test_what_may_be_written_again_with_its_noise_is_no_earlier_answer() -> None:

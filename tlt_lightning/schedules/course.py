@@ -79,6 +79,10 @@ class RolloutCourse:
         if self.chosen is not None:  # what was put aside is enough
             return []
         texts = [[*self.earlier.get(group.prompt, ()), *_ended_texts(group)] for group in self.groups]
+        twins = {i: self.twins.get(self._seed(i), ()) for i in self.open_ids}
+        for i, twin in twins.items():
+            if len(twin) and twin not in texts[i // self.group_size]:  # where what was written ahead is already
+                texts[i // self.group_size].append(twin)
         return [
             Request(
                 id=i,
@@ -88,9 +92,9 @@ class RolloutCourse:
                 seed=self._seed(i) if has_seeds or self.schedule.has_own_noise else None,
                 expected_tokens=self.groups[i // self.group_size].expected_tokens,
                 earlier_answers=texts[i // self.group_size],
-                twin=self.twins.get(self._seed(i), ()),
+                twin=twin,
             )
-            for i in self.open_ids
+            for i, twin in twins.items()
         ]
 
     def add(self, response: Response) -> bool:
