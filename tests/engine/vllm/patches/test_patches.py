@@ -3,6 +3,7 @@
 Once a release has mended a fault, a test here fails: drop the repair.
 """
 
+import importlib
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -196,6 +197,18 @@ def test_a_second_engine_that_can_sleep_beside_the_first_is_refused(monkeypatch:
     asleep_free.claim_sleep_mode()
     with pytest.raises(RuntimeError, match="sleep: false"):
         asleep_free.claim_sleep_mode()
+
+
+@pytest.mark.vllm
+def test_a_module_that_makes_a_tensor_is_imported_before_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "compressed_tensors.compressors.nvfp4.helpers"
+    importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(asleep_free, "_holder", None)
+    with torch.device("meta"):
+        asleep_free.claim_sleep_mode()
+    tensors = [each for each in vars(sys.modules[name]).values() if isinstance(each, torch.Tensor)]
+    assert [each.device.type for each in tensors] == ["cpu"]
 
 
 @pytest.mark.vllm

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -67,6 +69,9 @@ def claim_sleep_mode() -> None:
             "`validate` or `predict` in a process of their own, or set `sleep: false` on the engine."
         )
     _holder = "another one lives"
+    # vLLM imports it while weights load, and the tensor that it makes then would keep memory of the closed engine.
+    with suppress(ImportError), torch.device("cpu"):
+        import_module("compressed_tensors.compressors.nvfp4.helpers")
 
 
 def release_sleep_mode() -> None:
