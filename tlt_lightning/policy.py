@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.fused.adapted_mlp import fuse_adapted_mlps
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear
@@ -131,7 +130,6 @@ def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
     adapted: Any = get_peft_model(model, config)
     fuse_adapters(adapted)
-    fuse_adapted_mlps(adapted)
     return adapted
 
 

@@ -27,7 +27,6 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.lossless.checks import as_batch
 from tlt_lightning import policy as package
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.fused.adapted_mlp import fuse_adapted_mlps
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear
@@ -81,7 +80,6 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "packed, nothing fused": take_apart,
     "packed, and adapters": fuse_adapters,
     "packed, and norms and activations": fuse_layers,
-    "packed, and adapted MLPs": fuse_adapted_mlps,
     "packed, and rotary embeddings": fuse_rotary,
     "packed, and log-probs": fuse_logps,
     "packed, and a frozen head: the package": fuse_head,

@@ -128,7 +128,7 @@ def test_a_policy_learns_as_with_peft_alone(policy_path: str, number_fused: list
         return {name: weight.clone() for name, weight in stream_weights(model)}
 
     ours, theirs = learned(is_fused=True), learned(is_fused=False)
-    assert len(number_fused) == 5 * 2 * 4  # and those of an MLP together
+    assert len(number_fused) == 5 * 2 * 7
     before = dict(stream_weights(load_policy(policy_path)))
     assert any((theirs[name] - before[name]).abs().max() > 1e-2 for name in theirs)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -25,28 +25,18 @@ def fuse_adapters(model: nn.Module) -> None:
 
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    weights = None if args or kwargs else weights_of(layer, x)
-    if weights is None:
-        return type(layer).forward(layer, x, *args, **kwargs)
-    return _AdaptedLinear.apply(x.to(weights[0].dtype), *weights)
-
-
-def weights_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """Return W, bias, A and B in the type that an adapted layer computes with, and its scaling.
-
-    None is returned of a layer that computes anything but what this module does.
-    """
     device = x.device.type
     is_autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_autocast else x.dtype
-    if not _is_plain(layer):
-        return None
+    if args or kwargs or not _is_plain(layer):
+        return type(layer).forward(layer, x, *args, **kwargs)
     (name,) = layer.active_adapters
     base, a, b = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
     if not (is_autocast or base.weight.dtype == a.dtype == b.dtype == dtype):
-        return None  # PEFT casts to and fro
+        return type(layer).forward(layer, x)  # PEFT casts to and fro
     bias = None if base.bias is None else base.bias.to(dtype)
-    return base.weight.to(dtype), bias, a.to(dtype), b.to(dtype), layer.scaling[name]
+    tensors = (x.to(dtype), base.weight.to(dtype), bias, a.to(dtype), b.to(dtype))
+    return _AdaptedLinear.apply(*tensors, layer.scaling[name])
 
 
 def _is_plain(layer: Any) -> bool:

@@ -28,22 +28,16 @@ def fuse_layers(model: nn.Module) -> None:
         forward: Callable[..., Tensor] | None = None
         if _source(layer) == norm:
             forward = _norm_forward
-        elif _source(layer) == mlp and is_silu(layer.act_fn):
-            forward = mlp_forward
+        elif _source(layer) == mlp and _is_silu(layer.act_fn):
+            forward = _mlp_forward
         if forward is not None:
             layer.forward = MethodType(forward, layer)  # of this layer: classes stay as they are
 
 
-def is_silu(activation: object) -> bool:
-    """Tell whether an activation is the one that gated layers have here."""
+def _is_silu(activation: object) -> bool:
     from transformers.activations import SiLUActivation
 
     return type(activation) is SiLUActivation
-
-
-def is_fused_mlp(layer: nn.Module) -> bool:
-    """Tell whether `fuse_layers` has fused an MLP."""
-    return getattr(layer.forward, "__func__", None) is mlp_forward
 
 
 def _source(layer: nn.Module) -> str:
@@ -60,9 +54,8 @@ def _norm_forward(layer: Any, hidden_states: Tensor) -> Tensor:
     return _Norm.apply(hidden_states, layer.weight, layer.variance_epsilon, dtype)
 
 
-def mlp_forward(layer: Any, x: Tensor) -> Tensor:
-    """Compute an MLP by its three linear layers."""
-    if not is_silu(layer.act_fn):  # a callback has put another in its place
+def _mlp_forward(layer: Any, x: Tensor) -> Tensor:
+    if not _is_silu(layer.act_fn):  # a callback has put another in its place
         return type(layer).forward(layer, x)
     return layer.down_proj(_Gated.apply(layer.gate_proj(x), layer.up_proj(x)))
 
@@ -110,14 +103,12 @@ class _Norm(torch.autograd.Function):
 
 
 @compiled_on_gpu
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, (N, I)."""
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
 @compiled_on_gpu
-def gated_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up from that of `gated`."""
+def _gated_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten.silu_backward(grad * up, gate), grad * nn.functional.silu(gate)
 
 
@@ -128,7 +119,7 @@ class _Gated(torch.autograd.Function):
     @override
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return gated(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+        return _gated(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
     @staticmethod
     @once_differentiable
@@ -136,5 +127,5 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         rows = (each.flatten(0, -2) for each in (grad, gate, up))
-        grad_gate, grad_up = gated_gradient(*rows)
+        grad_gate, grad_up = _gated_gradient(*rows)
         return grad_gate.view(grad.shape), grad_up.view(grad.shape)
