@@ -209,7 +209,8 @@ def test_texts_drafted_from_earlier_answers_are_as_likely_as_they_should_be(
         Request(id=i, prompt_ids=PROMPT, seed=seed_of(8, i), earlier_answers=earlier) for i in range(2 * NUM_DRAWS)
     ]
     responses = list(setup.engine.generate(requests, sampling, seed=8))
-    assert sum(drafter == "earlier" for response in responses for _, drafter, _, _ in response.drafts) > NUM_DRAWS / 2
+    # V2 looks up without a text's last tokens, and finds less.
+    assert sum(drafter == "earlier" for response in responses for _, drafter, _, _ in response.drafts) > NUM_DRAWS / 4
     assert sum(response.num_kept.get("earlier", 0) for response in responses) > NUM_DRAWS / 16
     assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
     for response in responses:
