@@ -109,14 +109,13 @@ def _some(names: list[str]) -> str:
 
 
 def _abandon_reload(engine: LLMEngine) -> None:
-    """Close a broken reload: drop tensors that wait for their layer: later ones would join."""
+    """Close a broken reload; tensors that wait for the rest of their layer are dropped."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import layerwise
 
     config = internals.reach(internals.worker_of(engine), "vllm_config")
     model: Any = internals.reach(internals.model_runner_of(engine), "get_model")()
     for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        info.loaded_weights, info.load_numel = [], 0
+        layerwise.get_layerwise_info(layer).load_numel = 0  # else a layer is made of what there is of it
     with set_current_vllm_config(config):
         layerwise.finalize_layerwise_reload(model, config.model_config)
