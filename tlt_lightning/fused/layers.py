@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -23,12 +24,13 @@ def fuse_layers(model: nn.Module) -> None:
     """Let norms and MLPs of a Hugging Face model compute as this module does, where that is their own function."""
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-    norm, mlp = (inspect.getsource(each.forward) for each in (LlamaRMSNorm, LlamaMLP))
+    norm, mlp = _source(LlamaRMSNorm.forward), _source(LlamaMLP.forward)
     for layer in model.modules():
         forward: Callable[..., Tensor] | None = None
-        if _source(layer) == norm:
+        source = _source(type(layer).forward)
+        if source == norm:
             forward = _norm_forward
-        elif _source(layer) == mlp and _is_silu(layer.act_fn):
+        elif source == mlp and _is_silu(layer.act_fn):
             forward = _mlp_forward
         if forward is not None:
             layer.forward = MethodType(forward, layer)  # of this layer: classes stay as they are
@@ -40,9 +42,10 @@ def _is_silu(activation: object) -> bool:
     return type(activation) is SiLUActivation
 
 
-def _source(layer: nn.Module) -> str:
+@cache  # a model has hundreds of layers of a few classes
+def _source(forward: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(type(layer).forward)
+        return inspect.getsource(forward)
     except (OSError, TypeError):  # of a class that somebody made without a file
         return ""
 
