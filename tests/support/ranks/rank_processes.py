@@ -42,7 +42,6 @@ def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeo
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    CONTEXT.set_forkserver_preload(["tests.support.frozen_heap"])
     ranks = [CONTEXT.Process(target=be_rank, args=(rank, port, script, out, arguments)) for rank in range(num_ranks)]
     end = time.monotonic() + timeout
     try:
