@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The engine follows the machine: vLLM's CUDA build where there is an NVIDIA driver, its CPU build elsewhere.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 
-.PHONY: setup quickstart quickstart-smollm2 test lint docs
+.PHONY: setup quickstart quickstart-smollm2 test quick lint docs
 
 setup: .venv/ready-$(ENGINE)
 
@@ -38,6 +38,10 @@ quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
 # Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
 test: setup models/SmolLM2-135M-Instruct/model.safetensors
 	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder)
+
+# The part of it that two cores do in a minute and a half.
+quick: setup
+	$(PY) -m pytest -m "not gpu and not vllm and not oracle and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # The documentation, into site/.
 docs: setup

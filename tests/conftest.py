@@ -7,14 +7,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import gc
 import importlib
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+gc.set_threshold(50_000)  # a collection looks at all that was ever imported
+
+PRELOADED = (
+    "tests.support.copied_in_checkpoint",
+    "tlt_lightning.long_tail.callback",
+    "tests.support.rl_runs",
+    "transformers.models.qwen2.modeling_qwen2",
+    "datasets",
+    "peft",
+)
 WORDS = ["<pad>", "<eos>", "<unk>", "=", ":", "+", "-", "*", "/", "(", ")", "<answer>", *map(str, range(20))]
 
 
@@ -60,7 +72,8 @@ def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overri
 
 def starts_ranks(file: Path) -> bool:
     """Such tests fork ranks from one process that has imported everything; it is one for all that share a worker."""
-    return "run_ranks" in file.read_text()
+    text = file.read_text()
+    return "run_ranks" in text or "forkserver" in text
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,6 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     order = sorted(files, key=lambda file: (not starts_ranks(file), is_short(file)))
     items[:] = [item for file in order for item in files[file]]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let ranks, and what is killed, be forked from a process that has imported what they need; vLLM takes longest."""
+    has_vllm = any(item.get_closest_marker("vllm") for item in session.items)
+    modules = ["tests.support.frozen_heap"] if has_vllm else [*PRELOADED]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
 
 @pytest.hookimpl(optionalhook=True)

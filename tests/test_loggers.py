@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from mlflow import MlflowClient
-from mlflow.entities import Run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning.gallery.completions_table import COLUMNS, CompletionsTable
+
+# MLflow, TensorBoard and Weights & Biases are loaded where they are used: they take seconds.
+pytestmark = pytest.mark.slow
 
 Steps = list[dict[str, float]]
 """Metrics of each iteration."""
@@ -40,8 +39,10 @@ def run(policy_path: str, prompts_path: str, tmp_path_factory: pytest.TempPathFa
     return root
 
 
-def records(file: Path) -> Iterator[Record]:
+def records(file: Path) -> Iterator[Any]:
     """Read a `.wandb` file: LevelDB's log format after seven bytes of header."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     data, block, position, parts = file.read_bytes(), 32768, 7, b""
     while position < len(data):
         if block - position % block < 7:  # a record's head is not split; the rest of the block is padding
@@ -67,7 +68,9 @@ def read_wandb(root: Path) -> tuple[Steps, list[Any]]:
     return [row for row in rows if "reward/mean" in row], tables
 
 
-def mlflow_run(root: Path) -> tuple[MlflowClient, Run]:
+def mlflow_run(root: Path) -> tuple[Any, Any]:
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"file:{root}/mlflow")
     experiment = client.get_experiment_by_name("lightning_logs")
     assert experiment is not None
@@ -88,6 +91,8 @@ def read_csv(root: Path) -> Steps:
 
 
 def read_tensorboard(root: Path) -> tuple[Steps, int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(root / "tensorboard/version_0")).Reload()
     scalars = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
     steps = [{name: points[i].value for name, points in scalars.items() if len(points) == 2} for i in range(2)]

@@ -113,6 +113,7 @@ def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_pat
         make_trainer(tmp_path, max_epochs=1).fit(make_module(policy, draft_vocab_size=12), [])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str, tmp_path: Path) -> None:
     whole, first, second = (make_module(policy) for _ in range(3))
     make_data = lambda: DrafterDataModule(completions, num_tokens=128)  # noqa: E731

@@ -96,6 +96,7 @@ def test_every_entry_of_long_texts_is_in_one_pack_with_all_before_it() -> None:
     assert sorted(seen) == sorted(2 * list(range(LENGTH - 2)))
 
 
+@pytest.mark.slow
 def test_a_text_of_32k_tokens_is_trained_and_judged_with_all_of_it(tmp_path: Path) -> None:
     length, width = 32_768, 32
     sizes = {"hidden_size": width, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}

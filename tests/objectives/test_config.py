@@ -144,6 +144,7 @@ def test_the_example_of_a_custom_objective_works(
     assert objective.loss(vectors.batch, vectors.logps, vectors.entropy, None).loss.isfinite()
 
 
+@pytest.mark.slow
 def test_the_package_of_objectives_needs_torch_only() -> None:
     code = (
         "import sys, tlt_lightning.objectives;"

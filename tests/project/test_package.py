@@ -34,6 +34,7 @@ def lines() -> list[str]:
         """).splitlines()
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_but_itself_and_lightning(lines: list[str]) -> None:
     assert {name.partition(".")[0] for name in lines[0].split()} == {"tlt_lightning"}
 
@@ -48,6 +49,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         tlt_lightning.RLModul
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_first(lines: list[str]) -> None:
     expected = [
         "tlt_lightning",

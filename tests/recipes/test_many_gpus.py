@@ -37,9 +37,9 @@ def forecast(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -
     ("name", "shape", "device_gib", "fits", "too_few"),
     [
         ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 1),
-        ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, None),
+        pytest.param("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, None, marks=pytest.mark.slow),
         ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 2),
-        ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 1),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 1, marks=pytest.mark.slow),
         ("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, None),
     ],
 )

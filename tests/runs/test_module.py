@@ -116,7 +116,7 @@ def test_reward_goes_up(policy_path: str, prompts_path: str, tmp_path: Path) -> 
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), LoRA(rank=4)])
 def test_killed_and_resumed_run_has_the_weights_of_the_uninterrupted_one(
     lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
@@ -192,7 +192,9 @@ def test_ppo_trains_a_critic_at_its_own_rate(policy_path: str, prompts_path: str
     assert all(batch.returns is not None for batch in recorder.batches)
 
 
-@pytest.mark.parametrize("kind", ["on the policy's trunk", "own trunk", "own trunk with LoRA"])
+@pytest.mark.parametrize(
+    "kind", ["on the policy's trunk", pytest.param("own trunk", marks=pytest.mark.slow), "own trunk with LoRA"]
+)
 def test_policy_stands_still_while_the_critic_warms_up(
     kind: str, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tests.support.rl_runs import make_data, make_module, make_trainer, weights
 from tlt_lightning import CriticConfig, RolloutCallback
 from tlt_lightning.objectives import GRPO, PPO
 
@@ -77,15 +77,29 @@ def run(
     return weights(policy), history.rows, trainer
 
 
+MOMENTS = [("progress", 1), ("scored", 1), *(("batch", n) for n in range(1, 5)), ("validation", 1), ("validated", 1)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(policy_path: str, prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One run that is saved at all moments: its folder, weights and metrics."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    saves = [SaveAt(folder / f"{hook}{number}.ckpt", hook, number) for hook, number in MOMENTS]
+    whole, history, _ = run((policy_path, prompts_path, folder), *saves)
+    return folder, whole, history
+
+
+QUICK = (("progress", 1), ("scored", 1), ("batch", 1), ("batch", 4), ("validation", 1))
+
+
 @pytest.mark.parametrize(
-    ("hook", "number"),
-    [("progress", 1), ("scored", 1), *(("batch", n) for n in range(1, 5)), ("validation", 1), ("validated", 1)],
+    ("hook", "number"), [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in MOMENTS]
 )
-def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(hook: str, number: int, paths: Paths) -> None:
-    path = paths[2] / "within.ckpt"
-    whole, history, _ = run(paths, SaveAt(path, hook, number))
-    recorder = Recorder()
-    resumed, rest, trainer = run(paths, recorder, ckpt=path)
+def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(
+    hook: str, number: int, uninterrupted: Any, paths: Paths
+) -> None:
+    folder, whole, history = uninterrupted
+    resumed, rest, trainer = run(paths, ckpt=folder / f"{hook}{number}.ckpt")
     assert trainer.global_step == 3 * STEPS
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
@@ -111,6 +125,7 @@ def test_an_update_that_had_stopped_at_its_kl_stays_stopped(paths: Paths) -> Non
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_a_run_told_to_stop_within_an_iteration_finishes_it(paths: Paths) -> None:
     class Stop(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -135,7 +150,7 @@ def checkpoint_of(paths: Paths, **settings: Any) -> Path:
     return paths[2] / "first.ckpt"
 
 
-@pytest.mark.parametrize("number", [5, 6, 7])
+@pytest.mark.parametrize("number", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 7))])
 def test_a_requeue_amid_an_optimizer_step_resumes_exactly(
     number: int, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +178,7 @@ def test_a_requeue_amid_an_optimizer_step_resumes_exactly(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("scheduled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_learning_rate_on_resume_is_used_and_said(
     scheduled: bool, paths: Paths, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +201,7 @@ def test_another_learning_rate_on_resume_is_used_and_said(
     assert not all(torch.equal(tensor, other[name]) for name, tensor in same.items())
 
 
+@pytest.mark.slow
 def test_states_of_8_bits_resume_exactly_with_rates_that_are_tensors(
     paths: Paths, caplog: pytest.LogCaptureFixture
 ) -> None:

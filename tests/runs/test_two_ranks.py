@@ -54,7 +54,10 @@ def check_gradients(policy_path: str, out: Path, *passes: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("start", "engine", "mode"),
-    [(launch, "transformers", "whitened"), pytest.param(fork, "vllm", "plain", marks=pytest.mark.vllm)],
+    [
+        pytest.param(launch, "transformers", "whitened", marks=pytest.mark.slow),
+        pytest.param(fork, "vllm", "plain", marks=pytest.mark.vllm),
+    ],
 )
 def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     start: Callable[..., Ended], engine: str, mode: str, policy_path: str, prompts_path: str, tmp_path: Path
@@ -102,6 +105,7 @@ def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path
     assert "rank 1 has died: its process ended" in ended.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     def run(name: str, *checkpoint: str) -> list[dict]:
         out = tmp_path / name

@@ -25,7 +25,7 @@ from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.speculation import FixedSelector
 
 RUNS = [
-    pytest.param("transformers", TailBatching(0.5), id="tail"),
+    pytest.param("transformers", TailBatching(0.5), id="tail", marks=pytest.mark.slow),
     pytest.param("vllm", PartialRollout(0.5, 1), id="partial", marks=pytest.mark.vllm),
     pytest.param("drafts", SynchronousSchedule(), id="synchronous, drafts", marks=pytest.mark.vllm),
     pytest.param("drafts", TailBatching(0.5), id="tail, drafts", marks=pytest.mark.vllm),
@@ -111,7 +111,13 @@ def first_is_even(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(response[:1] in {*"02468"})
 
 
-@pytest.mark.parametrize("schedule", [TailBatching(0.5), PartialRollout(0.5)], ids=["tail", "partial"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(TailBatching(0.5), id="tail", marks=pytest.mark.slow),
+        pytest.param(PartialRollout(0.5), id="partial"),
+    ],
+)
 def test_dynamic_sampling_works_under_a_schedule(schedule: RolloutSchedule, paths: Paths) -> None:
     recorder = Recorder()
     dynamic = DynamicSampling(max_rounds=20)

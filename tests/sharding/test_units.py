@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import save_policy
 from tests.support.ranks.rank_processes import run_ranks
 
 
+@pytest.mark.slow
 def test_sharded_models_compute_what_whole_ones_do(policy_path: str, tmp_path: Path) -> None:
     """Full and with adapters, tied and untied, with and without checkpointing, and with replicas of the shards."""
     untied = str(save_policy(tmp_path / "untied", tie_word_embeddings=False))

@@ -35,7 +35,6 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning.engine import Quantization, Request, Response, Sampling, VLLMEngine
-from tlt_lightning.engine.vllm.quantization.int8_linear import quantized_by_channel
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes, stream_weights
 
@@ -203,6 +202,8 @@ def test_the_update_after_a_sleep_brings_the_same_texts(kind: str, tmp_path: Pat
 
 
 def test_int8_weights_fill_their_levels_in_every_channel() -> None:
+    from tlt_lightning.engine.vllm.quantization.int8_linear import quantized_by_channel  # loads vLLM
+
     weight = torch.randn(7, 40).bfloat16()
     weight[3] = 0
     quantized, scale = quantized_by_channel(weight, 63)

@@ -51,8 +51,11 @@ def best_fixed(name: str) -> float:
     return min(simulator_of(name).run(FixedSelector(length)).makespan for length in (0, *LENGTHS))
 
 
+LONG = {"low", "recovery", "big batch", "short batch"}
+
+
 @pytest.mark.parametrize("make", [BEGMABSelector, CostModelSelector])
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in WORKLOADS])
 def test_learning_selectors_stay_within_3_percent_of_the_best_fixed_arm(name, make):
     selector = make()
     for version in (0, 1):
