@@ -71,8 +71,6 @@ REQUIRED: dict[str, str] = {
     "model_executor.models.transformers.base.Base": (
         "_decorate_cls_for_torch_compile(cls, dynamic_arg_dims, enable_if, is_encoder)"
     ),
-    "model_executor.model_loader.base_loader.BaseModelLoader": "create_model(vllm_config, model_config, prefix)",
-    "model_executor.model_loader.utils": "get_model_architecture(model_config)",
     # Quantization while weights arrive.
     "model_executor.layers.quantization.online.base": "_ONLINE_LINEAR_METHODS",
     "model_executor.layers.quantization.online.base.OnlineQuantizationConfig": "quantized_layer_summaries",

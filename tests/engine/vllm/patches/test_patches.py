@@ -4,8 +4,6 @@ Once a release has mended a fault, a test here fails: drop the repair.
 """
 
 import importlib
-import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -167,41 +165,6 @@ def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.Monk
         allocator.pointer_to_data[pointer] = AllocationData(handle, "weights", is_asleep=pointer == 2)
     assert [allocator.python_free_callback(pointer) for pointer in handles] == list(handles.values())
     assert mapped == [handles[2]]
-
-
-MAKES_A_MODEL = """
-import torch
-from contextlib import nullcontext
-from types import SimpleNamespace
-from vllm.model_executor.model_loader import DefaultModelLoader, base_loader, utils
-from tlt_lightning.engine.vllm.patches import late_imports
-
-def architecture(config):
-    import late_constants
-
-utils.get_model_architecture = architecture
-base_loader.initialize_model = lambda model_config, **_: utils.get_model_architecture(model_config)
-loader = object.__new__(DefaultModelLoader)
-with late_imports.PATCH.applied() if {repaired} else nullcontext(), torch.device("meta"):
-    loader.create_model(SimpleNamespace(quant_config=None), None)
-from compressed_tensors.compressors.nvfp4.helpers import kE2M1ToFloat
-from late_constants import TABLE
-print("LIE ON", kE2M1ToFloat.device, TABLE.device)
-"""
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(("repaired", "device"), [(False, "meta"), (True, "cpu")])
-def test_constants_of_what_is_imported_late_stay_out_of_the_weights(
-    repaired: bool, device: str, tmp_path: Path
-) -> None:
-    (tmp_path / "late_constants.py").write_text("import torch\nTABLE = torch.zeros(8)\n")
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    code = MAKES_A_MODEL.format(repaired=repaired)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
-    assert f"LIE ON {device} {device}\n" in done.stdout, done.stderr
 
 
 @pytest.mark.gpu

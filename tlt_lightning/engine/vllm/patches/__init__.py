@@ -16,7 +16,6 @@ from tlt_lightning.engine.vllm.patches import (
     drafter_first_pass,
     flash_splits,
     hugging_face_classes,
-    late_imports,
     shared_device,
 )
 from tlt_lightning.engine.vllm.patches.patch import Patch
@@ -31,7 +30,6 @@ PATCHES: tuple[Patch, ...] = (
     drafter_first_pass.PATCH,
     flash_splits.PATCH,
     hugging_face_classes.PATCH,
-    late_imports.PATCH,
     asleep_free.PATCH,
     shared_device.PATCH,
 )
