@@ -35,6 +35,7 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning.engine import Quantization, Request, Response, Sampling, VLLMEngine
+from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes, stream_weights
 
@@ -240,7 +241,8 @@ def test_machines_that_cannot_are_refused_before_anything_is_loaded(
     for capability in ((8, 0), (12, 0)):
         found = DeviceCapability(*capability)
         monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, found=found, **__: found)
-        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is proven on Hopper GPUs alone"):
+        monkeypatch.setattr(internals, "is_cpu_build", lambda: False)
+        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is proven on Hopper GPUs and CPUs alone"):
             Quantization(None, kv_cache="fp8").check(shapes)
     with pytest.raises(ValueError, match=r"'int8' cannot run here: .* before Blackwell\. Take 'fp8', or null"):
         Quantization("int8").check(shapes)

@@ -11,6 +11,7 @@ import torch
 
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.quantization.cache_scales import CacheScales
 from tlt_lightning.policy import PolicyWeights
 
 if TYPE_CHECKING:
@@ -36,12 +37,17 @@ def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
 
     If `named_tensors` or vLLM raises, the weights are neither the old nor the new ones; a later call replaces them all.
     """
+    names = named_tensors.shapes if isinstance(named_tensors, PolicyWeights) else [name for name, _ in named_tensors]
+    scales = CacheScales.of(engine, names)
+    tensors = iter(named_tensors) if scales is None else scales.watch(named_tensors)
     with quiet_loading():
         try:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         except BaseException:
             _abandon_reload(engine)
             raise
+    if scales is not None:
+        scales.write(engine)  # the reload has set them to 1
     if not internals.is_cpu_build():
         torch.cuda.synchronize()  # the time is the update's, not the rollout's
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
+from tlt_lightning.engine.vllm.quantization.cache_scales import unbounded
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ class Quantization:
             which older GPUs and CPUs run as well. None leaves both in 16 bit.
         layers_in_16_bit: Patterns of layers that stay in 16 bit, by their Hugging Face names: `model.layers.0.*`,
             `*.down_proj`. vLLM fuses `q_proj`, `k_proj`, `v_proj`; `gate_proj`, `up_proj`: name all of them or none.
-        kv_cache: `fp8` halves the bytes of a token's keys and values. These and queries are cut at 448 in size: their
-            scale is 1. Hopper GPUs only.
+        kv_cache: `fp8` halves the bytes of a token's keys and values. A layer's scales are the largest that its weights
+            allow, found anew when weights arrive. Hopper GPUs, and CPUs for tests.
     """
 
     weights: Literal["fp8", "int8"] | None = "fp8"
@@ -67,7 +68,7 @@ class Quantization:
             num_ranks: Ranks that are one engine.
         """
         if self.kv_cache == "fp8":
-            self._check_cache()
+            self._check_cache(shapes)
         if self.weights is None:
             return
         if num_ranks > 1:
@@ -108,12 +109,17 @@ class Quantization:
                         f"{', '.join(parts)} as one layer; name all of them or none."
                     )
 
-    def _check_cache(self) -> None:
-        """Raise ValueError unless this is a Hopper GPU, whose FlashAttention 3 reads keys and values of 8 bits."""
+    def _check_cache(self, names: Collection[str]) -> None:
+        """Raise ValueError unless weights tell the scales, and this is a CPU or a Hopper GPU with FlashAttention 3."""
         from vllm.platforms import current_platform
 
-        if not current_platform.is_device_capability_family(90):
-            raise ValueError("`quantization.kv_cache` 'fp8' is proven on Hopper GPUs alone; set 'auto'.")
+        if not (internals.is_cpu_build() or current_platform.is_device_capability_family(90)):
+            raise ValueError("`quantization.kv_cache` 'fp8' is proven on Hopper GPUs and CPUs alone; set 'auto'.")
+        if lacks := unbounded(names):
+            raise ValueError(
+                "`quantization.kv_cache` 'fp8' takes its scales from the weights of each layer, and this policy's have "
+                f"no {', '.join(lacks)}; set 'auto'."
+            )
 
     def _check_kernels(self) -> None:
         """Raise ValueError with the reasons unless this build has a kernel of 8 bits for this machine."""

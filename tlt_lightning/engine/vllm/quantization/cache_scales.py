@@ -1,0 +1,128 @@
+"""Scale an 8-bit KV cache by the weights: what passes a norm is bounded, and so are its projections.
+
+A norm's output has at most length sqrt(d) before its weights, so a query, key or value is at most sqrt(d) times the
+length of its row of the projection. The bound is loose, which costs an 8-bit float little: e4m3 keeps its relative
+precision over 14 octaves. It needs no calibration, cuts nothing, and new weights bring their own scales.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from math import ceil, log2
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.internals import reach
+
+LARGEST = 448.0  # of e4m3
+
+_ROTATION = 2.0  # rotating a pair gains up to sqrt(2), and YaRN's factor some more
+_FROM_ONE = ("gemma", "gemma3_text")  # keep the difference of a norm's weights from one
+_NEEDED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "input_layernorm.weight")
+_WATCHED = re.compile(r"\.layers\.(\d+)\.(?:self_attn\.)?([qkv]_proj|[qk]_norm|input_layernorm)\.(weight|bias)$")
+
+
+class CacheScales:
+    """Finds each layer's scales while the policy's weights pass by.
+
+    Args:
+        names: Of all weights that will pass, by their Hugging Face names.
+        norm_offset: What is added to a norm's weights before they multiply.
+    """
+
+    def __init__(self, names: Iterable[str], norm_offset: float = 0.0) -> None:
+        self.norm_offset = norm_offset
+        self._awaited = {index: {*parts} for index, parts in _watched(names).items()}
+        self._held: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        self._bounds: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, engine: Any, names: Iterable[str]) -> CacheScales | None:
+        """Return the scales to find for a live engine; None if its cache is not of 8 bit."""
+        if reach(engine, "vllm_config.cache_config.cache_dtype") != "fp8":
+            return None
+        model_type = reach(engine, "vllm_config.model_config.hf_config.model_type")
+        return cls(names, norm_offset=1.0 if model_type in _FROM_ONE else 0.0)
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield `tensors`; bound a layer once its last tensor has come, since a sharded one may be gone later."""
+        for name, tensor in tensors:
+            if found := _part(name):
+                index, part = found
+                held = self._held[index]
+                held[part] = tensor
+                if held.keys() == self._awaited[index]:
+                    self._bounds[index] = bounds(self._held.pop(index), self.norm_offset)
+            yield name, tensor
+
+    def scales(self) -> dict[int, list[float]]:
+        """Return the scales of queries, keys and values by layer: powers of two, which round nothing themselves."""
+        if not self._bounds:
+            return {}
+        largest = torch.stack([*self._bounds.values()]).tolist()  # one wait for the device
+        rows = [[2.0 ** ceil(log2(max(bound, 1e-9) / LARGEST)) for bound in row] for row in largest]
+        return dict(zip(self._bounds, rows, strict=True))
+
+    def write(self, engine: Any) -> None:
+        """Put the scales in the layers of a live engine, in place, as CUDA graphs read them there."""
+        from vllm.model_executor.layers.attention import Attention
+
+        scales = self.scales()
+        for name, layer in reach(internals.model_runner_of(engine), "get_model")().named_modules():
+            if not isinstance(layer, Attention):
+                continue
+            index = re.search(r"\.layers\.(\d+)\.", name)
+            assert index is not None, f"{name} is in no layer"
+            for part, scale in zip("qkv", scales[int(index[1])], strict=True):
+                reach(layer, f"_{part}_scale").fill_(scale)
+                setattr(layer, f"_{part}_scale_float", scale)
+
+
+@torch.no_grad()
+def bounds(layer: Mapping[str, Tensor], norm_offset: float = 0.0) -> Tensor:
+    """Return the most that queries, keys and values of a layer can be, whatever is read, (3,).
+
+    Args:
+        layer: Its tensors: `q_proj.weight` (N, d), `input_layernorm.weight` (d,), and biases, `q_norm` and `k_norm`
+            where it has them.
+        norm_offset: What is added to a norm's weights before they multiply.
+    """
+    scale = layer["input_layernorm.weight"] + norm_offset
+    shift = layer.get("input_layernorm.bias")
+    found = []
+    for part in "qkv":
+        norm = layer.get(f"{part}_norm.weight")
+        if norm is not None:
+            most = (norm + norm_offset).float().abs().max() * len(norm) ** 0.5
+        else:
+            weight, bias = layer[f"{part}_proj.weight"], layer.get(f"{part}_proj.bias")
+            rows = torch.linalg.vector_norm(weight * scale, dim=1, dtype=torch.float32) * len(scale) ** 0.5
+            rows = rows if shift is None else rows + (weight @ shift).float().abs()
+            most = (rows if bias is None else rows + bias.float().abs()).max()
+        found.append(most if part == "v" else most * _ROTATION)
+    return torch.stack(found)
+
+
+def unbounded(names: Collection[str]) -> list[str]:
+    """Return what layers lack that is needed to bound their keys and values; empty if nothing."""
+    layers = {int(index) for index in re.findall(r"\.layers\.(\d+)\.", " ".join(names))}
+    found = _watched(names)
+    return [part.removesuffix(".weight") for part in _NEEDED if any(part not in found.get(i, ()) for i in layers)]
+
+
+def _watched(names: Iterable[str]) -> dict[int, list[str]]:
+    layers: dict[int, list[str]] = defaultdict(list)
+    for index, part in filter(None, map(_part, names)):
+        layers[index].append(part)
+    return layers
+
+
+def _part(name: str) -> tuple[int, str] | None:
+    """Return the layer and the short name of a tensor that bounds something; None of others."""
+    found = _WATCHED.search(name)
+    return (int(found[1]), f"{found[2]}.{found[3]}") if found else None
