@@ -32,8 +32,9 @@ class AdaptiveBudget(TrainingBudget):
 
     Args:
         most: Largest share of an iteration's tokens.
-        trial: Seconds of training without savings yet, in iterations. It is also the most that savings fill the account
-            to. A cold head has four times as much: its first steps, at a rate that still rises, do not show in drafts.
+        trial: Seconds of training without savings yet, in decode seconds of an iteration: no training can save more in
+            one. It is also the most that savings fill the account to. A cold head has four times as much: its first
+            steps, at a rate that still rises, do not show in drafts.
         overhead: Share of the run's seconds that is paid into the account, for probes.
         horizon: Iterations that a gain counts for, at most, or if the run's end is not known.
 
@@ -104,7 +105,6 @@ class AdaptiveBudget(TrainingBudget):
     @override
     def note_iteration(self, iteration: MeasuredIteration) -> None:
         is_first, trained = not self._means, iteration.share + iteration.idle_share
-        self._mean("seconds", iteration.seconds)
         self._mean("decode_seconds", iteration.decode_seconds)
         if trained or is_first:
             self._mean("idle_share", iteration.idle_share)
@@ -116,7 +116,7 @@ class AdaptiveBudget(TrainingBudget):
             saved = iteration.decode_seconds * iteration.learned_share * expm1(self._certain)
             self._usage += 0.2 * (iteration.learned_share - self._usage)
         self._certain *= 1 - 1 / self.horizon
-        full = self.trial * self._means["seconds"]
+        full = self.trial * self._means["decode_seconds"]
         start = self._balance
         if is_first:
             start = full * (_COLD_TRIAL if iteration.learned_share is None else 1)
