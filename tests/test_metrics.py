@@ -213,3 +213,18 @@ def test_what_is_done_apart_is_taken_from_the_stage_around_it(clock: list[float]
     clock[0] += 1.0
     log.lap("update")
     assert combine([log.read()]) == {"time/iteration": 6.0, "time/checkpoint": 3.0, "time/update": 3.0}
+
+
+def test_stages_are_known_in_the_order_in_which_they_passed_on_each_rank(clock: list[float]) -> None:
+    trainer: Any = SimpleNamespace(world_size=1)
+    log = IterationLog()
+    for stage, seconds in (("sync", 1.0), ("rollout", 2.0), ("rollout", 1.0), ("update", 4.0)):
+        clock[0] += seconds
+        log.lap(stage)
+    resumed = IterationLog()
+    resumed.load_state_dict(log.state_dict())
+    clock[0] += 0.5
+    log.lap("rollout")
+    for each, rest in ((log, [("rollout", 0.5)]), (resumed, [])):
+        each.close(trainer)
+        assert each.laps_by_rank == [[("sync", 1.0), ("rollout", 3.0), ("update", 4.0), *rest]]

@@ -24,6 +24,9 @@ from tlt_lightning.ranks import gather_over_ranks
 Numbers = Mapping[str, tuple[str, float]]
 """By name, how a number is reduced and its value."""
 
+Laps = list[tuple[str, float]]
+"""Stages in the order in which they passed, and the seconds of each."""
+
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "max": max,
@@ -205,13 +208,15 @@ class IterationLog:
     def __init__(self) -> None:
         self.by_rank: list[dict[str, float]] = []
         """Numbers of each rank in the iteration that was closed last."""
+        self.laps_by_rank: list[Laps] = []
+        """Stages of each rank in that iteration, one after the other."""
         self.peak_memory = PeakMemory()
         self.clear()
 
     def clear(self) -> None:
         """Drop everything and begin with an iteration now."""
         self._numbers: dict[str, tuple[str, list[float | Tensor]]] = {}
-        self._seconds: dict[str, float] = {}
+        self._laps: Laps = []
         self._peaks: dict[str, float] = {}
         self.peak_memory.take()
         self._last = time.perf_counter()
@@ -237,7 +242,7 @@ class IterationLog:
     def lap(self, stage: str) -> None:
         """Charge time and peak memory since the last lap to `stage`: stages add up to the iteration."""
         now = time.perf_counter()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._charge(stage, now - self._last)
         if (peak := self.peak_memory.take()) is not None:
             self._peaks[stage] = max(self._peaks.get(stage, 0.0), peak)
         self._last = now
@@ -250,29 +255,31 @@ class IterationLog:
             yield
         finally:
             seconds = time.perf_counter() - started
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+            self._charge(stage, seconds)
             self._last += seconds
 
     def seconds(self, stage: str) -> float:
         """Return the seconds charged to `stage` in this iteration."""
-        return self._seconds.get(stage, 0.0)
+        return sum(seconds for name, seconds in self._laps if name == stage)
 
     def read(self) -> Numbers:
         """Return this rank's numbers by name, each with its reduction; times in seconds, memory in GiB."""
         numbers = {name: (kind, REDUCTIONS[kind]([float(v) for v in vs])) for name, (kind, vs) in self._numbers.items()}
-        seconds = {"iteration": sum(self._seconds.values()), **self._seconds} if self._seconds else {}
+        seconds = {stage: self.seconds(stage) for stage in dict(self._laps)}
+        seconds |= {"iteration": sum(seconds.values())} if seconds else {}
         peaks = {f"memory/peak_{stage}": ("max", value / 2**30) for stage, value in self._peaks.items()}
         return numbers | peaks | {f"time/{stage}": ("mean", value) for stage, value in seconds.items()}
 
     def close(self, trainer: L.Trainer) -> dict[str, float]:
         """Return the iteration's metrics over all ranks, in one collective; `open` begins the next."""
-        own = self.read()
-        self._numbers, self._seconds, self._peaks, self._is_open = {}, {}, {}, False
+        own = self.read(), self._laps
+        self._numbers, self._laps, self._peaks, self._is_open = {}, [], {}, False
         if trainer.world_size > 1:
             # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have
             # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.
             _ = trainer.callback_metrics
-        ranks = gather_over_ranks(trainer, own)
+        ranks, laps = zip(*gather_over_ranks(trainer, own), strict=True)
+        self.laps_by_rank = list(laps)
         self.by_rank = [{name: value for name, (_, value) in numbers.items()} for numbers in ranks]
         return combine(ranks)
 
@@ -283,12 +290,17 @@ class IterationLog:
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of the iteration so far, as primitives, for a checkpoint within it."""
         numbers = {name: (kind, [float(value) for value in values]) for name, (kind, values) in self._numbers.items()}
-        return {"numbers": numbers, "seconds": dict(self._seconds)}
+        return {"numbers": numbers, "laps": list(self._laps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the numbers of an iteration that was saved by `state_dict`."""
         self._numbers = {name: (kind, list(values)) for name, (kind, values) in state["numbers"].items()}
-        self._seconds = dict(state["seconds"])
+        self._laps = [(stage, seconds) for stage, seconds in state["laps"]]
+
+    def _charge(self, stage: str, seconds: float) -> None:
+        if self._laps and self._laps[-1][0] == stage:
+            seconds += self._laps.pop()[1]
+        self._laps.append((stage, seconds))
 
     def _note(self, kind: str, name: str, value: float | Tensor) -> None:
         if not self._is_open:

@@ -53,7 +53,7 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
         timeline.add(progress(0, 8, 0, tokens=8 * step, elapsed=0.1 * (step + 1), strategy=strategy))
     detail = {
         "timeline": timeline.spans(),
-        "ranks": [{"rollout": 2.0, "idle": 0.5, "idle, used": 0.25}, {"rollout": 2.75}],
+        "ranks": [[("rollout", 2.0), ("idle, used", 0.25), ("idle", 0.5), ("rollout", 0.5)], [("rollout", 3.25)]],
         "completions": [hostile_completion(url, 0.5), hostile_completion(url, 1.5)],
     }
     return {

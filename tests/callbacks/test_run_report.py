@@ -138,7 +138,7 @@ def test_the_page_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
     assert last["metrics"]["val/accuracy"] == [None, pytest.approx(0.2), None]
     detail = last["details"]["2"]
     assert detail["timeline"]["seconds"] == 2.5
-    assert detail["ranks"] == [{"rollout": 2.0, "update": 1.0, "sync": 0.5}]
+    assert detail["ranks"] == [[["sync", 0.5], ["rollout", 2.0], ["update", 1.0]]]
     assert len(detail["completions"]) == 2
     assert {"policy", "objective"}.isdisjoint(last["facts"])  # the module of this test has neither
     assert "torch" in last["facts"]["versions"]

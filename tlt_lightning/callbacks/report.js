@@ -219,13 +219,15 @@ function inside(number) {
     cards.push(chart("Draft length, and what a step brings", [{ name: "tokens drafted", color: "blue", points: at(timeline.k), thin: true }, { name: "tokens per request and engine step", color: "orange", points: at(timeline.tokens), thin: true }], { bar: width, zero: true, wide: true, height: 140 }));
   }
   if (ranks.length) {
-    const totals = ranks.map((rank) => Object.values(rank).reduce((a, b) => a + b, 0)), longest = Math.max(...totals);
-    const used = stages.concat("idle, used").filter((name) => ranks.some((rank) => rank[name] > 0));
+    const spent = (rank, name) => rank.reduce((sum, [stage, value]) => sum + (!name || stage === name ? value : 0), 0);
+    const longest = Math.max(...ranks.map((rank) => spent(rank)));
+    const used = stages.concat("idle, used").filter((name) => ranks.some((rank) => spent(rank, name) > 0));
     const order = Object.keys(STAGES).filter((name) => used.includes(name)).concat(used.filter((name) => !(name in STAGES)));
     cards.push(h("div", { class: "card wide" }, h("h3", {}, ranks.length > 1 ? "Seconds of each worker" : "Seconds of the iteration"),
-      h("div", { class: "legend" }, ...order.map((name) => h("span", {}, key(stageColor(name)), name, ranks.length > 1 ? null : h("b", {}, ` ${duration(ranks[0][name])}`)))),
+      h("div", { class: "soft" }, `from the iteration's first second to its last, after ${duration(longest)}`),
+      h("div", { class: "legend" }, ...order.map((name) => h("span", {}, key(stageColor(name)), name, ranks.length > 1 ? null : h("b", {}, ` ${duration(spent(ranks[0], name))}`)))),
       ...ranks.map((rank, i) => h("div", { class: "rank" }, ranks.length > 1 ? h("span", {}, `worker ${i}`) : null,
-        h("div", { class: "bar" }, ...order.filter((name) => rank[name] > 0).map((name) => h("i", { title: `${name}: ${duration(rank[name])}`, style: { background: color(stageColor(name)), width: `${(100 * rank[name]) / longest}%` } })))))));
+        h("div", { class: "bar" }, ...rank.map(([name, value]) => h("i", { title: `${name}: ${duration(value)}`, style: { background: color(stageColor(name)), width: `${(100 * value) / longest}%` } })))))));
   }
   return cards;
 }

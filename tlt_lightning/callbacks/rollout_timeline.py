@@ -1,12 +1,14 @@
-"""Follow a rollout from engine step to engine step, and sum it up in equal spans of time."""
+"""Follow a rollout from engine step to engine step, and a worker from stage to stage, for pictures of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tlt_lightning.engine.base import RolloutProgress
 
 NUM_SPANS = 150
+MAX_STAGES = 100
 
 
 class RolloutTimeline:
@@ -70,3 +72,30 @@ class RolloutTimeline:
         rounded = {name: [round(value, 2) for value in values] for name, values in sums.items()}
         by_drafter = {name: [round(value, 2) for value in values] for name, values in sorted(running.items())}
         return {"seconds": round(self._steps[-1][0], 3), **rounded, "running": by_drafter}
+
+
+def worker_timeline(
+    laps: Sequence[tuple[str, float]], idle_seconds_used: float, most: int = MAX_STAGES
+) -> list[tuple[str, float]]:
+    """Return a worker's stages in the order in which they passed, with the seconds of each, about `most` of them.
+
+    Of an idle window the part in which the worker trained, its first, is a stage of its own. Where the stages are too
+    many, the shortest are counted to those before them.
+
+    Args:
+        laps: Stages and seconds, as they passed.
+        idle_seconds_used: Seconds of the idle windows in which the worker trained.
+        most: Stages to keep.
+    """
+    stages: list[tuple[str, float]] = []
+    for stage, seconds in laps:
+        used = min(idle_seconds_used, seconds) if stage == "idle" else 0.0
+        idle_seconds_used -= used
+        stages += [part for part in (("idle, used", used), (stage, seconds - used)) if part[1] > 0]
+    shortest = min(sorted(seconds for _, seconds in stages)[-most:], default=0.0)
+    shown: list[tuple[str, float]] = []
+    for stage, seconds in stages:
+        if shown and (seconds < shortest or stage == shown[-1][0]):
+            stage, seconds = shown[-1][0], shown.pop()[1] + seconds
+        shown.append((stage, seconds))
+    return [(stage, round(seconds, 3)) for stage, seconds in shown]

@@ -20,7 +20,7 @@ from tlt_lightning.arguments import check_at_least
 from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.callbacks.report_page import columns, kept_details, page
-from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline
+from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, worker_timeline
 from tlt_lightning.callbacks.run_facts import configuration, facts
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
@@ -115,7 +115,11 @@ class RunReport(RolloutCallback):
         self.history[iteration] = dict(metrics)
         if not trainer.is_global_zero:
             return
-        ranks = [_of_rank(numbers) for numbers in pl_module.iteration_log.by_rank]  # type: ignore[union-attr]
+        books: Any = pl_module.iteration_log
+        ranks = [
+            worker_timeline(laps, numbers.get("drafter/idle_seconds_used", 0.0))
+            for laps, numbers in zip(books.laps_by_rank, books.by_rank, strict=True)
+        ]
         timeline = self._timeline.spans()
         self.details[iteration] = {"timeline": timeline, "ranks": ranks, "completions": self._completions}
         self.details = {number: self.details[number] for number in sorted(kept_details(self.details))}
@@ -220,15 +224,6 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
         "held_out_accuracy_after_iteration": validated[-1] if validated else None,
         **{name: last.get(metric) for name, metric in SUMMARIZED.items()},
     }
-
-
-def _of_rank(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return a rank's seconds by stage, those of idle windows in which it trained apart."""
-    stages = {name.removeprefix("time/"): seconds for name, seconds in numbers.items() if name.startswith("time/")}
-    stages.pop("iteration", None)
-    used = min(numbers.get("drafter/idle_seconds_used", 0.0), stages.get("idle", 0.0))
-    stages |= {"idle": stages["idle"] - used, "idle, used": used} if used else {}
-    return {stage: round(seconds, 3) for stage, seconds in stages.items()}
 
 
 def _checkpoints(trainer: L.Trainer) -> list[str]:
