@@ -173,6 +173,8 @@ class RewardPool:
                 score, error = run(call, self.timeout), None
             except BaseException as raised:  # the thread must survive whatever a reward does
                 score, error = 0.0, raised
+            if error is None and time.monotonic() - call.started > self.timeout:  # whether or not anybody has waited
+                score, error = 0.0, late(self.timeout)
             with self._changed:
                 if call not in self._running:  # given up, and another thread has taken over
                     return
