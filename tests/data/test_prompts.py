@@ -100,9 +100,24 @@ def test_missing_column_names_those_there_are(column: str, name: str, prompts_pa
         PromptSource(path=prompts_path, **{column: name}).read()
 
 
-def test_empty_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no rows"):
+def test_a_source_without_rows_is_an_error_that_names_the_split(prompts_path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`split` 'train' of `path` '.*empty\.jsonl' holds no rows"):
         PromptSource(path=write(tmp_path / "empty.jsonl", [])).read()
+    with pytest.raises(ValueError, match=r"`split` 'train\[9:\]' of `path` .* holds no rows; choose one that does"):
+        PromptSource(path=prompts_path, split="train[9:]").read()
+    with pytest.raises(ValueError, match="of `rows` holds no rows"):
+        PromptSource(rows=[]).read()
+
+
+def test_rows_without_an_answer_are_warned_of(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "0 1 =", "answer": "1"}, {"prompt": "1 1 ="}, {"prompt": "2 1 =", "answer": None}]
+    tokenizer = load_tokenizer(policy_path)
+    load_prompts(PromptSource(rows=rows[:1]), tokenizer, max_prompt_tokens=8)
+    load_prompts(PromptSource(rows=rows, answer_column=None), tokenizer, max_prompt_tokens=8)
+    assert not caplog.records
+    load_prompts(PromptSource(rows=rows), tokenizer, max_prompt_tokens=8)
+    (record,) = caplog.records
+    assert "2 of 3 prompts of `rows` have no answer in `answer_column` 'answer', the first in row 1" in record.message
 
 
 CONVERSATION = [{"role": "system", "content": "1"}, {"role": "user", "content": "0 1 ="}]
@@ -151,7 +166,7 @@ def test_variables_reach_the_chat_template(policy_path: str) -> None:
 )
 def test_what_is_no_prompt_is_refused_with_its_row(prompt: Any, match: str, policy_path: str) -> None:
     rows = [{"prompt": "1"}, {"prompt": prompt}]
-    with pytest.raises(ValueError, match=f"Row 1 of the rows: `prompt_column` 'prompt' {match}"):
+    with pytest.raises(ValueError, match=f"Row 1 of `rows`: `prompt_column` 'prompt' {match}"):
         load_rows(rows, chat_tokenizer(policy_path))
 
 
@@ -168,6 +183,8 @@ def test_sources_are_made_of_what_python_users_have(prompts_path: str) -> None:
     rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()]
     for data in (prompts_path, Path(prompts_path), rows, Dataset.from_list(rows), PromptSource(path=prompts_path)):
         assert PromptSource.of(data).read() == rows
+    with pytest.raises(FileNotFoundError, match=r"`path` 'no/where\.csv' does not exist"):
+        PromptSource(path=Path("no/where.csv"))  # type: ignore[arg-type]
     assert PromptSource(rows=rows, split="train[2:4]").read() == rows[2:4]
 
 
@@ -184,9 +201,11 @@ def test_what_is_no_source_is_refused(prompts_path: str) -> None:
     from datasets import Dataset, DatasetDict
 
     splits = DatasetDict(train=Dataset.from_list([{"a": 1}]), test=Dataset.from_list([{"a": 1}]))
-    for data in (splits, splits["train"].to_iterable_dataset(), 5, ["1 + 1"]):
+    for data in (splits, splits["train"].to_iterable_dataset(), 5, iter([{}])):
         with pytest.raises(TypeError, match=rf"one split of a `datasets.Dataset`, got {type(data).__name__}\."):
             PromptSource.of(data)
+    with pytest.raises(TypeError, match=r"got list, whose row 1 is '1 \+ 1'\."):
+        PromptSource.of([{"prompt": "1"}, "1 + 1"])
     for settings in ({}, {"path": prompts_path, "rows": []}):
         with pytest.raises(ValueError, match="needs a `path` or `rows`, and not both"):
             PromptSource(**settings)

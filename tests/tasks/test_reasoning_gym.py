@@ -56,7 +56,7 @@ def test_the_command_line_names_task_and_difficulty() -> None:
     parsed = parser.parse_object({"source": {"rows": rows, "split": "train[:40]"}})
     source = parser.instantiate_classes(parsed).source
     assert len(source.read()) == 40
-    assert source.name == "the rows"
+    assert source.name == "`rows`"
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,12 @@ class PromptSource:
         if (self.chat_template or "").endswith(".jinja"):
             object.__setattr__(self, "chat_template", Path(str(self.chat_template)).expanduser().read_text())
         if self.rows is None:
+            object.__setattr__(self, "path", str(self.path))  # in Python perhaps a `Path`
             check_path(self.path)
-        elif not hasattr(self.rows, "__len__") or not all(isinstance(row, dict) for row in islice(self.rows, 1)):
+        elif got := _no_rows(self.rows):
             raise TypeError(
                 "Prompts must be a `PromptSource`, a path, a list of dictionaries or one split of a "
-                f"`datasets.Dataset`, got {type(self.rows).__name__}."
+                f"`datasets.Dataset`, got {got}."
             )
 
     @classmethod
@@ -84,7 +85,7 @@ class PromptSource:
     @property
     def name(self) -> str:
         """Name the data in messages."""
-        return repr(self.path) if self.path else "the rows"
+        return f"`path` {self.path!r}" if self.path else "`rows`"
 
     def read(self) -> list[Row]:
         """Read all rows; raise ValueError if there are none or a column is missing."""
@@ -93,13 +94,13 @@ class PromptSource:
         else:
             rows = complete(cut("rows", {"train": self.rows}, self.split))
         if not rows:
-            raise ValueError(f"`path` {self.name} holds no rows.")
+            raise ValueError(f"`split` {self.split!r} of {self.name} holds no rows; choose one that does.")
         wanted = [] if self.template else [self.prompt_column]
         wanted += [] if self.answer_column is None else [self.answer_column]
         for column in wanted:
             if column not in rows[0]:
                 raise ValueError(
-                    f"`path` {self.name} has no column {column!r}; it has {', '.join(rows[0])}. Set `prompt_column` or "
+                    f"{self.name} has no column {column!r}; it has {', '.join(rows[0])}. Set `prompt_column` or "
                     "`answer_column` (null if there is no answer)."
                 )
         return rows
@@ -120,6 +121,17 @@ class PromptSource:
         if prompt[0]["role"] == "system":
             raise ValueError("has a system message of its own; leave `system_prompt` out")
         return [{"role": "system", "content": self.system_prompt}, *prompt]
+
+
+def _no_rows(rows: Any) -> str:
+    """Return what is given in the place of rows, empty if rows are; of a data set the first one is looked at."""
+    kind, is_list = type(rows).__name__, isinstance(rows, list | tuple)
+    if not hasattr(rows, "__len__"):
+        return kind
+    wrong = [each for each in enumerate(rows if is_list else islice(rows, 1)) if not isinstance(each[1], dict)]
+    if not wrong:
+        return ""
+    return f"{kind}, whose row {wrong[0][0]} is {wrong[0][1]!r:.200}" if is_list else kind
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -179,6 +191,7 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
         question = messages[-1]["content"]
         row = {**row, "answer": answer}
         prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
+    _warn_of_missing_answers(source, prompts)
     if num_dropped:
         log.warning(
             "%d of %d prompts of %s are longer than `max_prompt_tokens` %d and left out; the longest has %d tokens.",
@@ -187,6 +200,16 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     if not prompts:
         raise ValueError(f"No prompt of {source.name} is left within `max_prompt_tokens` {max_prompt_tokens}.")
     return prompts
+
+
+def _warn_of_missing_answers(source: PromptSource, prompts: list[Prompt]) -> None:
+    missing = [] if source.answer_column is None else [prompt.index for prompt in prompts if prompt.answer is None]
+    if missing:
+        log.warning(
+            "%d of %d prompts of %s have no answer in `answer_column` %r, the first in row %d: rewards that compare "
+            "with it score them 0. Leave these rows out, or set `answer_column` to null if no reward needs it.",
+            *(len(missing), len(prompts), source.name, source.answer_column, missing[0]),
+        )
 
 
 def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
