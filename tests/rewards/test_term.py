@@ -146,6 +146,15 @@ def test_functions_of_trl_are_called_for_one_response() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("returned", [1.0, "1", [], [1.0, 0.0], None])
+def test_a_function_of_trl_that_returns_no_list_of_one_is_told_what_to_return(returned: Any) -> None:
+    def trl_wrong(completions: list, **columns: Any) -> Any:
+        return returned
+
+    with pytest.raises(TypeError, match=r"returned .* for one completion; .*`completions`.* a list with one score"):
+        RewardTerm(function=trl_wrong).function("question", "four", {})
+
+
 def test_functions_of_a_list_become_terms() -> None:
     term = RewardTerm(function=exact_match, weight=0.5)
     assert as_terms([slow_judge, term]) == [RewardTerm(function=slow_judge), term]

@@ -73,7 +73,12 @@ def score_like_trl(function: Any, prompt: str, response: str, row: dict[str, Any
 
 
 def first(scores: Any) -> Any:
-    """Return the score of the only response, None being 0."""
+    """Return the score of the only response, None being 0; raise TypeError unless it is in a list of one."""
+    if not hasattr(scores, "__getitem__") or isinstance(scores, str) or len(scores) != 1:
+        raise TypeError(
+            f"returned {scores!r:.200} for one completion; as its argument is `completions`, it has to return a list "
+            "with one score of each"
+        )
     return 0.0 if scores[0] is None else scores[0]
 
 
