@@ -8,6 +8,7 @@ import pytest
 
 from tlt_lightning.arguments import (
     check_at_least,
+    check_count,
     check_distinct,
     check_positive,
     check_share,
@@ -42,6 +43,16 @@ def test_what_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`a` must be a number of at least 1, got ") as raised:
         check_at_least("a", value, 1)
     assert repr(value) in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [4.0, 8 / 2, nan, "8", None])
+def test_what_is_no_whole_number_is_named(value: Any) -> None:
+    check_count("a", 1)
+    with pytest.raises(TypeError, match=r"`a` must be a whole number of at least 1, got ") as raised:
+        check_count("a", value)
+    assert repr(value) in str(raised.value)
+    with pytest.raises(ValueError, match="`a` must be at least 2, got 1"):
+        check_count("a", 1, 2)
 
 
 @pytest.mark.parametrize("check", [lambda r: check_at_least("a", 0, 1, r), lambda r: check_positive("a", 0, r)])

@@ -6,7 +6,7 @@ Pure Python: every room uses it, also `speculation/`, which imports neither torc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
@@ -18,6 +18,13 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
         raise TypeError(f"`{name}` must be a number of at least {minimum}, got {value!r}.")
     if not value >= minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.{remedy and f' {remedy}'}")
+
+
+def check_count(name: str, value: int, minimum: int = 1) -> None:
+    """Raise TypeError if argument `name` is no whole number, ValueError if it is below `minimum`."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be a whole number of at least {minimum}, got {value!r}.")
+    check_at_least(name, value, minimum)
 
 
 def check_positive(name: str, value: float | None, remedy: str = "") -> None:

@@ -75,9 +75,11 @@ class RLModule(L.LightningModule):
     ) -> None:
         super().__init__()
         keep_arguments(self, locals())
+        policy = str(policy) if isinstance(policy, Path) else policy
         check_type("policy", policy, str, "Save a model with `save_pretrained` and give its folder.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
+        check_type("lora", LoRA() if lora is None else lora, LoRA, "Give for example `LoRA(rank=16)`.")
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "

@@ -409,12 +409,24 @@ def test_an_objective_that_assumes_another_length_limit_is_refused(
     [
         ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a str, got a Linear\. Save a model"),
         ({"objective": GRPO}, "`objective` must be a PolicyObjective, got the class GRPO itself"),
+        ({"lora": {"rank": 4}}, r"`lora` must be a LoRA, got a dict\. Give for example"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
     ],
 )
 def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         RLModule(**{"policy": "some/model", "objective": GRPO(), **arguments})
+
+
+def test_sizes_that_are_no_whole_numbers_are_refused(prompts_path: str) -> None:
+    with pytest.raises(TypeError, match=r"`group_size` must be a whole number of at least 1, got 4\.0"):
+        make_data(prompts_path, group_size=8 / 2)
+    with pytest.raises(TypeError, match=r"`sampling\.max_tokens` must be a whole number .* got 8\.0"):
+        Sampling(max_tokens=8.0)  # type: ignore[arg-type]
+
+
+def test_a_policy_may_be_a_path() -> None:
+    assert RLModule(Path("some/model"), GRPO()).policy_path == "some/model"  # type: ignore[arg-type]
 
 
 def test_ppo_without_a_critic_is_refused(policy_path: str) -> None:

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_count
 from tlt_lightning.checks import check_accumulation
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate
@@ -52,7 +52,7 @@ class IterationSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.type == "int":  # whatever was given
-                check_at_least(item.name, getattr(self, item.name), 1)
+                check_count(item.name, getattr(self, item.name))
 
     def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
         """Return those of `fast_dev_run`: as many prompts a rank, and one optimizer step of all."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.arguments import check_at_least, check_within
+from tlt_lightning.arguments import check_count, check_within
 from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_at_least("sampling.max_tokens", self.max_tokens, 1)
+        check_count("sampling.max_tokens", self.max_tokens)
         if self.temperature != 0 and not 0.01 <= self.temperature <= 2:  # vLLM raises less to 0.01 and refuses more
             raise ValueError(f"`sampling.temperature` must be 0 (greedy) or in [0.01, 2], got {self.temperature}.")
         if not 0 < self.top_p <= 1:
