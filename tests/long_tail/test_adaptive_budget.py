@@ -201,7 +201,9 @@ def test_what_was_saved_for_certain_is_paid_into_the_account() -> None:
     balance += 0.01 * 10 - 0.5 + 8.0 * 0.5 * expm1(certain)
     assert budget.metrics()["drafter/balance_s"] == pytest.approx(balance)
     budget.note_iteration(replace(TOOK, cost=0.0, learned_share=None, seconds=400.0))
-    assert budget.metrics()["drafter/balance_s"] == pytest.approx(min(4.0, balance + 4.0))  # with the head off it saves nothing
+    assert budget.metrics()["drafter/balance_s"] == pytest.approx(
+        min(4.0, balance + 4.0)
+    )  # with the head off it saves nothing
 
 
 def test_the_account_holds_a_trial_at_most() -> None:

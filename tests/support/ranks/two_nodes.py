@@ -1,0 +1,43 @@
+"""Run by test_two_nodes.py, once per rank: a run of two nodes with a device each, whatever has started them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
+
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+
+
+class Fail(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):  # type: ignore[no-untyped-def]
+        if trainer.current_epoch and trainer.global_rank:
+            raise RuntimeError("the second node is made to fail")
+
+
+def main(policy: str, prompts: str, out: str, mode: str) -> None:
+    L.seed_everything(3)
+    module, recorder, strategy = make_module(policy), Recorder(), DDPStrategy(process_group_backend="gloo")
+    trainer = make_trainer(
+        Path(out),
+        recorder,
+        *([Fail()] if mode == "fail" else []),
+        num_nodes=2,
+        devices=1,
+        strategy=strategy,
+    )
+    trainer.fit(module, make_data(prompts))
+    result = {
+        "launcher": type(strategy.cluster_environment).__name__,
+        "prompts": [rollout.prompt.index for each in recorder.rollouts for rollout in each],
+        "weights": [float(tensor.double().abs().sum()) for tensor in weights(module).values()],
+    }
+    (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
