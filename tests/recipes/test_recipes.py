@@ -104,6 +104,23 @@ def test_data_path_of_the_recipe_tells_good_responses_from_bad_ones(
     assert scores == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if "gsm_symbolic" in (RECIPE_FILES / f"{name}.yaml").read_text()]
+)
+def test_calculations_are_judged_by_the_number_they_end_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = instantiate(name, tmp_path, monkeypatch).datamodule
+    row = next(row for row in data.train_source.read() if float(row["answer"]) not in (2, 3, 5))
+    right, wrong = f"2 + 3 = 5, so it is {row['answer']}", f"{row['answer']} - 2 = 3"
+    pool = RewardPool([term for term in data.rewards if term.name != "brevity"])  # which `init` adds
+    for number, response in enumerate((right, wrong, "2 + 3 = 5", "I do not know")):
+        pool.submit(number, row["prompt"], response, row)
+    scores = [sum(score.values()) for score in pool.collect().values()]
+    pool.close()
+    assert scores == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_arc_template_lists_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = instantiate("grpo_arc_1gpu", tmp_path, monkeypatch).datamodule.train_source
     question = source.messages(ARC[0])[-1]["content"]
