@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SAVE = (
+    "Save model and tokenizer into one folder with `save_pretrained`, a model of PEFT after `merge_and_unload()`: "
+    "its own folder would hold the adapter alone."
+)
 PRECISIONS = ("32-true", "bf16-mixed")
 STRATEGIES = (
     "Use `auto` on one device, also in a notebook, and `ddp` in a script on several, or `fsdp2`, which shards policy "
@@ -269,7 +273,7 @@ def check_models(module: RLModule) -> None:
             raise ValueError(
                 f"`model.{argument}` {path!r} has to be a folder that `save_pretrained` wrote, looked for from "
                 f"{Path.cwd()}, or a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]}{f' {SAVE}' if (Path(path) / 'adapter_config.json').exists() else ''}"
             ) from error
 
 

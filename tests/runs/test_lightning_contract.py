@@ -196,6 +196,15 @@ def test_a_model_that_is_nowhere_is_refused_before_anything_loads(argument: str,
         make_trainer(root).fit(module, make_data(prompts_path, NeverLoaded()))
 
 
+def test_the_folder_of_an_adapter_alone_is_no_policy_and_says_how_to_merge_it(paths: Paths) -> None:
+    _, prompts_path, root = paths
+    (root / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"`model\.policy` .* `merge_and_unload\(\)`: its own folder would hold the adapter"
+    ):
+        make_trainer(root).fit(RLModule(str(root), GRPO()), make_data(prompts_path, NeverLoaded()))
+
+
 class OwnCheckpoints(TorchCheckpointIO):
     """Writes what rank zero has."""
 

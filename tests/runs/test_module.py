@@ -407,7 +407,7 @@ def test_an_objective_that_assumes_another_length_limit_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a str, got a Linear\. Save a model"),
+        ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a str, got a Linear\. .* `merge_and_unload\(\)`"),
         ({"objective": GRPO}, "`objective` must be a PolicyObjective, got the class GRPO itself"),
         ({"lora": {"rank": 4}}, r"`lora` must be a LoRA, got a dict\. Give for example"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
