@@ -161,6 +161,14 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
     assert asked == []
 
 
+def test_a_browser_shows_details_that_an_older_page_of_the_run_had(tmp_path: Path) -> None:
+    data = make_data()
+    data["details"] = {i: {**each, "ranks": [{"rollout": 2.0}, {"idle": 2.0}]} for i, each in data["details"].items()}
+    write(tmp_path, data)
+    dom = dom_of(tmp_path / "report.html", tmp_path / "profile")
+    assert "worker 1" in dom[dom.index("<main") : dom.index("</main>")]
+
+
 SECTIONS = [
     "Learning",
     "Responses",
