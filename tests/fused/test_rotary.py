@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.support.architectures import save_architecture
@@ -69,3 +69,42 @@ def test_layers_change_and_classes_stay(tmp_path: Path) -> None:
     assert all(layer.forward.__func__ is not forward for layer in layers)
     assert type(layers[0]).forward is forward
     assert forward.__globals__["apply_rotary_pos_emb"] is not rotate
+
+
+def test_layers_that_turn_the_other_way_stay_as_they_are() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("nanochat", vocab_size=32, num_key_value_heads=2, head_dim=8, **shape)
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(8)[None]
+    own = model(input_ids=ids).logits
+    fuse_rotary(model)
+    assert torch.equal(model(input_ids=ids).logits, own)
+
+
+class OfAnotherLayer(nn.Module):
+    """Calls Llama's function from code that needs more than globals."""
+
+    def forward(self, *given: Tensor) -> Sequence[Tensor]:
+        assert super().extra_repr() == ""
+        return apply_rotary_pos_emb(*given)
+
+
+class OfItself(nn.Module):
+    """Has a method of the function's name."""
+
+    def forward(self) -> int:
+        return self.apply_rotary_pos_emb()
+
+    def apply_rotary_pos_emb(self) -> int:
+        return 3
+
+
+def test_code_of_any_layer_runs_on() -> None:
+    layer, method, given = OfAnotherLayer(), OfItself(), operands()
+    expected = layer(*given)
+    for each in (layer, method):
+        fuse_rotary(each)
+    torch.testing.assert_close(layer(*given), expected)
+    assert layer.forward.__globals__["apply_rotary_pos_emb"] is rotate
+    assert method() == 3

@@ -24,10 +24,10 @@ def fuse_layers(model: nn.Module) -> None:
     """Let norms and MLPs of a Hugging Face model compute as this module does, where that is their own function."""
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-    norm, mlp = _source(LlamaRMSNorm.forward), _source(LlamaMLP.forward)
+    norm, mlp = source_of(LlamaRMSNorm.forward), source_of(LlamaMLP.forward)
     for layer in model.modules():
         forward: Callable[..., Tensor] | None = None
-        source = _source(type(layer).forward)
+        source = source_of(type(layer).forward)
         if source == norm:
             forward = _norm_forward
         elif source == mlp and _is_silu(layer.act_fn):
@@ -43,10 +43,11 @@ def _is_silu(activation: object) -> bool:
 
 
 @cache  # a model has hundreds of layers of a few classes
-def _source(forward: Callable[..., Any]) -> str:
+def source_of(function: Callable[..., Any] | None) -> str:
+    """Return a function's source; empty of one without a file, and of None."""
     try:
-        return inspect.getsource(forward)
-    except (OSError, TypeError):  # of a class that somebody made without a file
+        return inspect.getsource(function)  # type: ignore[arg-type]
+    except (OSError, TypeError):
         return ""
 
 

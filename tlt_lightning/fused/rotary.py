@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from tlt_lightning.fused.compiled import compiled_on_gpu
+from tlt_lightning.fused.layers import source_of
 
 NAME = "apply_rotary_pos_emb"
 """Name by which attention layers of transformers call their file's function."""
@@ -23,18 +24,25 @@ NAME = "apply_rotary_pos_emb"
 
 def fuse_rotary(model: nn.Module) -> None:
     """Let attention layers of a Hugging Face model embed positions as this module does, where they do as Llama's."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    llama = inspect.getsource(apply_rotary_pos_emb)
     for layer in model.modules():
         forward: Any = type(layer).forward
         if NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
             continue
-        if inspect.getsource(forward.__globals__[NAME]) == llama:
+        if _is_llamas(forward.__globals__.get(NAME)):
             # The function is a global of the layer's file: this layer's code gets globals of its own.
-            own = FunctionType(forward.__code__, {**forward.__globals__, NAME: rotate}, forward.__name__)
-            own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+            places = {**forward.__globals__, NAME: rotate}
+            own = FunctionType(forward.__code__, places, forward.__name__, forward.__defaults__, forward.__closure__)
+            own.__kwdefaults__ = forward.__kwdefaults__
             layer.forward = MethodType(own, layer)
+
+
+def _is_llamas(function: Any) -> bool:
+    """Tell whether a function is Llama's, and so is the one that it calls: NanoChat's turns the other way."""
+    from transformers.models.llama import modeling_llama as llama
+
+    half = getattr(inspect.unwrap(function), "__globals__", {}).get("rotate_half") if callable(function) else None
+    theirs = llama.apply_rotary_pos_emb, llama.rotate_half
+    return [source_of(each) for each in (function, half)] == [source_of(each) for each in theirs]
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
