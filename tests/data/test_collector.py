@@ -158,16 +158,18 @@ def test_the_last_worker_has_no_idle_window(collector: RolloutCollector, hooks: 
 
 
 @pytest.mark.parametrize("shares_noise", [True, False])
-def test_what_is_written_ahead_is_kept_by_prompt_and_by_seed_where_it_is_that_response(
+def test_what_is_written_ahead_is_kept_by_prompt_or_by_seed_where_it_is_that_response(
     collector: RolloutCollector, shares_noise: bool
 ) -> None:
     collector.engine.stop = lambda ids: None  # type: ignore[method-assign]
     collector.engine.drafts_may_share_noise = shares_noise
     coming = [Request(id=i, prompt_ids=[2], group=7 + i, seed=70 + i) for i in range(2)]
     collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, coming=lambda: coming)
-    assert [(prompt, text.tolist()) for prompt, text in collector.written_ahead] == [(7, [5, 1]), (8, [5, 1])]
-    twins = [(seed, text.tolist()) for seed, text in collector.twins]
-    assert twins == ([(70, [5, 1]), (71, [5, 1])] if shares_noise else [])
+    by_seed, by_prompt = (
+        [(key, text.tolist()) for key, text in held] for held in (collector.twins, collector.written_ahead)
+    )
+    assert by_seed == ([(70, [5, 1]), (71, [5, 1])] if shares_noise else [])
+    assert by_prompt == ([] if shares_noise else [(7, [5, 1]), (8, [5, 1])])
 
 
 def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -> None:

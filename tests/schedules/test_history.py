@@ -111,7 +111,7 @@ def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> N
 
 def test_a_request_brings_the_twin_of_its_seed_which_its_group_may_look_into() -> None:
     ahead = [5, 6]
-    course = course_of([], {7: [[4], ahead]})
+    course = course_of([], {7: [[4]]})
     course.twins = {response_seed(7, 1): ahead, response_seed(6, 0): [8, 8], response_seed(8, 1): [9]}
     asked = course.requests([[2], [3]], 0)
     assert [request.twin for request in asked] == [[8, 8], (), (), ahead]

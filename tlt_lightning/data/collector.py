@@ -67,9 +67,9 @@ class RolloutCollector:
         self.probe = probe
         self.peak_memory = peak_memory or PeakMemory()
         self.written_ahead: list[tuple[int, array[int]]] = []
-        """Prompt and tokens of the answers to the next iteration's prompts, so far."""
+        """Prompt and tokens of the answers to the next iteration's prompts, so far, where they have their own noise."""
         self.twins: list[tuple[int, array[int]]] = []
-        """The same with their seeds, where these are the next iteration's."""
+        """Seed and tokens of those that have the noise of the responses to come."""
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
@@ -225,9 +225,10 @@ class RolloutCollector:
             asked = {request.id: request for request in requests}
             responses = [*self.engine.generate(requests, sampling, seed=0, on_progress=on_progress)]
             texts = [(asked[each.request_id], array("i", each.token_ids)) for each in responses if each.token_ids]
-            self.written_ahead += [(request.group, text) for request, text in texts]
             if self.engine.drafts_may_share_noise:
                 self.twins += [(request.seed, text) for request, text in texts if request.seed is not None]
+            else:
+                self.written_ahead += [(request.group, text) for request, text in texts]
             self.log.sum("schedule/written_ahead", sum(len(text) for _, text in texts))
         self.log.lap("idle")
 

@@ -222,6 +222,8 @@ class PolicyIteration:
         They are its very requests, with their seeds, where drafts may share the noise, and have seeds of their own
         elsewhere.
         """
+        shares_noise = self.collector.engine.drafts_may_share_noise
+        num_ahead = min(self.history.ahead, self.settings.group_size) if shares_noise else self.history.ahead
         rank, world_size, number = self.trainer.global_rank, self.trainer.world_size, self.trainer.current_epoch
         demand = Demand(wanted=self.settings.prompts_per_iteration // world_size, iteration=number + 1)
         aside, num_fresh = self.backlog.coming(course, demand)
@@ -229,9 +231,9 @@ class PolicyIteration:
         twins = self._twins(texts_by_seed({each.draw: each.responses for each in waiting}))
         requests: list[Request] = []
         for place, group in enumerate([*aside, *self._fresh(num_fresh * world_size, number + 1)]):
-            for member in range(self.history.ahead):
+            for member in range(num_ahead):
                 seed = response_seed(group.draw, member)
-                if not self.collector.engine.drafts_may_share_noise:
+                if not shares_noise:
                     seed = seed_of(run_seed(), "ahead", number, rank, self.cursor.position, place, member)
                 request = Request(
                     id=len(requests),

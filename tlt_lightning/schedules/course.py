@@ -81,8 +81,7 @@ class RolloutCourse:
         texts = [[*self.earlier.get(group.prompt, ()), *_ended_texts(group)] for group in self.groups]
         twins = {i: self.twins.get(self._seed(i), ()) for i in self.open_ids}
         for i, twin in twins.items():
-            if len(twin) and twin not in texts[i // self.group_size]:  # where what was written ahead is already
-                texts[i // self.group_size].append(twin)
+            texts[i // self.group_size] += [twin] if len(twin) else []
         return [
             Request(
                 id=i,

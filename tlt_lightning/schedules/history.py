@@ -25,10 +25,10 @@ class EarlierAnswers:
         max_tokens: Tokens kept over all prompts; beyond it the prompts that were answered least recently are forgotten.
             Each rank holds all of them, in 4 bytes each, and the checkpoint holds them once.
         ahead: Answers that a worker which waits for others writes ahead to each prompt of its next iteration, with the
-            weights that it has (after BubbleSpec, arXiv 2605.08862); 0 writes none. Up to `group_size` they are those
-            very responses, with their noise, where drafts may share it: on vLLM's V2 runner without sampled drafts. The
-            engine keeps the memory meanwhile: callbacks, such as one that trains a drafter, get what is left of the
-            idle window.
+            weights that it has (after BubbleSpec, arXiv 2605.08862); 0 writes none. Where drafts may share the noise,
+            on vLLM's V2 runner without sampled drafts, they are those very responses, at most `group_size`, and are
+            kept for that iteration alone, beside `max_tokens`. The engine keeps the memory meanwhile: callbacks, such
+            as one that trains a drafter, get what is left of the idle window.
     """
 
     max_tokens: int = 4_000_000
@@ -64,8 +64,9 @@ class Answered:
     Args:
         lengths: Tokens of every response that has ended.
         texts: Responses that will not be written again with the noise that they had.
-        ahead: What was written ahead, of responses that may be unfinished.
-        twins: The same with the seed of the response to come, where it was written with that noise.
+        ahead: What was written ahead with noise of its own, of responses that may be unfinished.
+        twins: What was written ahead with the noise of responses to come, with their seeds. No earlier answers: a run
+            may be resumed with an engine whose drafts must not know the noise.
     """
 
     lengths: list[tuple[int, int]] = field(default_factory=list)
