@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import save_policy
+from tests.conftest import WORDS, save_policy, save_tokenizer
 from tests.support.ranks.rank_processes import run_ranks
 from tlt_lightning import export_policy
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
@@ -19,11 +19,12 @@ from tlt_lightning.policy import load_policy
 CLOCKS = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/passes")
 
 
-def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
+def run(out: Path, *arguments: str, num_ranks: int = 2) -> list[dict[str, Any]]:
     out.mkdir()
-    ended = run_ranks("tests.support.ranks.two_ranks_sharded", out, *arguments[:2], str(out), *arguments[2:])
-    assert ended.statuses == [0, 0], ended.stderr[-3000:]
-    results = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    script, arguments = "tests.support.ranks.two_ranks_sharded", (*arguments[:2], str(out), *arguments[2:])
+    ended = run_ranks(script, out, *arguments, num_ranks=num_ranks)
+    assert set(ended.statuses) == {0}, ended.stderr[-3000:]
+    results = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     for result in results:
         result["metrics"] = {name: each for name, each in result["metrics"].items() if not name.startswith(CLOCKS)}
     return results
@@ -84,6 +85,46 @@ def test_sharded_ranks_write_and_learn_what_whole_ones_do(policy_path: str, prom
     run(resumed, policy_path, prompts_path, "fsdp2", "", str(fsdp2 / "within.ckpt"), str(ddp / "end.ckpt"))
     torch.testing.assert_close(weights(resumed), weights(fsdp2), atol=0, rtol=0)
     torch.testing.assert_close(whole(resumed / "loaded.ckpt"), whole(ddp / "end.ckpt"), atol=0, rtol=0)
+
+
+def save_judge(path: Path) -> None:
+    """Save a reward model whose scores differ between responses."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, num_labels=1, initializer_range=0.5)
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(config).save_pretrained(path)
+    save_tokenizer(path)
+
+
+def samples(ranks: list[dict[str, Any]], *, last: bool = False) -> list[Any]:
+    """Return tokens and rewards of all ranks' responses, or of those in the second of two iterations."""
+    written = (rank["rollouts"][len(rank["rollouts"]) // 2 * last :] for rank in ranks)
+    return sorted(rollout for rollouts in written for rollout in rollouts)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_sharded_ppo_is_one_process_and_goes_on_in_one_and_on_ranks_that_do_not_share(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    """A critic of its own, a reward model; the second of two iterations is repeated from what the first one saved."""
+    save_judge(tmp_path / "judge")
+
+    def fit(name: str, strategy: str, num_ranks: int, *ckpt_path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        found = run(tmp_path / name, policy_path, prompts_path, strategy, "ppo", *ckpt_path, num_ranks=num_ranks)
+        return found, whole(tmp_path / name / "end.ckpt")
+
+    sharded, end = fit("sharded", "fsdp2", 2)
+    alone, expected = fit("alone", "auto", 1)
+    assert samples(sharded) == samples(alone)
+    assert len({reward for _, reward in samples(sharded)}) > 4
+    torch.testing.assert_close(end, expected, atol=1e-4, rtol=1e-3)  # the critic and the optimizer, too
+    for name, strategy, num_ranks in (("one", "auto", 1), ("ddp", "ddp", 2)):
+        rest, resumed = fit(name, strategy, num_ranks, str(tmp_path / "sharded/epoch=0.ckpt"))
+        assert samples(rest) == samples(sharded, last=True)
+        torch.testing.assert_close(resumed, end, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.vllm

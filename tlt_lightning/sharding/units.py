@@ -59,7 +59,8 @@ class Sharding:
 
     def shard_small(self, module: nn.Module) -> None:
         """Shard what is left of a module in place, in float32: gradients of one group must be of one kind."""
-        fully_shard(module, mesh=self.mesh)
+        # Whole after a pass without a backward, it would show `zero_grad` other parameters than the optimizer has.
+        fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
 
     def _move(self, unit: nn.Module, dtype: torch.dtype) -> None:
         kind = self.mesh.device_type

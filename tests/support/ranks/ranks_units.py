@@ -39,20 +39,21 @@ def is_apart(model: nn.Module) -> bool:
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool) -> None:
+def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool, trunk: str | None) -> None:
     batch = make_batch([3, 5], [4, 2 + 3 * dist.get_rank()])  # ranks have different numbers of tokens
     results: list[tuple[Any, ...]] = []
     for each in (None, sharding):
         torch.manual_seed(0)
         policy = load_policy(path, lora=lora, sharding=each)
-        critic, reference = Critic(CriticConfig(path=path), 64, each), Reference(path, "sdpa", each)
+        critic, reference = Critic(CriticConfig(path=trunk), 64, each), Reference(path, "sdpa", each)
         if checkpointed:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if lora is not None:
                 policy.enable_input_require_grads()
         with torch.no_grad():
             scored = reference.logps(policy, batch)
-            assert each is None or (is_apart(policy) and is_apart(reference.model))
+            critic(batch, *response_logps(policy, batch)[2:])
+            assert each is None or all(is_apart(model) for model in (policy, reference.model, critic))
         # Chunks of two: ranks have different numbers of them.
         logps, entropy, states, index = response_logps(policy, batch, chunk_size=2)
         values = critic(batch, states, index)
@@ -74,9 +75,9 @@ def main(tied: str, untied: str, out: str) -> None:
     rank, num_ranks = int(os.environ["LOCAL_RANK"]), 4
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     flat = dist.init_device_mesh("cpu", (num_ranks,))
-    compare(tied, Sharding(flat), None, checkpointed=False)
-    compare(untied, Sharding(flat), LoRA(rank=4), checkpointed=True)
+    compare(tied, Sharding(flat), None, checkpointed=False, trunk=tied)
+    compare(untied, Sharding(flat), LoRA(rank=4), checkpointed=True, trunk=untied)
     hybrid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    compare(untied, Sharding(hybrid), None, checkpointed=True)
+    compare(untied, Sharding(hybrid), None, checkpointed=True, trunk=None)  # the critic is on the policy's
     (Path(out) / f"passed{rank}").touch()
     dist.destroy_process_group()

@@ -1,19 +1,26 @@
-"""Run by test_fsdp2.py, once per rank: a run under a strategy, or the rest of one from a checkpoint, with real vLLM."""
+"""Run by test_fsdp2.py, once per rank: a run under a strategy, or the rest of one from a checkpoint, with real vLLM.
+
+Its options are words, of which `ppo` adds a critic with a trunk of its own and a reward model, `judge` beside the run's
+folder, and makes two steps of all of an iteration's responses: a number of ranks does not change what they learn from.
+"""
 
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import LoRA, VLLMEngine
-from tlt_lightning.objectives import GRPO
+from tlt_lightning import CriticConfig, LoRA, RewardTerm, VLLMEngine
+from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.objectives.kl import KLPenalty
+from tlt_lightning.rewards import RewardModel
 
 
 class Save(L.Callback):
@@ -35,19 +42,28 @@ def main(
     policy: str, prompts: str, out: str, strategy: str, options: str = "", ckpt_path: str | None = None, *to_load: str
 ) -> None:
     L.seed_everything(3)
+    is_ppo = "ppo" in options
     module = make_module(
         policy,
-        objective=GRPO(loss_kl=KLPenalty(coef=0.1)),
+        objective=PPO() if is_ppo else GRPO(loss_kl=KLPenalty(coef=0.1)),
+        critic=CriticConfig(path=policy, lr=3e-3) if is_ppo else None,
         lora=LoRA(rank=4) if "lora" in options else None,
         gradient_checkpointing="checkpointing" in options,
     )
     recorder = Recorder()
-    callbacks = [recorder] if ckpt_path else [recorder, Save(Path(out), "die" in options)]
+    save = ModelCheckpoint(out, "{epoch}", save_top_k=-1) if is_ppo else Save(Path(out), "die" in options)
+    callbacks = [recorder] if ckpt_path else [recorder, save]
+    checkpoints = {"enable_checkpointing": is_ppo and not ckpt_path}
     on_gpu = {"accelerator": "gpu", "precision": "bf16-mixed"} if "gpu" in options else {}
     engine = VLLMEngine(kv_cache_gib=0.25, enforce_eager=True) if on_gpu else make_engine("vllm")
-    trainer = make_trainer(Path(out), *callbacks, strategy=strategy, devices=2, gradient_clip_val=0.5, **on_gpu)
+    ranks = {"strategy": strategy, "devices": 1 if strategy == "auto" else 2}
+    trainer = make_trainer(Path(out), *callbacks, gradient_clip_val=0.5, **checkpoints, **ranks, **on_gpu)
     tokens = 64 if os.environ.get("LOCAL_RANK", "0") == "0" else 32  # more passes on rank 1, where it may choose
-    trainer.fit(module, make_data(prompts, engine, micro_batch_tokens=tokens), ckpt_path=ckpt_path or None)
+    overrides: dict[str, Any] = {"micro_batch_tokens": tokens}
+    if is_ppo:
+        judge = RewardTerm(function=RewardModel(str(Path(out).parent / "judge")))
+        overrides |= {"rewards": [judge], "num_minibatches": 1, "inner_epochs": 2}
+    trainer.fit(module, make_data(prompts, engine, **overrides), ckpt_path=ckpt_path or None)
     result = {
         "rollouts": [(rollout.response.token_ids, rollout.reward) for each in recorder.rollouts for rollout in each],
         "metrics": module.iteration_metrics,
