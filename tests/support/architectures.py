@@ -33,6 +33,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 32},
     "falcon_h1": {},
     "phi": {},
+    "nemotron": {"head_dim": 32},
     "qwen3_moe": {
         "head_dim": 32,
         "num_experts": 4,

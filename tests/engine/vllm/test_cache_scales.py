@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +18,16 @@ from tlt_lightning.engine.vllm.quantization.cache_scales import LARGEST, CacheSc
 from tlt_lightning.policy import load_policy, policy_shapes, stream_weights
 
 
-def with_outliers(policy: nn.Module) -> nn.Module:
-    """Move the policy's norms a little, and biases far, from where they begin."""
+def with_outliers(policy: nn.Module, keeps_differences: bool) -> None:
+    """Move the policy's norms a little from one, of which it may keep the differences, and biases far."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(0 if keeps_differences else 1)
             if parameter.ndim == 1:
-                moved = 0.02 if name.endswith("norm.weight") else 300
+                moved = 0.02 if name.endswith("norm.weight") or keeps_differences else 300
                 parameter.add_(moved * torch.randn(parameter.shape, generator=generator))
-    return policy
 
 
 def largest_seen(policy: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
@@ -48,19 +50,32 @@ def largest_seen(policy: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[lis
     return seen
 
 
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": None},
+    "cohere": {"use_qk_norm": True, "hidden_size": 128},  # heads of more numbers than there are heads
+}
+KEEP_DIFFERENCES = ("gemma", "gemma2", "gemma3_text", "nemotron")
+
+
 @pytest.mark.parametrize(
-    "model_type", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3_text", "phi", "smollm3", "granite", "olmoe"]
+    "model_type",
+    ["qwen2", "qwen3", "llama", "mistral", "phi", "smollm3", "granite", "olmoe", "cohere", *KEEP_DIFFERENCES],
 )
 def test_no_query_key_or_value_exceeds_its_scale(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    path = save_architecture(model_type, tmp_path)
-    policy = with_outliers(AutoModelForCausalLM.from_pretrained(path))
+    path = save_architecture(model_type, tmp_path, **OVERRIDES.get(model_type, {}))
+    policy = AutoModelForCausalLM.from_pretrained(path)
     names = dict(policy.named_parameters())
     assert unbounded(names) == []
-    scales = CacheScales(names, norm_offset=1.0 if "gemma" in model_type else 0.0)
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="fp8"), model_config=SimpleNamespace(hf_config=policy.config)
+    )
+    scales = CacheScales.of(SimpleNamespace(vllm_config=config), names)
+    assert scales is not None
+    with_outliers(policy, model_type in KEEP_DIFFERENCES)
     passed = list(scales.watch(names.items()))
     assert [name for name, _ in passed] == list(names)
     seen, found = largest_seen(policy, monkeypatch), scales.scales()

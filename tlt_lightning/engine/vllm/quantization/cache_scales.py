@@ -22,7 +22,7 @@ from tlt_lightning.engine.vllm.internals import reach
 LARGEST = 448.0  # of e4m3
 
 _ROTATION = 2.0  # rotating a pair gains up to sqrt(2), and YaRN's factor some more
-_FROM_ONE = ("gemma", "gemma3_text")  # keep the difference of a norm's weights from one
+_FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")  # keep the difference of a norm's weights from one
 _NEEDED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "input_layernorm.weight")
 _WATCHED = re.compile(r"\.layers\.(\d+)\.(?:self_attn\.)?([qkv]_proj|[qk]_norm|input_layernorm)\.(weight|bias)$")
 
@@ -98,7 +98,9 @@ def bounds(layer: Mapping[str, Tensor], norm_offset: float = 0.0) -> Tensor:
     for part in "qkv":
         norm = layer.get(f"{part}_norm.weight")
         if norm is not None:
-            most = (norm + norm_offset).float().abs().max() * len(norm) ** 0.5
+            most = (norm + norm_offset).float().abs().max() * norm.shape[
+                -1
+            ] ** 0.5  # of each head, in Cohere (heads, D)
         else:
             weight, bias = layer[f"{part}_proj.weight"], layer.get(f"{part}_proj.bias")
             rows = torch.linalg.vector_norm(weight * scale, dim=1, dtype=torch.float32) * len(scale) ** 0.5
