@@ -98,9 +98,8 @@ def bounds(layer: Mapping[str, Tensor], norm_offset: float = 0.0) -> Tensor:
     for part in "qkv":
         norm = layer.get(f"{part}_norm.weight")
         if norm is not None:
-            most = (norm + norm_offset).float().abs().max() * norm.shape[
-                -1
-            ] ** 0.5  # of each head, in Cohere (heads, D)
+            size = norm.shape[-1]  # of a head; Cohere's weights are (heads, D)
+            most = (norm + norm_offset).float().abs().max() * size**0.5
         else:
             weight, bias = layer[f"{part}_proj.weight"], layer.get(f"{part}_proj.bias")
             rows = torch.linalg.vector_norm(weight * scale, dim=1, dtype=torch.float32) * len(scale) ** 0.5
