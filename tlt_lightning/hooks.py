@@ -7,6 +7,7 @@ every rank, on the main thread, between engine steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import lightning as L
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.sharding.units import uneven
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,14 @@ class RolloutCallback(L.Callback):
 
 
 ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))
+UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
+"""Hooks that ranks call unequally often, in which no pass of a sharded policy can be made."""
 
 
 def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
     """Call hook `name` of every callback that has it, with the Trainer and its module."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        hook = getattr(callback, name, None)
-        if hook is not None:
-            hook(trainer, trainer.lightning_module, *args)
+    with uneven(name) if name in UNEVEN_HOOKS else nullcontext():
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            hook = getattr(callback, name, None)
+            if hook is not None:
+                hook(trainer, trainer.lightning_module, *args)

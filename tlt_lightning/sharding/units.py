@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+
+_UNEVEN: ContextVar[str | None] = ContextVar("uneven", default=None)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,30 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def as_forward(model: nn.Module, function: Callable[[], T]) -> T:
     """Return what `function` does with a model's modules, as one forward pass of the model where it is sharded."""
     called: Any = getattr(model, "_called", None)
-    return function() if called is None else called(function)
+    if called is None:
+        return function()
+    _check_even()
+    return called(function)
+
+
+@contextmanager
+def uneven(hook: str) -> Iterator[None]:
+    """Refuse collectives of sharded models for the block, in a hook that ranks call unequally often."""
+    token = _UNEVEN.set(hook)
+    try:
+        yield
+    finally:
+        _UNEVEN.reset(token)
+
+
+def _check_even() -> None:
+    """Raise RuntimeError within `uneven`: the other ranks would be waited for without end."""
+    if hook := _UNEVEN.get():
+        raise RuntimeError(
+            f"A callback runs or gathers a policy in `{hook}`, which ranks call unequally often, and with `fsdp2` all "
+            "ranks have to do so together: use `on_rollout_end` or `on_rollout_scored`, with as many passes on each "
+            "rank, or `strategy: ddp`."
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -108,6 +134,7 @@ def gathered(unit: nn.Module) -> Iterator[None]:
     if not isinstance(unit, FSDPModule):
         yield
         return
+    _check_even()
     unit.unshard()
     try:
         yield

@@ -1,17 +1,22 @@
 """Run by tests/sharding/test_units.py, once per rank: passes of sharded models beside those of whole ones."""
 
 import os
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.test_policy import make_batch
+from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.hooks import UNEVEN_HOOKS, call_rollout_hook
 from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
 from tlt_lightning.sharding.units import Sharding, norm_of, units_of
 from tlt_lightning.training.critic import Critic, CriticConfig
@@ -37,6 +42,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def is_apart(model: nn.Module) -> bool:
     """Nothing is left whole after a pass."""
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def refuse(policy: nn.Module, batch: RolloutBatch) -> None:
+    """Hooks that ranks call unequally often may not use the sharded policy: this rank would wait for the others."""
+    for name, use in product(UNEVEN_HOOKS, (lambda: response_logps(policy, batch), lambda: [*PolicyWeights(policy)])):
+        callback = SimpleNamespace(**{name: lambda *_, use=use: use()})
+        trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None)
+        with pytest.raises(RuntimeError, match=rf"a policy in `{name}`, which ranks call unequally .*`on_rollout_end`"):
+            call_rollout_hook(trainer, name, None)
 
 
 def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool, trunk: str | None) -> None:
@@ -68,6 +82,7 @@ def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool
             total = torch.stack([value.norm() for name, value in found.items() if "critic." not in name]).norm()
             torch.testing.assert_close(norm, total)
             assert len(units_of(causal_lm(policy))) == 3  # two layers, and the rest
+            refuse(policy, batch)
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
 
 
