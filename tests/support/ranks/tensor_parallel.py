@@ -18,6 +18,7 @@ from tlt_lightning.engine.rank_group import RankGroup
 from tlt_lightning.engine.vllm import requests
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.speculation import calibration
 from tlt_lightning.speculation.agreement import ALONE
 from tlt_lightning.speculation.strategy import MeasuredStep, Strategy
 
@@ -109,6 +110,7 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     rank = int(os.environ["LOCAL_RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     selector = ClockSelector(rank)
+    calibration.MAX_SECONDS = 600.0  # enough for steps to be measured on a busy machine
     engine = VLLMEngine(
         dtype="float32",
         kv_cache_gib=0.0625,
