@@ -155,7 +155,7 @@ def register_varlen() -> str:
     ) -> tuple[Tensor, None]:
         if cu_seq_lens_q is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        # Rotary embeddings leave queries and keys in float32 under autocast, which knows `sdpa` but not the kernel.
+        # Rotary embeddings that are not fused leave float32 under autocast, which knows `sdpa` but not the kernel.
         device = query.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
         query, key, value = (part.to(dtype) for part in (query, key, value))
