@@ -116,6 +116,12 @@ def unbounded(names: Collection[str]) -> list[str]:
     return [part.removesuffix(".weight") for part in _NEEDED if any(part not in found.get(i, ()) for i in layers)]
 
 
+def unknown_norms(names: Iterable[str]) -> list[str]:
+    """Return the tensors of norms within attention that `bounds` does not know; empty if there are none."""
+    inner = {name.partition(".self_attn.")[2] for name in names if _part(name) is None}
+    return sorted(name for name in inner if "norm" in name)
+
+
 def _watched(names: Iterable[str]) -> dict[int, list[str]]:
     layers: dict[int, list[str]] = defaultdict(list)
     for index, part in filter(None, map(_part, names)):

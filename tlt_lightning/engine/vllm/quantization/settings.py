@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
-from tlt_lightning.engine.vllm.quantization.cache_scales import unbounded
+from tlt_lightning.engine.vllm.quantization.cache_scales import unbounded, unknown_norms
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,11 @@ class Quantization:
             raise ValueError(
                 "`quantization.kv_cache` 'fp8' takes its scales from the weights of each layer, and this policy's have "
                 f"no {', '.join(lacks)}; set 'auto'."
+            )
+        if unknown := unknown_norms(names):
+            raise ValueError(
+                "`quantization.kv_cache` 'fp8' takes its scales from the weights of each layer, and does not know what "
+                f"{', '.join(unknown)} of this policy do to queries and keys; set 'auto'."
             )
 
     def _check_kernels(self) -> None:
