@@ -142,3 +142,9 @@ def test_texts_that_nobody_reads_and_writers_that_never_wait_are_refused() -> No
         AnswerHistory(EarlierAnswers(ahead=2)).check(engine(num_ranks=2), 4)
     with pytest.raises(ValueError, match=r"`earlier_answers.max_tokens` must be at least 1, got 0"):
         EarlierAnswers(max_tokens=0)
+
+
+@pytest.mark.parametrize("name", ["ahead", "max_tokens"])
+def test_numbers_of_earlier_answers_are_whole(name: str) -> None:
+    with pytest.raises(TypeError, match=f"`earlier_answers.{name}` must be a whole number"):
+        EarlierAnswers(**{name: 1.5})

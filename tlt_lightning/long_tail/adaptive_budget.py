@@ -87,6 +87,7 @@ class AdaptiveBudget(TrainingBudget):
 
     @override
     def limit(self, elapsed: float) -> float:
+        # Until the first iteration is over, its decode seconds are within those that have elapsed.
         return self._balance if self._means else self.trial * elapsed
 
     @override

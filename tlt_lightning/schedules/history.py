@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_count
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import RolloutEngine
@@ -35,8 +35,8 @@ class EarlierAnswers:
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least("earlier_answers.max_tokens", self.max_tokens, 1)
-        check_at_least("earlier_answers.ahead", self.ahead, 0)
+        check_count("earlier_answers.max_tokens", self.max_tokens, 1)
+        check_count("earlier_answers.ahead", self.ahead, 0)
 
     def check(self, engine: RolloutEngine, num_ranks: int) -> None:
         """Raise ValueError if nobody would read the answers, or nobody could write them ahead."""
