@@ -251,7 +251,7 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
         tensors = checked(named_tensors, self._shapes)
         self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
-        reload_policy(engine, tensors)
+        reload_policy(engine, tensors, self._shapes)
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
         if self._speculative is not None:

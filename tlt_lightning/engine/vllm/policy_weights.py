@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,16 @@ def checked(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
     return tensors
 
 
-def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
+def reload_policy(engine: LLMEngine, named_tensors: NamedTensors, names: Iterable[str]) -> None:
     """Replace the policy's weights in place; CUDA graphs and other pointers stay valid.
 
     If `named_tensors` or vLLM raises, the weights are neither the old nor the new ones; a later call replaces them all.
+
+    Args:
+        engine: Live.
+        named_tensors: All weights.
+        names: Their names, known before the first of them comes.
     """
-    names = named_tensors.shapes if isinstance(named_tensors, PolicyWeights) else [name for name, _ in named_tensors]
     scales = CacheScales.of(engine, names)
     tensors = iter(named_tensors) if scales is None else scales.watch(named_tensors)
     with quiet_loading():
