@@ -88,9 +88,10 @@ class _Text:
     def draft_from_twin(self, num_tokens: int) -> LookupDraft | None:
         """Return what the twin has at this place; None beyond its end, and shortly after they differed."""
         at = len(self.tokens) - self.num_prompt_tokens
+        if not 0 <= at < len(self.twin):
+            return None
         start = max(0, at - TWIN_MATCH)
-        last = [*self.tokens[self.num_prompt_tokens + start :]]
-        if not 0 <= at < len(self.twin) or self.twin[start:at] != last:
+        if self.twin[start:at] != [*self.tokens[self.num_prompt_tokens + start :]]:
             return None
         return LookupDraft(self.twin[at : at + num_tokens], "twin", at - start, len(self.tokens))
 
