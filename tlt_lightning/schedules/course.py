@@ -172,7 +172,7 @@ class Backlog:
 
     @property
     def twins(self) -> dict[int, Sequence[int]]:
-        """What was thrown away of groups that are now written anew, by the seeds of their responses."""
+        """Texts that were thrown away and are now written anew, by the seeds of their responses."""
         return texts_by_seed(self._dropped)
 
     def begin(self, demand: Demand, log: IterationLog) -> tuple[list[OpenGroup], int]:
