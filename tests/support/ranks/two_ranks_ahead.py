@@ -15,8 +15,8 @@ from typing import Any
 import lightning as L
 
 from tests.support.ranks.two_ranks_drafter import make_trainer
-from tests.support.rl_runs import evenness, make_module
-from tlt_lightning import EarlierAnswers, PromptSource, RewardTerm, RolloutCallback, RolloutDataModule, Sampling
+from tests.support.rl_runs import make_data, make_module
+from tlt_lightning import EarlierAnswers, RolloutCallback, Sampling
 from tlt_lightning.engine import Request, Response, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import FixedSelector
@@ -101,14 +101,12 @@ def main(policy: str, prompts: str, out: str) -> None:
         enforce_eager=True,
         speculation=Speculation(selector=FixedSelector(3, "sibling"), siblings=True),
     )
-    data = RolloutDataModule(
+    data = make_data(
+        prompts,
         engine,
-        train=PromptSource(path=prompts),
-        rewards=[RewardTerm(function=evenness)],
-        group_size=4,
-        prompts_per_iteration=4,
+        val=None,
         micro_batch_tokens=256,
-        max_prompt_tokens=16,
+        num_minibatches=1,
         sampling=Sampling(max_tokens=LONG),
         earlier_answers=EarlierAnswers(ahead=2),
     )

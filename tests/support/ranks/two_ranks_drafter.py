@@ -20,8 +20,9 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 
+from tests.support import rl_runs
 from tests.support.drafter_runs import fixed
-from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tlt_lightning import RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.engine import Request, Response, VLLMEngine
@@ -33,10 +34,6 @@ from tlt_lightning.objectives import GRPO
 
 SHORT, LONG = 16, 48
 NUM_STEPS, NUM_ITERATIONS = 4, 4
-
-
-def evenness(prompt: str, response: str, row: dict) -> float:
-    return sum(word.isdigit() and int(word) % 2 == 0 for word in response.split()[:8]) / 8
 
 
 class UnevenEngine(VLLMEngine):
@@ -124,18 +121,11 @@ def die(out: Path) -> None:
 
 def make_data(prompts: str) -> RolloutDataModule:
     speculation = Speculation(selector=fixed(), cold_head=True, max_draft_tokens=3)
-    return RolloutDataModule(
-        UnevenEngine(
-            dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, speculation=speculation
-        ),
-        train=PromptSource(path=prompts),
-        rewards=[RewardTerm(function=evenness)],
-        group_size=4,
-        prompts_per_iteration=4,
-        micro_batch_tokens=256,
-        max_prompt_tokens=16,
-        sampling=Sampling(max_tokens=LONG),
+    engine = UnevenEngine(
+        dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, speculation=speculation
     )
+    sampling = Sampling(max_tokens=LONG)
+    return rl_runs.make_data(prompts, engine, val=None, micro_batch_tokens=256, num_minibatches=1, sampling=sampling)
 
 
 def make_trainer(out: Path, max_epochs: int, *callbacks: L.Callback) -> L.Trainer:

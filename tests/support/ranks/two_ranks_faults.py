@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
-from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tests.support.rl_runs import make_data
+from tlt_lightning import RewardTerm, RLModule, RolloutCallback
 from tlt_lightning.data import liveness
 from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.objectives import GRPO
@@ -66,17 +67,7 @@ def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, plac
     if place == "stuck":
         liveness._GRACE_SECONDS = 1.0
     L.seed_everything(3)
-    data = RolloutDataModule(
-        TransformersEngine(batch_size=4),
-        train=PromptSource(path=prompts),
-        rewards=[RewardTerm(function=length)],
-        group_size=4,
-        prompts_per_iteration=4,
-        micro_batch_tokens=64,
-        num_minibatches=2,
-        max_prompt_tokens=16,
-        sampling=Sampling(max_tokens=8),
-    )
+    data = make_data(prompts, TransformersEngine(batch_size=4), val=None, rewards=[RewardTerm(function=length)])
     module = RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
     trainer = L.Trainer(
         accelerator="cpu",

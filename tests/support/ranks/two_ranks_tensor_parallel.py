@@ -10,8 +10,8 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from tests.support.ranks.two_ranks import evenness
-from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
+from tests.support.rl_runs import make_data
+from tlt_lightning import RLModule, RolloutCallback
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.objectives import GRPO
 
@@ -39,16 +39,7 @@ def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str, n
         tensor_parallel=int(tensor_parallel),
         compare_steps=mode == "compare",
     )
-    data = RolloutDataModule(
-        engine,
-        train=PromptSource(path=prompts),
-        rewards=[RewardTerm(function=evenness)],
-        group_size=4,
-        prompts_per_iteration=4,
-        micro_batch_tokens=64,
-        max_prompt_tokens=16,
-        sampling=Sampling(max_tokens=8),
-    )
+    data = make_data(prompts, engine, val=None, num_minibatches=1)
     observer = Observer(dies=mode == "die")
     module = RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
     trainer = L.Trainer(
