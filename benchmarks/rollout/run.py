@@ -52,9 +52,10 @@ class Job(NamedTuple):
         return f"{self.part}: {self.arm.name}, {self.mode} #{self.turn}"
 
 
-def jobs_of(part: str, arms: dict[str, Arm], repeats: int) -> list[Job]:
-    """Return a part's measurements, turns interleaved so that drift hits all arms alike."""
-    return [Job(part, arm, "replayed", turn) for turn in range(repeats) for arm in arms.values() if arm.part == part]
+def jobs_of(parts: Sequence[str], arms: dict[str, Arm], repeats: int) -> list[Job]:
+    """Return the measurements of parts, turns interleaved so that drift hits all arms alike."""
+    chosen = [arm for part in parts for arm in arms.values() if arm.part == part]
+    return [Job(arm.part, arm, "replayed", turn) for turn in range(repeats) for arm in chosen]
 
 
 class Campaign:
@@ -136,10 +137,11 @@ class Campaign:
 
 
 def run_all(campaign: Campaign, args: argparse.Namespace) -> None:
-    """Record, then the parts in the order of `PARTS`."""
+    """Record, then the parts in the order of `PARTS`; arms that were named take turns, whatever their parts."""
     arms = arms_of(campaign.setup.heads)
-    for part in [part for part in PARTS if part in args.parts]:
-        jobs = jobs_of(part, arms, args.repeats)
+    parts = [part for part in PARTS if part in args.parts]
+    for together in [parts] if args.arms else [[part] for part in parts]:
+        jobs = jobs_of(together, arms, args.repeats)
         jobs = [job for job in jobs if not args.arms or job.arm.name in args.arms]
         if "lengths" not in campaign.results:
             jobs.insert(0, Job("core", arms["plain"], "record"))
@@ -158,7 +160,9 @@ def main(arguments: Sequence[str]) -> None:
     parser = sized_parser_of(__doc__)
     add_arguments(parser)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="none writes the report anew")
-    parser.add_argument("--arms", nargs="+", default=[], help="measure only these arms of the parts")
+    parser.add_argument(
+        "--arms", nargs="+", default=[], help="measure only these arms of the parts; all their engines live at once"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="turns of each part; with three a stall moves no median")
     parser.add_argument("--resume", type=Path, help="JSON file of an earlier run whose lengths and results are kept")
     args = parser.parse_args(arguments)

@@ -101,9 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, help="prompts of a rollout; as the next three, less with `--tiny`")
     parser.add_argument("--group-size", type=int, help="responses to each")
     parser.add_argument("--max-tokens", type=int, help="longest response")
-    parser.add_argument(
-        "--kv-gib", type=float, dest="kv_cache_gib", help="KV cache of each engine; up to three live at once"
-    )
+    parser.add_argument("--kv-gib", type=float, dest="kv_cache_gib", help="of each engine; several live at once")
 
 
 def setup_of(args: argparse.Namespace, **sizes: int) -> Setup:

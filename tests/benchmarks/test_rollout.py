@@ -93,6 +93,13 @@ def test_everything_is_measured_compared_and_written(run: Any, tmp_path: Path) -
     assert (tmp_path / "rollout_tiny.png").stat().st_size > 10_000
 
 
+def test_named_arms_of_several_parts_take_turns(run: Any) -> None:
+    results, _, engines = run("--arms", "plain", "plain, fp8", "--repeats", "2")
+    order = [("plain", 0), ("plain", 0), ("plain, fp8", 0), ("plain", 1), ("plain, fp8", 1)]  # recorded first
+    assert [(job["arm"], job["turn"]) for job in results["runs"]] == order
+    assert engines.needed == [["plain", "plain in fp8"], []]
+
+
 def test_an_arm_that_fails_takes_no_other_with_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngines, "broken", "K=5")
     results, report, engines = run("--parts", "core")
