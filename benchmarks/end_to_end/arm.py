@@ -128,7 +128,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
     is_random = arm == "random"
-    lr = work.drafter_lr * (10 if is_random else 1)
+    lr = work.cold_drafter_lr if is_random else work.drafter_lr
     budget = FixedBudget(0.0) if arm == "frozen" else AdaptiveBudget()
     drafter = DrafterModule(
         work.policy,
