@@ -14,9 +14,11 @@ from benchmarks.target.pad_maps import Axis, cancelling, copied, heads, pad_matr
 
 INIT_STD = 0.02  # of random weights, as Qwen2 initialises them
 CONSTANT = 2.0**-7  # the constant dimension relative to an embedding: too small to be seen by an RMSNorm in float32
-# What padded tokens make of the constant. Their logits are below -100 while the residual stream is less than a million
-# times an embedding. (2**24 was too little where a policy's stream grew to thousands.)
-NEVER = -(2.0**34)
+# What padded tokens make of the constant, as large as the final norm makes it. Their logits are below -100 while the
+# residual stream is less than a million times an embedding. (A product of 2**24 was too little where a policy's stream
+# grew to thousands.) A head of random weights has a norm of its own: with all of the product in the output head, the
+# first packs would cost it 1e10 nats a token, and teach it nothing else.
+GAIN, NEVER = 2.0**32, -(2.0**2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +96,10 @@ class Padding:
             rows, columns = self.axes(module, self.stream if module in ("gate_proj", "up_proj") else inputs)
             yield name, pad_matrix(tensor, rows, columns) if kind == "weight" else tensor[rows.source]
 
-    def norm(self, weight: Tensor) -> Tensor:
-        """Return the wide weight of a norm: copies, and 1 for the constant."""
+    def norm(self, weight: Tensor, gain: float = 1.0) -> Tensor:
+        """Return the wide weight of a norm: copies, and `gain` for the constant."""
         wide = weight[self.stream.source.to(weight.device)].clone()
-        wide[-1] = 1.0
+        wide[-1] = gain
         return wide
 
     def idle_layer(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +158,7 @@ class Padding:
             else:
                 named = self.idle_layer()
             yield from ((prefix + name, tensor) for name, tensor in named)
-        yield "model.norm.weight", self.norm(tensors["model.norm.weight"])
+        yield "model.norm.weight", self.norm(tensors["model.norm.weight"], GAIN)
         yield "lm_head.weight", self.output_head(tensors.get("lm_head.weight", embedding))
 
     def head(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -168,7 +170,7 @@ class Padding:
         yield "fc.weight", fused
         inputs = side_by_side(self.stream, small, 2)
         yield from (("layers.0." + name, tensor) for name, tensor in self.layer(_below(tensors, "layers.0."), inputs))
-        yield "norm.weight", self.norm(tensors["norm.weight"])
+        yield "norm.weight", self.norm(tensors["norm.weight"], GAIN)
 
 
 def _identity(size: int) -> Axis:

@@ -234,6 +234,16 @@ def test_the_wide_head_drafts_what_the_small_one_drafts(small, wide):
     assert losses[0].max() > 0.1
 
 
+def test_a_random_head_learns_for_the_wide_policy_as_for_any_of_its_vocabulary(wide):
+    module = DrafterModule(str(wide / "policy"), num_draft_tokens=3)
+    module.configure_model()
+    (pack,) = target_head.make_packs(load(wide), target_head.write_rows(0, 1, 130), module.layer_ids, 128)
+    loss, _ = module.loss(pack)
+    assert loss / 3 < 5 * math.log(pad_plan.TINY.vocab_size)
+    quality = quality_on(module, [pack])
+    assert quality.acceptance_length < 1.5
+
+
 def test_the_wide_head_reads_the_layers_that_the_small_one_reads(small, wide):
     config = json.loads((wide / "head" / "config.json").read_text())
     places = make_plan(small / "policy").places
