@@ -117,8 +117,8 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
 def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     """Return the callback that trains the drafter, for the arms that have one.
 
-    A random head has everything to learn, at ten times the rate. Heads train as much as pays; beside a frozen one the
-    callback trains nothing and tells how far the policy drifts, which matters where lengths come naturally.
+    Heads train as much as pays; beside a frozen one the callback trains nothing and tells how far the policy drifts,
+    which matters where lengths come naturally.
     """
     if arm not in ("adaptive", "random", *["frozen"] * (work.lengths is None)):
         return []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.common.arguments import ASSETS, RESULTS
 from benchmarks.end_to_end import report as end_to_end_report
@@ -88,6 +89,18 @@ def test_what_a_replayed_response_says_after_its_end_does_not_count() -> None:
     solved = "3 + 4 = 7 yes <answer> 3 + 4"
     assert score("", f"{solved} make 5 from 1 2 : <answer> 1 + 2", row) == 1.0
     assert score("", f"<answer> 3 make 7 from 3 4 : {solved}", row) == 0.0
+
+
+@pytest.mark.parametrize("size", list(SETTINGS))
+def test_a_random_head_learns_even_where_a_padded_one_must_not_move(size: str) -> None:
+    from benchmarks.end_to_end.arm import callbacks_of
+
+    rates = []
+    for arm in ("adaptive", "random"):
+        (callback,) = callbacks_of(arm, None, tiny_work(**SETTINGS[size]))
+        rates.append(callback.drafter.optimizer([torch.zeros(1, requires_grad=True)]).param_groups[0]["lr"])
+    assert rates[0] == (1e-9 if size == "7b" else 3e-4)
+    assert 3e-4 < rates[1] < 1e-2
 
 
 # Processes
