@@ -124,19 +124,34 @@ def foretold(pairs: Sequence[tuple[float, float]], form: str) -> str | None:
     return " -> ".join(f"{statistics.mean(each):{form}}" for each in zip(*pairs, strict=True)) or None
 
 
-def course_table(runs: Runs) -> list[str]:
-    """Return natural runs in the course of their iterations, beside the plain run of their seed."""
+def compared(name: str, mine: list[float], plain: list[float], frozen: list[float]) -> list[str]:
+    """Say from where on a run is ahead of the plain one, and how near its end is to that of a frozen head.
+
+    Each of `mine`, `plain` and `frozen` holds the seconds after 0, 1, 2, ... iterations, none for a run that is not
+    there. The end is the last third of the iterations that both made, ten of them at most.
+    """
+    told, shared = [], min(len(mine), len(plain)) - 1
+    if shared > 0 and mine is not plain:
+        behind = max((number for number in range(1, shared + 1) if mine[number] >= plain[number]), default=0)
+        ahead = "not ahead of" if behind == shared else f"from iteration {behind + 1} on ahead of"
+        told.append(f"{name} {ahead} plain, {plain[shared] / mine[shared]:.2f}x after {shared}")
+    shared = min(len(mine), len(frozen)) - 1
+    first = shared - min(10, shared // 3)
+    if first < shared and mine is not frozen:
+        ratio = (mine[shared] - mine[first]) / (frozen[shared] - frozen[first])
+        told.append(f"{name} takes {ratio:.2f} of frozen's seconds in iterations {first + 1} to {shared}")
+    return told
+
+
+def course_table(runs: Runs, title: str) -> list[str]:
+    """Return runs of one mode in the course of their iterations, beside the plain run of their seed."""
     clocks = {(run["arm"], run["seed"]): [0.0, *(clock for _, clock, _ in curve(run))] for run in runs}
     lines: list[list[Any]] = []
-    crossings = []
+    told = []
     for run in runs:
-        mine, plain = clocks[run["arm"], run["seed"]], clocks.get(("plain", run["seed"]), [])
+        mine, plain, frozen = (clocks.get((arm, run["seed"]), []) for arm in (run["arm"], "plain", "frozen"))
         shared = min(len(mine), len(plain))
-        if shared > 1 and mine is not plain:
-            behind = max((number for number in range(1, shared) if mine[number] >= plain[number]), default=0)
-            ahead = "not ahead of" if behind == shared - 1 else f"from iteration {behind + 1} on ahead of"
-            speed = plain[shared - 1] / mine[shared - 1]
-            crossings.append(f"{run['arm']} {run['seed']} {ahead} plain, {speed:.2f}x after {shared - 1}")
+        told += compared(f"{run['arm']} {run['seed']}", mine, plain, frozen)
         for first, last in SPANS:
             rows = [row for row in run["iterations"] if first <= row["iteration"] <= last]
             if not rows:
@@ -159,8 +174,8 @@ def course_table(runs: Runs) -> list[str]:
     header = ["run", "iterations", "s", "rollout s", "drafter s", "s so far", "speedup so far", "reward"]
     header += ["tokens per step", "trained on, of the tokens", "foretold to save s", "published"]
     lead = "Means over iterations; of the seconds that the budget foretells a plan of training to save, the median."
-    told = [f"{'; '.join(crossings)}.", ""] if crossings else []
-    return ["## In the course of the run", "", lead, "", *table(header, lines), *told]
+    ending = [f"{'; '.join(told)}.", ""] if told else []
+    return [f"## {title}", "", lead, "", *table(header, lines), *ending] if lines else []
 
 
 def curve(run: dict[str, Any]) -> list[Point]:
@@ -267,7 +282,11 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += [f"## Natural lengths, seed {results['seed']}: seconds by stage", ""]
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
-    lines += course_table([run for run in natural if run["iterations"]])
+    lines += course_table([run for run in natural if run["iterations"]], "In the course of the run")
+    if any(run["arm"] == "random" for run in replayed):
+        lines += course_table(
+            [run for run in replayed if run["iterations"]], "In the course of the run, lengths replayed"
+        )
     lines += schedule_table(natural, warmup)
     lines += [*memory_table(runs, warmup), *drafter_table(runs, warmup)]
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]

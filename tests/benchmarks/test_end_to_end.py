@@ -226,6 +226,19 @@ def test_the_course_says_from_where_on_a_run_is_ahead_of_plain_and_what_the_budg
     assert "| random natural 5 | 0.450 | - | - | 3 | +0.250 -> +0.133 | 3 | +0.250 -> +0.100 | - |" in text
 
 
+@pytest.mark.parametrize("mode", ["natural", "replay"])
+def test_the_course_says_how_near_a_cold_start_ends_to_a_frozen_head(mode: str) -> None:
+    seconds = {"plain": [8.9] * 12, "frozen": [2.9] * 12, "random": [9.9, 9.9] + [4.9] * 6 + [3.9] * 4}
+    runs = [
+        run(arm, mode, iterations=[iteration(number, rollout=each) for number, each in enumerate(rollouts, start=1)])
+        for arm, rollouts in seconds.items()
+    ]
+    text = "\n".join(end_to_end_report.render(results(*runs)))
+    assert "random 5 from iteration 3 on ahead of plain, 1.54x after 12" in text
+    assert "random 5 takes 1.25 of frozen's seconds in iterations 9 to 12" in text
+    assert "frozen 5 takes" not in text
+
+
 # The arms themselves
 
 
