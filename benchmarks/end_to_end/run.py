@@ -144,10 +144,14 @@ class Bench:
         save(stem, results, render(results))
 
 
-def _be_rank(rank: int, port: int, run: Callable[..., None], *arguments: Any) -> None:
-    """Run as one of the ranks that Lightning would start itself, which would run the command line anew."""
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    run(*arguments)
+def _be_rank(rank: int, port: int, run: Callable[..., None], work: Work, *arguments: Any) -> None:
+    """Run as one of the ranks that Lightning would start itself, which would run the command line anew.
+
+    A process that is alone is no rank: TRL would wait for others.
+    """
+    if work.devices > 1:
+        os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run(work, *arguments)
 
 
 def settings_of(work: Work) -> dict[str, Any]:
