@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,39 +50,48 @@ CURVES = (
 
 
 def main(arguments: list[str]) -> None:
-    """Run every arm and seed, and write the results after each arm."""
+    """Run every arm and seed, and write the results after each run."""
     parser = parser_of(__doc__)
     parser.add_argument("--recipe", nargs="+", required=True, help="recipe files, in the order of `-c`")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
         "--arms", nargs="+", default=["plain"], help="names, each with its overlays: NAME=FILE[,FILE or --OPTION=VALUE]"
     )
-    parser.add_argument("--at-once", action="store_true", help="run the seeds of an arm side by side, on one device")
+    parser.add_argument("--at-once", type=int, default=1, help="runs side by side, on one device")
     args = parser.parse_args(arguments)
     name, runs, failed = Path(args.recipe[-1]).stem, list[dict[str, Any]](), list[str]()
-    for arm, _, overlays in (part.partition("=") for part in args.arms):
-        files = [*args.recipe, *filter(None, overlays.split(","))]
-        started = []
-        for seed in args.seeds:
-            folder = ROOT / f"outputs/learning/{name}_{arm}_{seed}"
-            options = [part for file in files for part in ([file] if file.startswith("--") else ["-c", file])]
-            command = [sys.executable, "-m", "tlt_lightning", "fit", *options]
-            command += ["--seed_everything", str(seed), "--trainer.default_root_dir", str(folder)]
-            started.append((seed, folder, subprocess.Popen([*command, *["--trainer.max_epochs", "1"] * args.tiny])))
-            if not args.at_once:
-                started[-1][-1].wait()
-        for seed, folder, process in started:
-            if process.wait():
-                failed.append(f"arm {arm!r}, seed {seed}, failed: {' '.join(map(str, process.args))}")
-            else:
-                runs.append({"arm": arm, **read_run(folder), "seed": seed})
-        if runs:
+    with ThreadPoolExecutor(args.at_once) as pool:
+        running = [
+            (
+                arm,
+                seed,
+                pool.submit(fit, name, arm, [*args.recipe, *filter(None, overlays.split(","))], seed, args.tiny),
+            )
+            for arm, _, overlays in (part.partition("=") for part in args.arms)
+            for seed in args.seeds
+        ]
+        for arm, seed, run in running:
+            folder, error = run.result()
+            if error:
+                failed.append(f"arm {arm!r}, seed {seed}, failed: {error}")
+                continue
+            runs.append({"arm": arm, **read_run(folder), "seed": seed})
             record = {**about(name, args.note, args.seed, on_cpu=False), "runs": runs, "failed": failed}
             lines = [*heading("Learning", record), *table(*rows_of(runs)), *(["", *failed] if failed else [])]
             save(args.out / f"learning_{name}", record, lines)
             picture(runs, args.out / f"learning_{name}.png")
     if failed:
         raise SystemExit("\n".join(failed))
+
+
+def fit(name: str, arm: str, overlays: Sequence[str], seed: int, tiny: bool) -> tuple[Path, str]:
+    """Do a run of the command line; return its folder, and its command if it failed."""
+    folder = ROOT / f"outputs/learning/{name}_{arm}_{seed}"
+    options = [part for overlay in overlays for part in ([overlay] if overlay.startswith("--") else ["-c", overlay])]
+    command = [sys.executable, "-m", "tlt_lightning", "fit", *options]
+    command += ["--seed_everything", str(seed), "--trainer.default_root_dir", str(folder)]
+    command += ["--trainer.max_epochs", "1"] * tiny
+    return folder, " ".join(command) if subprocess.call(command) else ""
 
 
 def read_run(folder: Path) -> dict[str, Any]:

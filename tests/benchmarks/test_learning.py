@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from threading import Barrier
 
 import pytest
 
@@ -11,37 +11,44 @@ from benchmarks.end_to_end import learning
 METRICS = "step,reward/mean,val/accuracy,time/iteration,time/drafter\n0,0.1,,3.0,1.0\n1,,0.5,,\n1,0.3,,5.0,2.0\n"
 
 
-class FinishedRun:
-    """Leaves what a run of the command line leaves, at once."""
+Commands = list[list[str]]
 
-    started: ClassVar[list[list[str]]] = []
 
-    def __init__(self, command: list[str], **options: Any) -> None:
-        self.args = command
-        self.started.append(command)
-        folder = Path(command[command.index("--trainer.default_root_dir") + 1])
-        seed = int(command[command.index("--seed_everything") + 1])
+def value_of(command: list[str], option: str) -> str:
+    """Return what follows an option."""
+    return command[command.index(option) + 1]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Return the commands of the runs, which leave their files at once."""
+    started: Commands = []
+
+    def call(command: list[str]) -> int:
+        started.append(command)
+        folder, seed = (
+            Path(value_of(command, "--trainer.default_root_dir")),
+            int(value_of(command, "--seed_everything")),
+        )
         (folder / "csv/version_0").mkdir(parents=True)
         (folder / "csv/version_0/metrics.csv").write_text(METRICS)
         summary = {"seed": seed, "held_out_accuracy_before": 0.25, "held_out_accuracy_after": 0.5 + seed / 8}
         (folder / "summary.json").write_text(json.dumps({**summary, "iterations": 2, "seconds": 9.0}))
-
-    def wait(self) -> int:
-        """Return the exit status: success."""
         return 0
 
-
-@pytest.mark.parametrize("at_once", [[], ["--at-once"]])
-def test_each_arm_and_seed_is_a_run_and_a_row(at_once: list[str], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(learning, "ROOT", tmp_path)
-    monkeypatch.setattr(learning.subprocess, "Popen", FinishedRun)
-    monkeypatch.setattr(FinishedRun, "started", [])
+    monkeypatch.setattr(learning.subprocess, "call", call)
+    return started
+
+
+@pytest.mark.parametrize("at_once", ["1", "4"])
+def test_each_arm_and_seed_is_a_run_and_a_row(at_once: str, commands: Commands, tmp_path: Path) -> None:
     arms = ["--arms", "plain", "head=c.yaml,d.yaml,--a.b=null"]
     recipe = ["--recipe", "a.yaml", "b.yaml", "--seeds", "1", "2"]
-    learning.main([*recipe, *arms, *at_once, "--out", str(tmp_path)])
-    files = [[part for part in command[4:12] if part.endswith(".yaml")] for command in FinishedRun.started]
+    learning.main([*recipe, *arms, "--at-once", at_once, "--out", str(tmp_path)])
+    files = sorted([part for part in command[4:12] if part.endswith(".yaml")] for command in commands)
     assert files == [["a.yaml", "b.yaml"]] * 2 + [["a.yaml", "b.yaml", "c.yaml", "d.yaml"]] * 2
-    assert ["--a.b=null" in command for command in FinishedRun.started] == [False, False, True, True]
+    assert sorted("--a.b=null" in command for command in commands) == [False, False, True, True]
     runs = json.loads((tmp_path / "learning_b.json").read_text())["runs"]
     assert [(run["arm"], run["seed"]) for run in runs] == [("plain", 1), ("plain", 2), ("head", 1), ("head", 2)]
     assert runs[0]["curves"]["reward/mean"] == [[1, 0.1], [2, 0.3]]
@@ -50,13 +57,20 @@ def test_each_arm_and_seed_is_a_run_and_a_row(at_once: list[str], tmp_path: Path
     assert (tmp_path / "learning_b.png").stat().st_size > 10_000
 
 
-def test_what_did_not_fail_is_kept_beside_what_did(tmp_path: Path, monkeypatch) -> None:
-    class FailingSeed(FinishedRun):
-        def wait(self) -> int:
-            return int(self.args[self.args.index("--seed_everything") + 1] == "2")
+def test_runs_go_side_by_side(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, together = learning.subprocess.call, Barrier(3, timeout=20)
+    monkeypatch.setattr(learning.subprocess, "call", lambda command: together.wait() * 0 + finish(command))
+    learning.main(["--recipe", "b.yaml", "--at-once", "3", "--out", str(tmp_path)])
+    assert len(commands) == 3
 
-    monkeypatch.setattr(learning, "ROOT", tmp_path)
-    monkeypatch.setattr(learning.subprocess, "Popen", FailingSeed)
+
+def test_what_did_not_fail_is_kept_beside_what_did(commands: Commands, tmp_path: Path, monkeypatch) -> None:
+    finish = learning.subprocess.call
+
+    def fail_second(command: list[str]) -> int:
+        return finish(command) or int(value_of(command, "--seed_everything") == "2")
+
+    monkeypatch.setattr(learning.subprocess, "call", fail_second)
     with pytest.raises(SystemExit, match=r"arm .plain., seed 2, failed: .* --seed_everything 2"):
         learning.main(["--recipe", "b.yaml", "--seeds", "2", "3", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "learning_b.json").read_text())
