@@ -198,6 +198,8 @@ def render(results: dict[str, Any], scale: Scale) -> list[str]:
     lines += [f"Random weights, head with the full vocabulary; ms per step, fastest of {scale.rounds} x {scale.steps}."]
     for part, error in results["failed"].items():
         lines += [f"Failed: {part}, `{error}`."]
+    if "earlier" in results:
+        lines += [f"Goes on from `{results['earlier']['command']}`, run apart on {results['earlier']['hardware']}."]
     lines += [f"Tensor parallel: {scale.engine.get('tensor_parallel', 1)}."]
     for part in [part for part in results if part.partition(" ")[0] in POOLS]:
         found = results[part]
@@ -244,6 +246,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--shape", choices=("7b", "32b"), default="7b", help="whose shape the policy has")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine")
     parser.add_argument("--quantization", choices=("fp8", "int8"), help="measure each part in this type as well")
+    parser.add_argument("--previous", type=Path, help="results of an earlier command, whose parts are kept")
     args = parser.parse_args(arguments)
     num_ranks, name = args.tensor_parallel, "tiny" if args.tiny else f"{args.shape} shape"
     scale = TINY_SCALE if args.tiny else replace(LARGE_SCALE, shape=SHAPES[args.shape])
@@ -252,7 +255,10 @@ def main(arguments: Sequence[str]) -> None:
     results: dict[str, Any] = {"about": about(name, args.note, args.seed), "failed": {}}
     file = args.out / ("step_time" if num_ranks == 1 else f"step_time_tp{num_ranks}")
     parts = [*args.parts, *(f"{part} {args.quantization}" for part in args.parts if args.quantization)]
-    for part in parts:
+    if args.previous:
+        earlier = json.loads(args.previous.read_text())
+        results |= {"earlier": earlier["about"]} | {part: earlier[part] for part in parts if part in earlier}
+    for part in [part for part in parts if part not in results]:
         try:
             results[part] = run_apart(run_part, part, scale, num_ranks=num_ranks)
         except Exception as error:  # the other parts must not be lost with it

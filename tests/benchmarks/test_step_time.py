@@ -1,5 +1,12 @@
 """The report of `micro/step_time.py` says what is assumed and what is missing."""
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.micro import step_time
 from benchmarks.micro.step_time import TINY_SCALE, render, step_table
 
 
@@ -21,3 +28,19 @@ def test_8_bit_stands_beside_16_bit_of_the_same_part() -> None:
     report = "\n".join(render(results, TINY_SCALE))
     assert "| plain fp8 | 8.5 | 0.5 | - | - | - |" in report
     assert "| plain fp8 | 1 | 0 | 4 | 3 | 1.333 |" in report
+
+
+def test_parts_of_an_earlier_command_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(function: Any, part: str, *scale: Any, num_ranks: int) -> dict[str, Any]:
+        measured.append(part)
+        return {"start_seconds": 9.0, "step_ms": {"1,0": 2.0, "4,0": 3.0}}
+
+    monkeypatch.setattr(step_time, "run_apart", measure)
+    arguments = ["--tiny", "--parts", "plain", "bucketed", "--out", str(tmp_path)]
+    step_time.main([*arguments[:3], *arguments[4:]])
+    step_time.main([*arguments, "--previous", str(tmp_path / "step_time.json")])
+    assert measured == ["plain", "bucketed"]
+    assert {"plain", "bucketed"} < set(json.loads((tmp_path / "step_time.json").read_text()))
+    assert "\nGoes on from `" in (tmp_path / "step_time.md").read_text()
