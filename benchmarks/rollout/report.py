@@ -130,6 +130,7 @@ def engines_section(results: dict[str, Any]) -> list[str]:
     lines = ["## Engines", "", *(f"- {kind}: {ENGINES.get(kind, 'as head, another head')}" for kind in engines), ""]
     names = ("start s", "async", "tokens a step", "KV tokens", "peak GiB", "graphs MiB")
     lines += table(["engine", *names], [[kind, *map(found.get, names)] for kind, found in engines.items()])
+    lines += ["MiB of graphs are what the device lost meanwhile, to engines that start at the same time too.", ""]
     for kind, found in engines.items():
         lines += [f"Graphs of the {kind} engine:", "", found["graphs"], ""] if "graphs" in found else []
     return lines
