@@ -64,10 +64,11 @@ class GainForecast:
     ) -> tuple[float | None, float]:
         """Return the share to train on now, None to rest, and the seconds that the plan saves against rest.
 
-        A plan trains on one share for some iterations and rests for the others.
+        A plan trains on one share now, on another, no larger, for some iterations, and rests for the others. What a
+        head has before it falls, so training pays most at first; it may be all that pays against drift later.
 
         Args:
-            shares: Shares to choose among.
+            shares: Shares to choose among, the largest first.
             costs: Seconds that an iteration's training on each takes.
             decode_seconds: Seconds of decoding with the head, an iteration, as good as the head is now.
             horizon: Rollouts to come.
@@ -76,17 +77,20 @@ class GainForecast:
             return None, 0.0
         best_share: float | None = None
         best = baseline = float(self._weight @ self._resting(self._gap[:, None], horizon)[:, 0]) * decode_seconds
-        gap, decoding = np.repeat(self._gap[:, None], len(shares), 1), np.zeros((len(self._gap), len(shares)))
+        now, later = np.triu_indices(len(shares))
+        cost, spent = np.asarray(costs), np.zeros(len(now))
+        gap, decoding = np.repeat(self._gap[:, None], len(now), 1), np.zeros((len(self._gap), len(now)))
         kept = np.exp(-self._speed[:, None] * np.asarray(shares))
         for number in range(1, horizon + 1):
-            gap = np.minimum(gap * kept + self._drift[:, None], _LARGEST_GAP)
-            decoding = decoding + np.exp(gap - self._gap[:, None])
+            chosen = now if number == 1 else later
+            gap = np.minimum(gap * kept[:, chosen] + self._drift[:, None], _LARGEST_GAP)
+            decoding, spent = decoding + np.exp(gap - self._gap[:, None]), spent + cost[chosen]
             if number & (number - 1) == 0 or number == horizon:
-                seconds = self._weight @ (decoding + self._resting(gap, horizon - number)) * decode_seconds
-                seconds = seconds + number * np.asarray(costs)
+                resting = self._resting(gap, horizon - number)
+                seconds = self._weight @ (decoding + resting) * decode_seconds + spent
                 cheapest = int(seconds.argmin())
                 if seconds[cheapest] < best:
-                    best_share, best = shares[cheapest], float(seconds[cheapest])
+                    best_share, best = shares[now[cheapest]], float(seconds[cheapest])
         return best_share, baseline - best
 
     def _resting(self, gap: np.ndarray, number: int) -> np.ndarray:
