@@ -61,7 +61,8 @@ class LongTailIdleCallback(RolloutCallback):
 
     Args:
         drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps, or 10
-            of a random head. Such a head learns drafts of 3 tokens until it makes 2.5 tokens per engine step.
+            of a random head. Such a head learns drafts of 3 tokens, from packs of a quarter, until it makes 2.5 tokens
+            per engine step.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it; it is halved where memory does not suffice.
         buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
@@ -243,7 +244,7 @@ class LongTailIdleCallback(RolloutCallback):
     def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog) -> float:
         """Train on what idle windows left of the budget, shared among the workers; return the seconds."""
         rest = (self._plan.share or 0.0) * self._plan.num_tokens - self._plan.num_trained
-        num_steps = max(1, round(rest / trainer.world_size / self.training.pack_tokens)) if rest > 0 else 0
+        num_steps = max(1, round(rest / trainer.world_size / self.training.step_tokens)) if rest > 0 else 0
         now = time.perf_counter()
         ends = now + self.budget.limit(now - self._started)
         left = iter(range(num_steps))

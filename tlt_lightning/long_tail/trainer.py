@@ -37,6 +37,7 @@ COLD_WARMUP_STEPS = 10
 """The same for a head of random weights, which has nothing to lose."""
 _SHORT = 3  # drafts that it learns at first; from single ones it would learn features that cannot be fed back
 _WHOLE_FROM = 2.5  # tokens per step from which on it learns drafts as long as those of other heads
+_YOUNG_PACK = 4  # packs of a new head are so many times smaller: at first it learns by steps, hardly by tokens
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -64,6 +65,8 @@ class Burst:
 
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
+
+    A new head learns drafts of three tokens from packs of a quarter until it drafts well.
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
@@ -123,6 +126,13 @@ class DrafterTrainer:
         self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
 
     # Training
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a micro-step: a pack, or a part of one while the head is young."""
+        if not self.is_young:
+            return self.pack_tokens
+        return max(PACK_MULTIPLE, self.pack_tokens // _YOUNG_PACK // PACK_MULTIPLE * PACK_MULTIPLE)
 
     @property
     def num_passes(self) -> float:
@@ -224,7 +234,7 @@ class DrafterTrainer:
                 value,
                 norm,
             )
-        self.num_seen += self.pack_tokens
+        self.num_seen += self.step_tokens
         return value
 
     def _shrink(self, message: str) -> bool:
@@ -245,12 +255,13 @@ class DrafterTrainer:
         return can_go_on
 
     def _draw(self) -> Iterator[PackedBatch]:
+        num_tokens = self.step_tokens
         while True:
-            sequences = self.buffer.sample(_PACKS_PER_DRAW * self.pack_tokens, self._generator)
-            plans = plan_packs([len(sequence) for sequence in sequences], self.pack_tokens)
+            sequences = self.buffer.sample(_PACKS_PER_DRAW * num_tokens, self._generator)
+            plans = plan_packs([len(sequence) for sequence in sequences], num_tokens)
             for index in torch.randperm(len(plans), generator=self._generator).tolist():
                 pieces = [(sequences[piece.sequence], piece) for piece in plans[index]]
-                yield fill_pack(pieces, self.pack_tokens, self.device)
+                yield fill_pack(pieces, num_tokens, self.device)
 
     def autocast(self) -> torch.autocast:
         """Compute in bfloat16 on a GPU."""
