@@ -3,12 +3,15 @@
     python -m benchmarks mismatch --policy PATH --prompts FILE --weights fp8
 
 An engine a row, each in a process of its own, writes one response to each prompt; the policy scores them in the type of
-the run's update, bfloat16. `--tiny` takes the quickstart's policy, on a CPU.
+the run's update, bfloat16. The rows `none` and `all` come first. On a GPU a row takes twice the policy in bfloat16 and
+`KV_GIB`, on the host the policy in float32. `--tiny` takes the quickstart's policy, on a CPU.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.settings import FUSED, linear_layers
 from tlt_lightning.policy import load_policy, load_tokenizer, policy_shapes, stream_weights
+
+KV_GIB = 4.0
+"""Cache of a row's engine on a GPU, where rows run side by side."""
 
 
 def choices(layers: Sequence[str]) -> dict[str, list[str] | None]:
@@ -42,9 +48,14 @@ def measure(kept: list[str] | None, args: Any) -> dict[str, float]:
     prompts = load_prompts(PromptSource(path=args.prompts), load_tokenizer(args.policy), max_prompt_tokens=512)
     requests = [Request(id=i, prompt_ids=prompt.ids) for i, prompt in enumerate(prompts[: args.num_prompts])]
     quantization = None if kept is None else Quantization(args.weights, kept)
-    settings = {"kv_cache_gib": 0.25} if device == "cpu" else {"gpu_memory_utilization": 0.4}
     engine = VLLMEngine(
-        dtype="bfloat16", max_num_seqs=64, enforce_eager=True, sleep=False, quantization=quantization, **settings
+        dtype="bfloat16",
+        max_num_seqs=64,
+        gpu_memory_utilization=0.1,  # the cache has a size of its own; vLLM only asks whether so much is free
+        kv_cache_gib=0.25 if device == "cpu" else KV_GIB,
+        enforce_eager=True,
+        sleep=False,
+        quantization=quantization,
     )
     policy = load_policy(args.policy).to(device, torch.bfloat16)
     engine.setup(args.policy, max_model_len=512 + args.max_tokens, seed=args.seed)
@@ -69,22 +80,39 @@ def render(results: dict[str, Any]) -> list[str]:
     header = ["in 16 bit", "KL, nats a token", "difference of log-probs", "largest ratio", "effective sample", "tokens"]
     rows = sorted(results["rows"].items(), key=lambda row: row[1]["kl"])
     lines = [*heading("Mismatch by layer", results["about"]), f"Quantized to {results['weights']}.", ""]
+    for name, error in results["failed"].items():
+        lines += [f"Failed: {name}, `{error}`.", ""]
+    if results["left_out"]:
+        lines += [f"Left out, the budget spent: {'; '.join(results['left_out'])}.", ""]
     return lines + table(header, [[name, *found.values()] for name, found in rows])
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure a row for each choice of layers, and write `mismatch_<size>.json` and `.md`."""
+    """Measure a row for each choice of layers while the budget lasts, and write `mismatch_<size>.json` and `.md`."""
     parser = sized_parser_of(__doc__)
     parser.add_argument("--weights", choices=("fp8", "int8"), default="fp8")
-    parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--num-prompts", type=int, help="64, or 16 with `--tiny`")
+    parser.add_argument("--max-tokens", type=int, help="256, or 16 with `--tiny`")
+    parser.add_argument("--at-once", type=int, default=1, help="rows side by side, on one device")
     args = parser.parse_args(arguments)
     take_size(args, trains=False)
-    if args.tiny:
-        args.num_prompts, args.max_tokens = 16, 16
+    args.num_prompts = args.num_prompts or (16 if args.tiny else 64)
+    args.max_tokens = args.max_tokens or (16 if args.tiny else 256)
     record = about(args.size, note_of(args.policy, args.note), args.seed, on_cpu=args.tiny)
-    results: dict[str, Any] = {"about": record, "weights": args.weights, "rows": {}}
-    for name, kept in choices(linear_layers(policy_shapes(args.policy))).items():
-        results["rows"][name] = run_apart(measure, kept, args)
-        save(args.out / f"mismatch_{args.size}", results, render(results))
+    results: dict[str, Any] = {"about": record, "weights": args.weights, "failed": {}, "left_out": [], "rows": {}}
+    rows, began = choices(linear_layers(policy_shapes(args.policy))), time.perf_counter()
+
+    def row(kept: list[str] | None) -> dict[str, float] | None:
+        return run_apart(measure, kept, args) if time.perf_counter() - began < args.seconds else None
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        running = {name: pool.submit(row, kept) for name, kept in rows.items()}
+        for name, run in running.items():
+            if error := run.exception():  # the other rows must not be lost with it
+                results["failed"][name] = f"{type(error).__name__}: {error}"
+            elif (found := run.result()) is None:
+                results["left_out"].append(name)
+            else:
+                results["rows"][name] = found
+            save(args.out / f"mismatch_{args.size}", results, render(results))
     print("\n".join(render(results)))

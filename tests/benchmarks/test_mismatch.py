@@ -1,11 +1,12 @@
 """The rows of `micro/mismatch.py` name layers that an engine can keep apart, and measure the engine that keeps them."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.common.arguments import FILES
-from benchmarks.micro.mismatch import choices, measure
+from benchmarks.micro.mismatch import choices, main, measure, render
 
 
 def test_fused_layers_stay_together_and_every_kind_has_a_row() -> None:
@@ -20,6 +21,18 @@ def test_fused_layers_stay_together_and_every_kind_has_a_row() -> None:
     assert sorted(patterns) == sorted(f"*.{kind.partition('.')[2]}" for kind in kinds)
     alone = choices(["model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"])
     assert alone["qkv_proj"] == ["*.qkv_proj"]
+
+
+def test_rows_beyond_the_budget_and_failed_ones_are_named(tmp_path: Path) -> None:
+    main(["--tiny", "--seconds", "0", "--out", str(tmp_path)])
+    report = (tmp_path / "mismatch_tiny.md").read_text()
+    assert (
+        "Left out, the budget spent: none; all; q_proj, k_proj, v_proj; gate_proj, up_proj; o_proj; down_proj; "
+        in report
+    )
+    record = {"size": "tiny", "command": "c", "hardware": "h", "versions": {}, "seed": 0, "note": ""}
+    results = {"about": record, "weights": "fp8", "failed": {"none": "out of luck"}, "left_out": [], "rows": {}}
+    assert "Failed: none, `out of luck`." in render(results)
 
 
 @pytest.mark.vllm
