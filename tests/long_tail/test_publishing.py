@@ -1,15 +1,18 @@
 """Decisions about what is published, with a drafter of one weight."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.long_tail.test_buffer import sequence
 from tests.long_tail.test_trainer import OneWeight, Ranks, make_buffer, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.long_tail.publishing import DrafterPublisher, compare
+from tlt_lightning.long_tail import publishing
+from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged, compare
 
 
 def publisher_of(drafter: Any = None, sum_over_ranks: Any = None, **buffer: int) -> DrafterPublisher:
@@ -27,6 +30,34 @@ def test_better_weights_are_published() -> None:
     assert decision.gain == pytest.approx(0.25, abs=0.01)
     assert (publisher.version, publisher.data_version) == (1, 3)
     assert publisher.publish_if_better() is None
+
+
+@pytest.mark.parametrize(
+    ("enough", "chosen"), [(90, [0, 3, 6, 1, 4, 7, 2, 5, 8]), (59, [0, 3, 6, 1, 4]), (1, [0, 3, 6])]
+)
+def test_every_prompt_has_a_say_and_more_of_its_text_where_there_is_little(
+    enough: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [sequence(10, prompt, answer=answer) for prompt in (1, 2, 3) for answer in range(3)]
+    monkeypatch.setattr(publishing, "ENOUGH", enough)
+    assert [id(text) for text in choose_judged(texts)] == [id(texts[number]) for number in chosen]
+
+
+def test_a_decision_reads_no_more_text_than_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    class Counted(OneWeight):
+        def measure(self, batch: PackedBatch) -> Tensor:
+            read.append(len(batch.lengths))
+            return super().measure(batch)
+
+    monkeypatch.setattr(publishing, "ENOUGH", 1)
+    publisher = publisher_of(Counted(0.1))
+    texts = publisher.trainer.buffer.held_out
+    publisher.trainer.buffer._held_out = [replace(text, policy_version=n) for text in texts for n in range(4)]
+    publisher.trainer.train(steps(1))
+    publisher.publish_if_better()
+    assert sum(read) == 2 * len(texts)  # before and after
 
 
 def test_a_refusal_throws_no_training_away() -> None:

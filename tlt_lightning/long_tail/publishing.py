@@ -8,7 +8,8 @@ is taken over prompts, and evidence is pooled over decisions until it suffices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, sqrt
 from typing import Any
@@ -21,6 +22,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.engine.host_copy import HostCopy
+from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import keys_of
 from tlt_lightning.long_tail.publication import Publication
 from tlt_lightning.long_tail.trainer import DrafterTrainer
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 NUM_CLUSTERS = 128
 """Divisor of the prompts' hashes: ranks sum so many numbers, however many prompts there are."""
+ENOUGH = 16_384
+"""Tokens of held-out text that a worker judges by, unless one text of each prompt has more."""
 _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
 _Z = 1.2816  # one-sided 90%
 _LOST = 0.5  # share of the published gain over no drafts; a trainee without it has diverged
@@ -104,7 +108,7 @@ class DrafterPublisher:
 
     def _measure(self) -> Tensor:
         """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
-        trainer, held_out = self.trainer, self.trainer.buffer.held_out
+        trainer, held_out = self.trainer, choose_judged(self.trainer.buffer.held_out)
         # The last bytes: texts are held out by the order of their keys, so the first bytes are much the same.
         clusters = [int.from_bytes(key[8:], "little") % NUM_CLUSTERS for key in keys_of(held_out)]
         sums = torch.zeros(NUM_CLUSTERS, 6, trainer.drafter.num_draft_tokens, dtype=torch.float64)
@@ -153,6 +157,23 @@ class DrafterPublisher:
 
 
 _COUNTS = ("version", "data_version", "_num_lost")
+
+
+def choose_judged(texts: Sequence[PolicyText]) -> list[PolicyText]:
+    """Return one text of each prompt, then another of each, and so on, while they have `ENOUGH` tokens at most.
+
+    Gains scatter from prompt to prompt: more text of the same prompts costs time and says no more.
+    """
+    turns, kept, num_tokens = Counter[bytes](), list[PolicyText](), 0
+    order = []
+    for text, key in zip(texts, keys_of(texts), strict=True):
+        order.append((turns[key], text))
+        turns[key] += 1
+    for turn, text in sorted(order, key=lambda pair: pair[0]):
+        if not turn or num_tokens + len(text) <= ENOUGH:
+            kept.append(text)
+            num_tokens += len(text)
+    return kept
 
 
 def compare(pair: Tensor) -> tuple[float, float]:
