@@ -219,6 +219,12 @@ def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path
         Quantization("fp4")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a list of patterns"):
         Quantization("fp8", "model.layers.0.*")
+    with pytest.raises(
+        ValueError, match=r"is \['\*\.down_proj'\], but `quantization\.weights` is None.* drop the patterns"
+    ):
+        Quantization(None, ["*.down_proj"])
+    with pytest.raises(ValueError, match=r"`quantization\.kv_cache` must be 'auto' or 'fp8', got 'fp8_e5m2'"):
+        Quantization("fp8", kv_cache="fp8_e5m2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', which is the name of no linear layer.*q_proj"):
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
     with pytest.raises(ValueError, match=r"keeps model\.layers\.1\.mlp\.up_proj alone, but .*gate_proj, .*name all"):
@@ -238,6 +244,10 @@ def test_machines_that_cannot_are_refused_before_anything_is_loaded(
     from vllm.platforms.interface import DeviceCapability
 
     shapes = policy_shapes(policy)
+    if internals.is_cpu_build():
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' needs AVX-512 on a CPU.*; set 'auto'"):
+            Quantization(None, kv_cache="fp8").check(shapes)
     for capability in ((8, 0), (12, 0)):
         found = DeviceCapability(*capability)
         monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, found=found, **__: found)

@@ -48,6 +48,13 @@ class Quantization:
             )
         if isinstance(self.layers_in_16_bit, str):
             raise TypeError(f"`quantization.layers_in_16_bit` is a list of patterns, got {self.layers_in_16_bit!r}.")
+        if self.weights is None and self.layers_in_16_bit:
+            raise ValueError(
+                f"`quantization.layers_in_16_bit` is {list(self.layers_in_16_bit)}, but `quantization.weights` is "
+                "None, which leaves all layers in 16 bit; drop the patterns, or set `weights`."
+            )
+        if self.kv_cache not in ("auto", "fp8"):
+            raise ValueError(f"`quantization.kv_cache` must be 'auto' or 'fp8', got {self.kv_cache!r}.")
 
     @classmethod
     def of(cls, given: Literal["fp8", "int8"] | Quantization | None, dtype: str) -> Quantization:
@@ -111,8 +118,11 @@ class Quantization:
 
     def _check_cache(self, names: Collection[str]) -> None:
         """Raise ValueError unless weights tell the scales, and this is a CPU or a Hopper GPU with FlashAttention 3."""
+        import torch
         from vllm.platforms import current_platform
 
+        if internals.is_cpu_build() and not torch.cpu._is_avx512_supported():
+            raise ValueError("`quantization.kv_cache` 'fp8' needs AVX-512 on a CPU, and this one has none; set 'auto'.")
         if not (internals.is_cpu_build() or current_platform.is_device_capability_family(90)):
             raise ValueError("`quantization.kv_cache` 'fp8' is proven on Hopper GPUs and CPUs alone; set 'auto'.")
         if lacks := unbounded(names):
