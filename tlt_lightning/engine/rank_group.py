@@ -3,20 +3,24 @@
 Each rank runs vLLM's scheduler by itself, from the same requests, seeds and sampled tokens, so all schedule the same
 steps and meet in the model's collectives. Only times differ. What depends on them travels from the first rank, on the
 host and by gloo: nothing on the device waits for it, and a rank that is gone is an error at once. With it travels a
-checksum of what the ranks have scheduled and written: one that has parted from the others is an error, too.
+checksum of what the ranks have scheduled and written: one that has parted from the others is an error, too, and so is
+one that does not come to a meeting because it runs a step that the others do not.
 """
 
 from __future__ import annotations
 
 import pickle
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 from typing_extensions import override
 
 from tlt_lightning.engine.architectures import check_divides
@@ -27,6 +31,8 @@ T = TypeVar("T")
 _ROOM = 512  # bytes that travel in one broadcast with their number; a strategy takes some 130
 _SIZE = 4  # bytes of a number
 _HEADER = 2 * _SIZE
+_STEP_SECONDS = 25.0  # between the ranks' steps; the liveness watch gives a rank that is stuck 30 more
+_CALL_SECONDS = 2.0  # for those that wait to say so
 
 
 class RankGroup(Agreement):
@@ -68,7 +74,9 @@ class RankGroup(Agreement):
         return pickle.loads(data)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, src=self.ranks[0], group=self._group)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._meet(options, lambda: self._group.broadcast([tensor], options))
 
     @override
     def gather(self, value: T) -> list[T]:
@@ -93,8 +101,36 @@ class RankGroup(Agreement):
 
     def _smallest(self, *values: int) -> list[int]:
         tensor = torch.tensor(values)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        self._meet(options, lambda: self._group.allreduce([tensor], options))
         return tensor.tolist()
+
+    def _meet(self, options: Any, start: Callable[[], dist.Work]) -> None:
+        """Run a collective, within `_STEP_SECONDS` in a rollout; name the ranks that do not come to it."""
+        if not self.in_rollout:
+            start().wait()
+            return
+        options.timeout = timedelta(seconds=_STEP_SECONDS)
+        began = time.monotonic()
+        try:
+            start().wait()
+        except RuntimeError as error:
+            if missing := self._missing():
+                raise RuntimeError(
+                    f"Rank {self.ranks[self.index]} has waited {time.monotonic() - began:.0f} s between two steps of "
+                    f"its engine for rank {', '.join(map(str, missing))}, with which it is one (`tensor_parallel` "
+                    f"{self.num_ranks}): that has gone, or is held up by a callback, or runs a step that the others do "
+                    "not. Set `engine.compare_steps` to hear of steps that part."
+                ) from error
+            raise
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come to a meeting that has failed."""
+        store = _get_process_group_store(self._group)
+        store.set(str(self.index), "waits")
+        time.sleep(_CALL_SECONDS)
+        return [rank for index, rank in enumerate(self.ranks) if not store.check([str(index)])]
 
     def _parted(self) -> RuntimeError:
         return RuntimeError(

@@ -13,6 +13,8 @@ class Agreement:
 
     num_ranks, index = 1, 0
     """Ranks of the engine, and which of them this is."""
+    in_rollout = False
+    """True while the ranks meet at every step, so that none may be late."""
 
     @property
     def is_first(self) -> bool:

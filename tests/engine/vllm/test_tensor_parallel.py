@@ -1,6 +1,7 @@
 """An engine over two ranks writes what an engine of one writes, whatever their clocks say."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ def test_ranks_that_part_are_an_error_without_a_comparison_of_every_step(ranks: 
         assert f"Rank {number} has scheduled or written other tokens" in rank["written apart"]
     assert "decided apart" not in ranks[0]  # which does not hear of the others
     assert "Rank 1 has scheduled or written other tokens" in ranks[1]["decided apart"]
+
+
+def test_a_rank_that_waits_for_another_at_a_step_names_it(ranks: list[dict[str, Any]]) -> None:
+    """A rank ends a response, the other goes on: in the model's step it is released once the first has ended."""
+    assert re.search(r"Rank 1 has waited \d s between two steps of its engine for rank 0", ranks[1]["left"])
+    assert ranks[0]["left"] != "nothing was raised"
 
 
 def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:

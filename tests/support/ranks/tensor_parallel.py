@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
-from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine import Sampling, VLLMEngine, rank_group
 from tlt_lightning.engine.rank_group import RankGroup
 from tlt_lightning.engine.vllm import requests
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -97,6 +97,7 @@ def part(policy: str, rank: int) -> dict[str, str]:
     except RuntimeError as error:
         found["written apart"] = str(error)
     engine.close()
+    found["left"] = leave(policy, rank)
     group = RankGroup(torch.distributed.group.WORLD)
     group.note([rank])
     try:
@@ -104,6 +105,22 @@ def part(policy: str, rank: int) -> dict[str, str]:
     except RuntimeError as error:
         found["decided apart"] = str(error)
     return found
+
+
+def leave(policy: str, rank: int) -> str:
+    """Let rank 1 end its responses a step before rank 0 does, which then waits for it in the model's next step."""
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
+    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    rank_group._STEP_SECONDS = 1.0
+    requests.limit_of = lambda request, sampling: 9 - rank
+    try:
+        write(engine, siblings()[:1])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing was raised"
 
 
 def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:

@@ -78,11 +78,13 @@ class RequestWriter:
         They are those of all ranks of the engine, by their numbers in the pool.
         """
         engine, speculative = self._engine, self._speculative
-        numbers = EngineRandom(self.pool.agreement.decide(lambda: seed))
+        agreement = self.pool.agreement
+        numbers = EngineRandom(agreement.decide(lambda: seed))
         is_async = engine.vllm_config.scheduler_config.async_scheduling
         if speculative is not None:
             speculative.begin_rollout()
         try:
+            agreement.in_rollout = True
             self.pool.add(requests)
             ended, is_heard, is_to_order = 0.0, False, False
             self._order = RequestOrder()
@@ -131,6 +133,7 @@ class RequestWriter:
 
     def _leave(self) -> None:
         """End a rollout, also one that the caller gave up or an exception passed through."""
+        self.pool.agreement.in_rollout = False
         if self._running:
             self._engine.abort_request([str(number) for number in self._running])
         for held in (self.pool, self._running, self._before):
