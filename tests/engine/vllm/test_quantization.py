@@ -183,7 +183,10 @@ def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(
     for responses in (plain, drafted):
         assert chi_square_p(Counter(tuple(each.token_ids) for each in responses), probabilities) > 1e-4
     quantization: Any = speculating.quantization
-    if quantization.kv_cache == "auto":
+    # Eight full bits move these log-probs hardly further than rounding to bfloat16 does: 0.37 and 0.23, over all texts.
+    # Seven, as on a CPU, and fp8 (2.9) move them far.
+    is_far = quantization.weights == "fp8" or not ON_GPU
+    if quantization.kv_cache == "auto" and is_far:
         found = {text: fmean(values) for text, values in logps.items()}
         assert 0.6 < share_of_the_way(found, policy, quantization.weights) < 1.4
 
