@@ -76,7 +76,7 @@ def limit_of(request: Request, sampling: Sampling) -> int:
 
 
 def noise_of(request: Request) -> int | None:
-    """Return the seed of a request's own noise: what follows the seam must not get that of the beginning."""
+    """Return the seed of a request's own noise that counts from its start: what follows a seam must not repeat it."""
     start = num_written(request)
     return request.seed if request.seed is None or not start else seed_of(request.seed, start)
 

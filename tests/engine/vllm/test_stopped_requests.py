@@ -167,6 +167,28 @@ def test_a_twin_drafts_only_where_drafts_may_share_the_noise(setup: Setup) -> No
     assert (response.num_kept.get("twin", 0) > 20) is setup.engine.drafts_may_share_noise
 
 
+@pytest.mark.parametrize("draws_by_position", [False, True])
+def test_a_continued_response_has_new_noise_unless_noise_goes_by_position(
+    setup: Setup, draws_by_position: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the V2 runner would be given too."""
+    writer, seeds = setup.engine._writer, []
+    assert writer is not None
+    assert writer._draws_by_position is internals.runs_v2()
+    monkeypatch.setattr(writer, "_draws_by_position", draws_by_position)
+    request, scheduler = Request(id=0, prompt_ids=[5], max_tokens=9, seed=17), setup.engine.inspect().scheduler
+    for written in (None, Response(0, [6], [-1.0], "unfinished", (0,))):
+        for _ in setup.engine.generate(
+            [replace(request, written=written)],
+            GREEDY,
+            seed=0,
+            on_progress=lambda _: seeds.extend(each.sampling_params.seed for each in scheduler.running),
+        ):
+            pass
+    assert set(seeds[:5]) == {17}
+    assert (seeds[-1] == 17) is draws_by_position
+
+
 def test_the_alarm_counts_on_over_stops(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     dead = {name: tensor.clone() for name, tensor in setup.head.items()}
     dead["lm_head.weight"][:] = 0

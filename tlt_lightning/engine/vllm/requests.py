@@ -14,7 +14,7 @@ from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
 from tlt_lightning.engine.requests import joined, limit_of, noise_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
-from tlt_lightning.engine.vllm.internals import abort
+from tlt_lightning.engine.vllm.internals import abort, reach
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.calibration import random_prompts
@@ -56,6 +56,8 @@ class RequestWriter:
         self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
+        # The V2 runner draws by seed and position, so that a continued response gets the noise that it would have had.
+        self._draws_by_position = bool(reach(engine, "vllm_config.use_v2_model_runner"))
 
     @property
     def ids(self) -> set[int]:
@@ -169,7 +171,9 @@ class RequestWriter:
         for request in requests:
             self._order.begin(request.group, request.expected_tokens)
             prompt: Any = {"prompt_token_ids": text_of(request)}
-            internal_id = self._engine.add_request(str(request.id), prompt, params(request))
+            given = params(request)
+            given.seed = request.seed if self._draws_by_position else noise_of(request)
+            internal_id = self._engine.add_request(str(request.id), prompt, given)
             if request.written is not None:
                 self._before[internal_id] = num_written(request)
             if self._speculative is not None:
@@ -216,7 +220,7 @@ class RequestWriter:
 
 
 def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's sampling parameters of a request."""
+    """Return vLLM's sampling parameters of a request, but for its seed."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -228,7 +232,6 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
         min_p=sampling.min_p,
         min_tokens=min(max(sampling.min_tokens - num_written(request), 0), limit),
         max_tokens=limit,
-        seed=noise_of(request),
         stop_token_ids=[*end_token_ids, *sampling.stop_token_ids],
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
