@@ -16,7 +16,8 @@ import lightning as L
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.sharding.units import uneven
+from tlt_lightning.sharding.hook_call import HookCall
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,10 @@ UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
 
 def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
     """Call hook `name` of every callback that has it, with the Trainer and its module."""
-    with uneven(name) if name in UNEVEN_HOOKS else nullcontext():
+    call = HookCall(name, is_even=name not in UNEVEN_HOOKS)
+    with call if isinstance(trainer.strategy, FSDP2Strategy) else nullcontext():
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             hook = getattr(callback, name, None)
             if hook is not None:
+                call.callback = type(callback).__name__
                 hook(trainer, trainer.lightning_module, *args)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from tlt_lightning.sharding.hook_call import begin_pass
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-
-_UNEVEN: ContextVar[str | None] = ContextVar("uneven", default=None)
 
 
 @dataclass(frozen=True)
@@ -85,28 +84,8 @@ def as_forward(model: nn.Module, function: Callable[[], T]) -> T:
     called: Any = getattr(model, "_called", None)
     if called is None:
         return function()
-    _check_even()
+    begin_pass()
     return called(function)
-
-
-@contextmanager
-def uneven(hook: str) -> Iterator[None]:
-    """Refuse collectives of sharded models for the block, in a hook that ranks call unequally often."""
-    token = _UNEVEN.set(hook)
-    try:
-        yield
-    finally:
-        _UNEVEN.reset(token)
-
-
-def _check_even() -> None:
-    """Raise RuntimeError within `uneven`: the other ranks would be waited for without end."""
-    if hook := _UNEVEN.get():
-        raise RuntimeError(
-            f"A callback runs or gathers a policy in `{hook}`, which ranks call unequally often, and with `fsdp2` all "
-            "ranks have to do so together: use `on_rollout_end` or `on_rollout_scored`, with as many passes on each "
-            "rank, or `strategy: ddp`."
-        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -134,7 +113,7 @@ def gathered(unit: nn.Module) -> Iterator[None]:
     if not isinstance(unit, FSDPModule):
         yield
         return
-    _check_even()
+    begin_pass()
     unit.unshard()
     try:
         yield

@@ -1,0 +1,91 @@
+"""Let callbacks use a sharded policy only where all ranks do: in a hook that they call together, and equally often.
+
+A pass by fewer ranks would wait without end, or meet a later pass of the others and mix up their weights. So a rank
+notes in the ranks' store each pass that it begins in a hook, and that it has left the hook. Before a pass it waits for
+the others, and one that has left is an error at once. Ranks that make no pass wait for nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextvars import ContextVar
+from math import inf
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+_POLL_SECONDS = 0.002
+
+_CURRENT: ContextVar[HookCall | None] = ContextVar("hook_call", default=None)
+_NUM_CALLS: Counter[str] = Counter()  # of this process, by hook
+
+
+class HookCall:
+    """Guards one call of a hook on this rank, with a sharded policy; a context.
+
+    Args:
+        hook: Its name.
+        is_even: All ranks call it equally often; otherwise a pass in it is refused.
+    """
+
+    def __init__(self, hook: str, *, is_even: bool) -> None:
+        self.hook, self.is_even = hook, is_even
+        self.callback = ""
+        """Name of the callback that is being called."""
+        self._num_passes = 0
+
+    def __enter__(self) -> Self:
+        if self.is_even:
+            _NUM_CALLS[self.hook] += 1
+        self._number = _NUM_CALLS[self.hook]
+        self._token = _CURRENT.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _CURRENT.reset(self._token)
+        if self.is_even and dist.is_initialized():
+            self._note(inf)
+
+    def begin_pass(self) -> None:
+        """Wait until all ranks are at this pass; raise RuntimeError if the hook is uneven or a rank has left it."""
+        if not self.is_even:
+            raise RuntimeError(
+                f"`{self.callback}` runs or gathers a policy in `{self.hook}`, which ranks call unequally often, and "
+                "with `fsdp2` all ranks have to do so together: use `on_rollout_end` or `on_rollout_scored`, with as "
+                "many passes on each rank, or `strategy: ddp`."
+            )
+        self._num_passes += 1
+        self._note(self._num_passes)
+        places: list[tuple[int, float]] = [(0, 0)]
+        while min(places) < (self._number, self._num_passes):
+            time.sleep(_POLL_SECONDS)
+            places = [self._place_of(rank) for rank in range(dist.get_world_size())]
+            left = [str(rank) for rank, place in enumerate(places) if place >= (self._number, inf)]
+            if left:
+                raise RuntimeError(
+                    f"`{self.callback}` on rank {dist.get_rank()} runs or gathers a policy in `{self.hook}`, its "
+                    f"{self._num_passes}. time, and rank {', '.join(left)} has left that hook without: with `fsdp2` "
+                    "all ranks have to do so together. Make as many passes on each rank, or use `strategy: ddp`."
+                )
+
+    def _note(self, num_passes: float) -> None:
+        _get_default_store().set(f"{self.hook} {dist.get_rank()}", f"{self._number} {num_passes}")
+
+    def _place_of(self, rank: int) -> tuple[int, float]:
+        """Return how often a rank has called the hook, and its passes in the last call, without end if that is over."""
+        key = f"{self.hook} {rank}"
+        if not _get_default_store().check([key]):
+            return 0, 0.0
+        number, num_passes = _get_default_store().get(key).decode().split()
+        return int(number), float(num_passes)
+
+
+def begin_pass() -> None:
+    """Do what a pass or gathering of a sharded policy needs before it begins within a hook; nothing elsewhere."""
+    if (call := _CURRENT.get()) is not None:
+        call.begin_pass()
