@@ -135,6 +135,16 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     assert not any(name.startswith(("schedule/", "rollout/groups")) for name in rank.numbers())
 
 
+def test_a_rank_draws_what_is_dealt_to_it_by_earlier_answers() -> None:
+    rank = OneRank()
+    order = PromptCursor(len(PROMPTS), 0).take(4)
+    rank.history.mean_lengths = dict(zip(order, (100.0, 10.0, 20.0, 30.0), strict=True))
+    list(rank.steps())
+    ((_, course, _),) = rank.collector.calls
+    assert [(group.prompt, group.draw) for group in course.groups] == [(order[2], 2), (order[3], 3)]
+    assert rank.cursor.position == 4
+
+
 @pytest.mark.parametrize("schedule", [None, TailBatching(1.0), PartialRollout(1.0)])
 def test_what_is_asked_ahead_is_what_the_next_iteration_begins(schedule: RolloutSchedule | None) -> None:
     rank = OneRank(schedule=schedule, earlier=EarlierAnswers(ahead=3))

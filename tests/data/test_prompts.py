@@ -218,15 +218,6 @@ def test_cursor_uses_every_prompt_once_a_pass_in_changing_order() -> None:
     assert first != second
 
 
-def test_ranks_share_what_one_rank_would_take() -> None:
-    whole = PromptCursor(7, seed=0)
-    ranks = [PromptCursor(7, seed=0) for _ in range(2)]
-    for _ in range(4):
-        shares = [cursor.take(6, rank=rank, world_size=2) for rank, cursor in enumerate(ranks)]
-        taken = whole.take(6)
-        assert shares == [taken[0::2], taken[1::2]]
-
-
 def test_cursor_goes_on_where_it_was() -> None:
     cursor = PromptCursor(7, seed=0)
     cursor.take(4)

@@ -25,6 +25,7 @@ from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks import gather_over_ranks, max_over_ranks, sum_over_ranks
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed, texts_by_seed
+from tlt_lightning.schedules.deal import deal
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.fsdp2 import agreement
@@ -196,17 +197,17 @@ class PolicyIteration:
 
     def _fresh(self, num_drawn: int, iteration: int) -> list[OpenGroup]:
         """Return this rank's groups of the next `num_drawn` prompts, which stay to be drawn."""
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        first = self.cursor.position + rank
+        prompts = self.cursor.coming(num_drawn)
+        lengths = [self.history.mean_lengths.get(prompt, 0.0) for prompt in prompts]
         return [
             OpenGroup(
-                prompt=prompt,
-                draw=first + number * world_size,
+                prompt=prompts[place],
+                draw=self.cursor.position + place,
                 drawn=iteration,
                 begun=iteration,
-                expected_tokens=self.history.mean_lengths.get(prompt, 0.0),
+                expected_tokens=lengths[place],
             )
-            for number, prompt in enumerate(self.cursor.coming(num_drawn, rank=rank, world_size=world_size))
+            for place in deal(lengths, self.trainer.world_size)[self.trainer.global_rank]
         ]
 
     def _twins(self, written: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:

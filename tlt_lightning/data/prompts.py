@@ -250,16 +250,15 @@ class PromptCursor:
         self.position = 0  # prompts handed out since the start, over all ranks
         self._cached_epoch, self._cached = -1, [0]
 
-    def take(self, count: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
-        """Move on by `count` prompts and return this rank's share, every `world_size`-th of them."""
-        taken = self.coming(count, rank=rank, world_size=world_size)
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` prompts, and move on behind them."""
+        taken = self.coming(count)
         self.position += count
         return taken
 
-    def coming(self, count: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
-        """Return this rank's share of the next `count` prompts, and stay."""
-        positions = range(self.position, self.position + count)
-        return [self._prompt_at(position) for position in positions[rank::world_size]]
+    def coming(self, count: int) -> list[int]:
+        """Return the next `count` prompts, and stay."""
+        return [self._prompt_at(position) for position in range(self.position, self.position + count)]
 
     def _prompt_at(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_prompts)

@@ -1,0 +1,66 @@
+"""Prompts dealt to ranks by expected length: against one queue for all engines, simulated."""
+
+import random
+from collections import defaultdict
+from statistics import mean
+
+import pytest
+
+from tests.support.simulated_engines import Rollout, draw_lengths
+from tlt_lightning.schedules.deal import deal
+
+
+def test_ranks_get_equally_many_prompts_and_alike_tokens() -> None:
+    shares = deal([800.0, 100.0, 90.0, 110.0, 700.0, 120.0], 2)
+    assert shares == [[0, 2, 3], [1, 4, 5]]
+    assert deal([5.0, 1.0, 1.0, 1.0], 2) == [[0, 3], [1, 2]]  # not one against three
+
+
+def test_ranks_take_turns_where_nothing_is_known() -> None:
+    assert deal([0.0] * 6, 2) == [[0, 2, 4], [1, 3, 5]]
+    assert deal([0.0] * 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_an_unknown_prompt_counts_as_the_mean_of_the_others() -> None:
+    assert deal([10.0, 0.0, 50.0, 90.0], 2) == deal([10.0, 50.0, 50.0, 90.0], 2) == [[0, 3], [1, 2]]
+
+
+def compare(num_ranks: int, per_rank: int, room: int, median: int = 139, longest: int = 4096) -> dict[str, float]:
+    """Mean seconds of rollouts of `per_rank` prompts a rank, in the order expected from history."""
+    found = defaultdict(list)
+    num_prompts = num_ranks * per_rank
+    everything = range(num_prompts)
+    for seed in range(24):
+        lengths, history = draw_lengths(num_prompts, random.Random(seed), median=median, longest=longest)
+        deals = {
+            "dealt": deal(history, num_ranks),
+            "in turns": [everything[rank::num_ranks] for rank in range(num_ranks)],
+            "shared": [everything],
+        }
+        for name, shares in deals.items():
+            found[name].append(Rollout(lengths, shares, num_ranks, history).seconds(room, "expected"))
+        found["known"].append(Rollout(lengths, [everything], num_ranks).seconds(room, "known"))
+    return {name: mean(seconds) for name, seconds in found.items()}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((4, 16, 32, 2500, 32768), id="long texts, room for a quarter"),
+        pytest.param((8, 8, 16, 600, 8192), id="few prompts a rank, room for a quarter"),
+    ],
+)
+def test_a_shared_queue_would_gain_less_than_a_twentieth_over_what_is_dealt(sizes: tuple[int, ...]) -> None:
+    seconds = compare(*sizes)
+    assert seconds["dealt"] < 1.05 * seconds["shared"]
+    assert seconds["in turns"] > 1.05 * seconds["shared"]
+
+
+def test_where_room_is_short_it_is_nearly_as_good_as_known_lengths() -> None:
+    seconds = compare(4, 16, room=32)
+    assert seconds["dealt"] < 1.05 * seconds["known"]
+
+
+def test_where_all_fit_nothing_is_lost() -> None:
+    seconds = compare(4, 8, room=64)
+    assert seconds["dealt"] < 1.005 * min(seconds.values())

@@ -1,0 +1,34 @@
+"""Deal an iteration's prompts to the ranks by the lengths expected of their responses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil
+
+
+def deal(lengths: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Deal prompts so that ranks, with equally many each, write and train on about equally many tokens.
+
+    The longest goes first, each to the rank with the fewest tokens. Where nothing is known, ranks take turns.
+
+    Args:
+        lengths: Tokens to expect of a response to each prompt; 0 if unknown, which counts as the mean of the others.
+        num_ranks: Ranks to deal to.
+
+    Returns:
+        Places in `lengths` of each rank's prompts, ascending.
+    """
+    known = [length for length in lengths if length]
+    typical = sum(known) / len(known) if known else 1.0
+    expected = [length or typical for length in lengths]
+    most = ceil(len(expected) / num_ranks)
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    lightest = [(0.0, rank) for rank in range(num_ranks)]
+    heapify(lightest)
+    for place in sorted(range(len(expected)), key=lambda place: -expected[place]):
+        num_tokens, rank = heappop(lightest)
+        shares[rank].append(place)
+        if len(shares[rank]) < most:
+            heappush(lightest, (num_tokens + expected[place], rank))
+    return [sorted(share) for share in shares]
