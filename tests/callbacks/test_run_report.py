@@ -98,6 +98,27 @@ def test_run_that_failed_before_its_first_iteration_leaves_an_earlier_report_alo
     assert not (tmp_path / "demo").exists()
 
 
+def test_the_report_of_an_earlier_run_is_kept_by_one_that_does_not_go_on_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path)
+    fit(tmp_path, ckpt_path=tmp_path / "checkpoints" / "epoch=0.ckpt")
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["report.html", "summary.json"]
+    assert "earlier run" not in caplog.text
+    first = [read_summary(tmp_path / "demo")["seconds"]]
+    fit(tmp_path, max_epochs=2)
+    assert "holds an earlier run, whose report is kept as report_0.html, summary_0.json." in caplog.text
+    fit(tmp_path, max_epochs=1)
+    kept = [json.loads((tmp_path / f"demo/summary_{number}.json").read_text()) for number in (0, 1)]
+    assert [kept[0]["seconds"]] == first
+    assert [each["iterations"] for each in (*kept, read_summary(tmp_path / "demo"))] == [3, 2, 1]
+    assert {path.name for path in (tmp_path / "demo").glob("report*")} == {
+        "report.html",
+        "report_0.html",
+        "report_1.html",
+    }
+
+
 def test_a_failing_report_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "demo" / "summary.json").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="made to fail"):

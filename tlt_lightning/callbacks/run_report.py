@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ class RunReport(RolloutCallback):
 
     The page is one file that opens from disk: reward, accuracy, lengths, where each second went, speculation, and of
     up to 24 iterations the rollout from inside and some completions, whose tokens show who drafted them. An interrupted
-    run is reported too; a resumed run reports from its beginning, as everything is in the checkpoint. `summary.json`
-    has these keys, null where nothing was measured:
+    run is reported too; a resumed run reports from its beginning, as everything is in the checkpoint. Another run's
+    report in the folder is kept as `report_0.html` and `summary_0.json`. `summary.json` has these keys, null where
+    nothing was measured:
 
     - `seed`: Of `seed_everything`.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
@@ -76,6 +78,7 @@ class RunReport(RolloutCallback):
         self._completions: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {}
         self._num_unwritten = 0
+        self._is_first_write = True  # of a run that does not go on from another
         self._earlier_seconds = 0.0
         self._started = time.perf_counter()
 
@@ -90,6 +93,7 @@ class RunReport(RolloutCallback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._is_first_write &= trainer.ckpt_path is None
         self._head = {"facts": facts(trainer, pl_module), "config": configuration(trainer, pl_module)}
 
     @override
@@ -159,10 +163,26 @@ class RunReport(RolloutCallback):
         self.details = dict(state_dict["details"])
         self.accuracy_before = state_dict["accuracy_before"]
         self._earlier_seconds = state_dict["seconds"]
+        self._is_first_write = False
 
     @property
     def _seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._started
+
+    def _keep_earlier(self) -> None:
+        """Rename what another run has written here, before this one writes for the first time."""
+        if not self._is_first_write:
+            return
+        self._is_first_write = False
+        paths = [path for name in ("report.html", "summary.json") if (path := self.dirpath / name).is_file()]
+        if kept := ", ".join(path.rename(_unused(path)).name for path in paths):
+            log.warning(
+                "%s holds an earlier run, whose report is kept as %s. Its checkpoints are overwritten as this run gets "
+                "to their iterations: give a run a folder of its own (`--trainer.default_root_dir`), or let it go on "
+                "from the earlier one (`--ckpt_path`).",
+                self.dirpath,
+                kept,
+            )
 
     def _write_page(self, trainer: L.Trainer, state: str) -> None:
         """Replace the page in one go; one that cannot be written is no reason to end a run."""
@@ -181,6 +201,7 @@ class RunReport(RolloutCallback):
         text = page(data).encode("utf-8", "replace")  # a lone surrogate has no bytes
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
+            self._keep_earlier()
             part = self.dirpath / "report.html.part"
             part.write_bytes(text)
             os.replace(part, self.dirpath / "report.html")
@@ -191,6 +212,7 @@ class RunReport(RolloutCallback):
 
     def _write(self, trainer: L.Trainer, exception: BaseException | None) -> None:
         self.dirpath.mkdir(parents=True, exist_ok=True)
+        self._keep_earlier()
         measured = summarize(self.history, self.accuracy_before)
         is_interrupted = exception is not None
         summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": is_interrupted}
@@ -224,6 +246,11 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
         "held_out_accuracy_after_iteration": validated[-1] if validated else None,
         **{name: last.get(metric) for name, metric in SUMMARIZED.items()},
     }
+
+
+def _unused(path: Path) -> Path:
+    """Return the path with the first number behind its name that no file has."""
+    return next(other for number in count() if not (other := path.with_stem(f"{path.stem}_{number}")).exists())
 
 
 def _checkpoints(trainer: L.Trainer) -> list[str]:
