@@ -22,6 +22,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_head": 2, "n_layer": 2},
     "gemma": {"head_dim": 32},
     "gemma2": {"head_dim": 32},
+    "vaultgemma": {"head_dim": 32},
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},

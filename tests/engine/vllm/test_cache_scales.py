@@ -15,6 +15,7 @@ from tests.support.architectures import save_architecture
 from tests.support.speculation_engines import PROMPTS, engine_of
 from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.cache_scales import LARGEST, CacheScales, unbounded, unknown_norms
+from tlt_lightning.engine.vllm.quantization.norms import norm_offset
 from tlt_lightning.policy import load_policy, policy_shapes, stream_weights
 
 
@@ -54,7 +55,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": None},
     "cohere": {"use_qk_norm": True, "hidden_size": 128},  # heads of more numbers than there are heads
 }
-KEEP_DIFFERENCES = ("gemma", "gemma2", "gemma3_text", "nemotron")
+KEEP_DIFFERENCES = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_no_query_key_or_value_exceeds_its_scale(
     names = dict(policy.named_parameters())
     assert unbounded(names) == unknown_norms(names) == []
     config: Any = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="fp8"), model_config=SimpleNamespace(hf_config=policy.config)
+        cache_config=SimpleNamespace(cache_dtype="fp8"), model_config=SimpleNamespace(model=path)
     )
     scales = CacheScales.of(SimpleNamespace(vllm_config=config), names)
     assert scales is not None
@@ -117,6 +118,15 @@ def test_policies_whose_values_pass_no_norm_or_an_unknown_one_are_refused(tmp_pa
     shapes = policy_shapes(save_architecture("phi", tmp_path / "phi", qk_layernorm=True))
     with pytest.raises(ValueError, match=r"does not know what k_layernorm.bias, .* do to queries and keys; set 'auto'"):
         Quantization(None, kv_cache="fp8").check(shapes)
+
+
+@pytest.mark.parametrize(("model_type", "norm"), [("gemma3n_text", "v_norm"), ("llama4_text", "qk_norm")])
+def test_a_norm_in_attention_without_weights_is_refused(model_type: str, norm: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(model_type, num_hidden_layers=2, num_kv_shared_layers=0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"does not know what {norm} of `policy` .* do; set 'auto'"):
+        norm_offset(str(tmp_path))
 
 
 def mean_logp(engine: VLLMEngine, policy: nn.Module) -> float:

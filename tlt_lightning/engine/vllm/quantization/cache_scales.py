@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
+from tlt_lightning.engine.vllm.quantization.norms import norm_offset
 
 LARGEST = 448.0  # of e4m3
 
 _ROTATION = 2.0  # rotating a pair gains up to sqrt(2), and YaRN's factor some more
-_FROM_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")  # keep the difference of a norm's weights from one
 _NEEDED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "input_layernorm.weight")
 _WATCHED = re.compile(r"\.layers\.(\d+)\.(?:self_attn\.)?([qkv]_proj|[qk]_norm|input_layernorm)\.(weight|bias)$")
 
@@ -46,8 +46,7 @@ class CacheScales:
         """Return the scales to find for a live engine; None if its cache is not of 8 bit."""
         if reach(engine, "vllm_config.cache_config.cache_dtype") != "fp8":
             return None
-        model_type = reach(engine, "vllm_config.model_config.hf_config.model_type")
-        return cls(names, norm_offset=1.0 if model_type in _FROM_ONE else 0.0)
+        return cls(names, norm_offset(reach(engine, "vllm_config.model_config.model")))
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `tensors`; bound a layer once its last tensor has come, since a sharded one may be gone later."""
