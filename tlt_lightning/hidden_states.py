@@ -179,7 +179,7 @@ class BatchTap:
 
     def __init__(self, model: nn.Module, request: HiddenStateRequest, batch: RolloutBatch, policy_version: int) -> None:
         self.model = model
-        self.layer_ids = request.layer_ids
+        self.request = request
         self.batch = batch
         self.policy_version = policy_version
         self._lengths: list[int] = batch.lengths.tolist()
@@ -211,7 +211,7 @@ class BatchTap:
             return
         is_packed = can_pack(causal_lm(self.model).base_model)
         starts = [0, *accumulate(self._lengths[row] for row in rows)] if is_packed else None
-        with HiddenStateTap(self.model, self.layer_ids, list(kept.values()), starts) as tap:
+        with HiddenStateTap(self.model, self.request.layer_ids, list(kept.values()), starts) as tap:
             yield
         texts = [self.batch.input_ids[row, : self._lengths[row]] for row in kept]
         prompt_lengths = [int(self.batch.prompt_lengths[row]) for row in kept]

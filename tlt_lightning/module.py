@@ -32,7 +32,7 @@ from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
 from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
-from tlt_lightning.training.networks import Networks, load_networks
+from tlt_lightning.training.networks import Networks, Scoring, load_networks
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.resume import Requeue, UpdateState, check_lora, hand_over, is_within, take_up
 from tlt_lightning.training.throughput import log_work
@@ -178,9 +178,8 @@ class RLModule(L.LightningModule):
 
     # Scoring: what must be known before the first update of an iteration
 
-    @torch.no_grad()
-    def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool = False) -> RolloutBatch:
-        """Fill in log-probs, reference log-probs and values of a rank's batch, largest pass first.
+    def begin_scoring(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool = False) -> Scoring:
+        """Return the passes that fill in log-probs, reference log-probs and values of a rank's batch.
 
         Args:
             batch: On the CPU; the result stays there.
@@ -192,8 +191,8 @@ class RLModule(L.LightningModule):
         policy, step = self.networks.policy, self.trainer.global_step
         self._tap = None if request is None else BatchTap(policy, request, batch, step)
         scores_policy = not single_update or self.critic is not None or self.objective.needs_old_logps
-        context, agree = self.trainer.precision_plugin.forward_context, agreement(self.trainer)
-        return self.networks.score(batch, micro_batch_tokens, self.device, context, agree, scores_policy=scores_policy)
+        where = (self.device, self.trainer.precision_plugin.forward_context, agreement(self.trainer))
+        return Scoring(self.networks, batch, micro_batch_tokens, *where, scores_policy=scores_policy)
 
     # Training
 

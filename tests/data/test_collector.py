@@ -119,6 +119,26 @@ def test_the_engine_sleeps_before_an_idle_window_opens(collector: RolloutCollect
     assert seen == [["wake", "sleep"]]
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_callbacks_have_an_idle_window_before_it_is_used_to_score(
+    collector: RolloutCollector, hooks: list[str], is_open: bool
+) -> None:
+    class Open(Idle):
+        @contextmanager
+        def window(self) -> Iterator[IdleWindow]:
+            yield IdleWindow(lambda: is_open, 1)
+
+    def score(rollouts: Sequence[Any], window: IdleWindow) -> None:
+        given.append(rollouts)
+        hooks.append("score")
+
+    given: list[Sequence[Any]] = []
+    collector.idle = Open()  # type: ignore[assignment]
+    rollouts = collector.collect(PROMPTS, Sampling(), group_size=2, seed=0, score=score)
+    assert hooks[3:] == ["on_rollout_idle", *(["score"] if is_open else [])]
+    assert given == ([rollouts] if is_open else [])
+
+
 def test_tags_that_are_special_tokens_have_their_format(collector: RolloutCollector, policy_path: str) -> None:
     tokenizer = load_tokenizer(policy_path)
     tags = ["<think>", "</think>", "<answer>", "</answer>"]

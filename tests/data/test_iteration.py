@@ -1,6 +1,7 @@
 """One iteration of one of two ranks, with a collector that answers at once and a module that scores nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed
 from tlt_lightning.schedules.history import Answered, AnswerHistory
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
 DULL = (3, 5)  # prompts whose responses all earn the same
@@ -28,6 +30,15 @@ class Strategy:
 
     def reduce(self, value: torch.Tensor, reduce_op: str) -> torch.Tensor:
         return value.mul_(2) if reduce_op == "sum" else value
+
+
+class Sharded(FSDP2Strategy):
+    """The same, with shards."""
+
+    root_device = torch.device("cpu")
+
+    def reduce(self, value: torch.Tensor, reduce_op: str) -> torch.Tensor:  # type: ignore[override]
+        return Strategy().reduce(value, reduce_op)
 
 
 class Answers:
@@ -87,16 +98,16 @@ class OneRank:
         self.backlog = Backlog(schedule)
         objective, networks = GRPO(), SimpleNamespace(is_padded=False)
         module: Any = SimpleNamespace(
-            iteration_log=self.log, objective=objective, networks=networks, score=self.score, device="cpu"
+            iteration_log=self.log, objective=objective, networks=networks, begin_scoring=self.begin_scoring
         )
+        module.hidden_state_request = None
         parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.history)
         self.make = lambda saved=None: PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
         self.iteration = self.make(saved)
 
-    def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> RolloutBatch:
+    def begin_scoring(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> Any:
         self.asked.append((micro_batch_tokens, single_update))
-        batch.old_logps = batch.rollout_logps
-        return batch
+        return SimpleNamespace(finish=lambda batch: replace(batch, old_logps=batch.rollout_logps))
 
     def on_rollout_end(self, trainer: Any, module: Any, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
@@ -252,6 +263,24 @@ def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> N
     assert len(rank.rollouts) == 2 * (4 + len(dull))  # what callbacks see
     informative = [index for index in drawn[0] if index not in DULL] + [i for i in drawn[1] if i not in DULL]
     assert [rollout.prompt.index for rollout in rank.rollouts[::2]][: len(informative)] == informative
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy", "scores"),
+    [
+        ({}, Strategy(), True),
+        ({"dynamic_sampling": DynamicSampling()}, Strategy(), False),  # who knows what it will drop
+        ({}, Sharded(), False),
+    ],
+    ids=["ddp", "dynamic sampling", "fsdp2"],
+)
+def test_idle_windows_score_what_is_learned_from_under_ddp(
+    settings: dict[str, Any], strategy: Any, scores: bool
+) -> None:
+    rank = OneRank(**settings)
+    rank.trainer.strategy = strategy
+    list(rank.steps())
+    assert {arguments["score"] is not None for *_, arguments in rank.collector.calls} == {scores}
 
 
 def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:

@@ -20,7 +20,8 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.kl import KLPenalty
 from tlt_lightning.policy import load_policy
 
-CLOCKS = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/passes")
+RATES = ("rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/passes")
+CLOCKS = ("time/", "idle/", *RATES)
 
 
 def run(out: Path, *arguments: str, num_ranks: int = 2) -> list[dict[str, Any]]:

@@ -83,11 +83,13 @@ class RolloutCollector:
         first_group: int = 0,
         course: RolloutCourse | None = None,
         coming: Callable[[], Sequence[Request]] | None = None,
+        score: Callable[[Sequence[Rollout], IdleWindow], None] | None = None,
     ) -> list[Rollout]:
         """Write and score `group_size` responses to each prompt; groups count from `first_group`.
 
         A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes. While
-        other workers write, answers to the requests of `coming` are written ahead.
+        other workers write, answers to the requests of `coming` are written ahead, and in what callbacks leave of that
+        time `score` is given what is returned, without rewards.
 
         Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook;
         unless the others' rollout needs this rank's engine or shards.
@@ -108,12 +110,14 @@ class RolloutCollector:
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
+        taken = [rollouts[number] for number in course.taken]
         self.log.lap("rollout")
         if coming is None:
-            self._sleep()  # before the window: whoever trains in it finds the memory of the engine's cache free
-            self._spend_idle_time()
-        else:
-            self._spend_idle_time(partial(self._write_ahead, coming, sampling))
+            self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
+        self._spend_idle_time(
+            None if coming is None else partial(self._write_ahead, coming, sampling),
+            None if score is None else partial(score, taken),
+        )
         version = (self.trainer.global_step,)
         current = [rollout for rollout in rollouts.values() if rollout.response.policy_versions == version]
         if self.probe is not None and self._can_probe(current, is_first):
@@ -126,7 +130,7 @@ class RolloutCollector:
         if not self.trainer.predicting:  # to which rewards matter little
             self.rewards.check()
         self.log.lap("reward")
-        return [rollouts[number] for number in course.taken]
+        return taken
 
     def _can_probe(self, current: Sequence[Rollout], is_first: bool) -> bool:
         """Tell whether responses of the current weights are there: on all ranks, where the probe's pass needs all."""
@@ -201,8 +205,15 @@ class RolloutCollector:
             self.engine.sleep()
         self.log.lap("sync")
 
-    def _spend_idle_time(self, write_ahead: Callable[[IdleWindow], None] | None = None) -> None:
-        """Wait for the other workers; `write_ahead` has the engine first, which then sleeps for the callbacks."""
+    def _spend_idle_time(
+        self,
+        write_ahead: Callable[[IdleWindow], None] | None = None,
+        score: Callable[[IdleWindow], None] | None = None,
+    ) -> None:
+        """Wait for the other workers; `write_ahead` has the engine first, which then sleeps for the others.
+
+        Callbacks come before `score`: the last worker has no window, and the others wait for it to score its own.
+        """
         if self.idle is None:
             return
         with self.idle.window() as window:
@@ -211,6 +222,8 @@ class RolloutCollector:
                 self._sleep()
             if window.num_waiting_for:
                 call_rollout_hook(self.trainer, "on_rollout_idle", window)
+                if score is not None and window.is_open():
+                    score(window)
         self.log.lap("idle")
 
     def _write_ahead(self, coming: Callable[[], Sequence[Request]], sampling: Sampling, window: IdleWindow) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
@@ -34,7 +35,9 @@ from tlt_lightning.training.micro_batches import plan_minibatches
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
     from tlt_lightning.data.prompts import PromptCursor
+    from tlt_lightning.hooks import IdleWindow
     from tlt_lightning.module import RLModule
+    from tlt_lightning.training.networks import Scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,7 @@ class PolicyIteration:
         self.first_engine = deepcopy(collector.engine.state_dict())
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
+        self._scoring: Scoring | None = None  # begun in an idle window
 
     @property
     def num_steps(self) -> int:
@@ -127,15 +131,18 @@ class PolicyIteration:
         yield from islice(self._cut(self._batch), self.num_steps, None)
 
     def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
-        tokenizer = self.collector.tokenizer
-        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        batch = collate(self._collect(prompts), pad_id=pad_id, temperature=self.settings.sampling.temperature)
+        batch = self._collate(self._collect(prompts))
         self.log.lap("other")
         batch = self._score(batch)
         self.log.lap("logprobs")
         call_rollout_hook(self.trainer, "on_rollout_scored", batch)
         self.log.lap("other")
         return batch
+
+    def _collate(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
+        tokenizer = self.collector.tokenizer
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return collate(rollouts, pad_id=pad_id, temperature=self.settings.sampling.temperature)
 
     def _collect(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Roll out this rank's groups; with dynamic sampling, groups with a learning signal."""
@@ -166,6 +173,8 @@ class PolicyIteration:
                 first_group=num_begun,
                 course=course,
                 coming=partial(self._coming, course, prompts) if self.history.ahead else None,
+                # Of dynamic sampling nobody knows yet what is learned from; a pass of shards needs all ranks.
+                score=self._score_early if dynamic is None and agreement(trainer) is None else None,
             )
             num_begun += len(course.groups)
             own.lengths.extend(course.lengths)
@@ -261,13 +270,29 @@ class PolicyIteration:
 
     def _score(self, batch: RolloutBatch) -> RolloutBatch:
         """Fill in log-probs and values from before the update, advantages and returns."""
-        single_update = self.settings.num_steps == 1
-        batch = self.module.score(batch, self.settings.micro_batch_tokens, single_update=single_update)
+        scoring, self._scoring = self._scoring, None
+        if scoring is None or not scoring.fits(batch, self.module.hidden_state_request):  # a callback changed it
+            scoring = self._begin_scoring(batch)
+        batch = scoring.finish(batch)
         batch.advantages, batch.returns = self.module.objective.advantages(batch, self._sum)
         if batch.values is not None and batch.returns is not None:
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
             self.log.mean("train/explained_variance", explained)
         return batch
+
+    def _score_early(self, rollouts: Sequence[Rollout], window: IdleWindow) -> None:
+        """Make passes of the scoring in an idle window; what it leaves of them is made as without it, pass by pass."""
+        self.log.lap("idle")
+        started = time.perf_counter()
+        self._scoring = self._begin_scoring(self._collate(rollouts))
+        if num_tokens := self._scoring.run(window.is_open):
+            self.log.lap("logprobs")
+            self.log.sum("idle/tokens_scored", num_tokens)
+            self.log.sum("idle/seconds_scored", time.perf_counter() - started)
+
+    def _begin_scoring(self, batch: RolloutBatch) -> Scoring:
+        single_update = self.settings.num_steps == 1
+        return self.module.begin_scoring(batch, self.settings.micro_batch_tokens, single_update=single_update)
 
     def _cut(self, batch: RolloutBatch) -> Iterator[list[RolloutBatch]]:
         generator = torch.Generator().manual_seed(self._seed("shuffle"))

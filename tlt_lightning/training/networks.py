@@ -12,7 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.hidden_states import BatchTap
+from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.packed_pass import can_pack
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps
@@ -57,8 +57,23 @@ class Networks:
             logps, entropy, states, index = response_logps(self.policy, batch, needs_entropy_grad=needs_entropy_grad)
         return logps, entropy, None if self.critic is None else self.critic(batch, states, index)
 
-    def score(
+
+class Scoring:
+    """Scores a rank's batch before the update, largest pass first; may be left between two passes and taken up again.
+
+    Args:
+        networks: Score it; their tap, if any, is around the passes, too.
+        batch: On the CPU, rewards not needed.
+        max_tokens: Most tokens of a pass.
+        device: Where the networks are.
+        context: Made around each pass.
+        agree: As in `cut_alike`.
+        scores_policy: Run policy and critic, too, and not the reference alone.
+    """
+
+    def __init__(
         self,
+        networks: Networks,
         batch: RolloutBatch,
         max_tokens: int,
         device: torch.device,
@@ -66,34 +81,51 @@ class Networks:
         agree: Agree | None = None,
         *,
         scores_policy: bool,
-    ) -> RolloutBatch:
-        """Fill in log-probs, reference log-probs and values of a rank's batch, largest pass first.
+    ) -> None:
+        self.networks = networks
+        self.batch = batch
+        self.device = device
+        self.context = context
+        self.scores_policy = scores_policy
+        self._left: list[list[int]] = []  # rows of each pass
+        self._scores: dict[str, Tensor] = {}
+        if scores_policy or networks.reference is not None:
+            everything, is_padded = [torch.arange(len(batch))], networks.is_padded
+            self._left = cut_alike(everything, batch.lengths, max_tokens, is_padded=is_padded, agree=agree)[0]
 
-        Args:
-            batch: On the CPU; the result stays there.
-            max_tokens: Most tokens of a pass.
-            device: Where the networks are.
-            context: Made around each pass.
-            agree: As in `cut_alike`.
-            scores_policy: Run policy and critic, too, and not the reference alone.
-        """
-        if not scores_policy and self.reference is None:
-            return batch
-        scores: dict[str, Tensor] = {}
-        everything = [torch.arange(len(batch))]
-        for rows in cut_alike(everything, batch.lengths, max_tokens, is_padded=self.is_padded, agree=agree)[0]:
-            part = move_data_to_device(batch.select(rows), device)
-            results: dict[str, Tensor | None] = {}
-            with context():
-                if scores_policy:
-                    results["old_logps"], _, results["values"] = self.forward(part)
-                if self.reference is not None:
-                    results["ref_logps"] = self.reference.logps(self.policy, part)
-            for name, result in results.items():
+    def fits(self, batch: RolloutBatch, request: HiddenStateRequest | None) -> bool:
+        """Tell whether these are the sequences that are scored, and the states that are kept of them."""
+        tap, names = self.networks.tap, ("input_ids", "prompt_lengths", "response_lengths")
+        is_same = all(torch.equal(getattr(self.batch, name), getattr(batch, name)) for name in names)
+        return is_same and request == (None if tap is None else tap.request)
+
+    @torch.no_grad()
+    def run(self, may_go_on: Callable[[], bool] = lambda: True) -> int:
+        """Make the passes that are left, as long as `may_go_on`; return their tokens."""
+        num_tokens = 0
+        while self._left and may_go_on():
+            rows = self._left.pop(0)
+            part = self.batch.select(rows)
+            num_tokens += int(part.lengths.sum())
+            for name, result in self._pass(move_data_to_device(part, self.device)).items():
                 if result is not None:
-                    whole = scores.setdefault(name, torch.zeros_like(batch.rollout_logps))
+                    whole = self._scores.setdefault(name, torch.zeros_like(self.batch.rollout_logps))
                     whole[rows, : result.shape[1]] = result.float().cpu()
-        return replace(batch, **scores)  # type: ignore[arg-type]
+        return num_tokens
+
+    def finish(self, batch: RolloutBatch) -> RolloutBatch:
+        """Make the passes that are left; return `batch` with log-probs, reference log-probs and values filled in."""
+        self.run()
+        return replace(batch, **self._scores)  # type: ignore[arg-type]
+
+    def _pass(self, part: RolloutBatch) -> dict[str, Tensor | None]:
+        results: dict[str, Tensor | None] = {}
+        with self.context():
+            if self.scores_policy:
+                results["old_logps"], _, results["values"] = self.networks.forward(part)
+            if self.networks.reference is not None:
+                results["ref_logps"] = self.networks.reference.logps(self.networks.policy, part)
+        return results
 
 
 def load_networks(

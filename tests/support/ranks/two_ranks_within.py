@@ -62,7 +62,15 @@ class History(RolloutCallback):
             self.prompts.append([rollout.prompt.index for rollout in rollouts[::4]])
 
     def on_iteration_end(self, trainer, pl_module, iteration, metrics):
-        clocks = ("time/", "rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/mfu")
+        clocks = (
+            "time/",
+            "idle/",
+            "rollout/seconds",
+            "rollout/tokens_per_s",
+            "rollout/tail",
+            "train/tokens_per_s",
+            "train/mfu",
+        )
         self.rows[iteration] = {name: value for name, value in metrics.items() if not name.startswith(clocks)}
 
 
