@@ -31,7 +31,7 @@ T = TypeVar("T")
 _ROOM = 512  # bytes that travel in one broadcast with their number; a strategy takes some 130
 _SIZE = 4  # bytes of a number
 _HEADER = 2 * _SIZE
-_STEP_SECONDS = 25.0  # between the ranks' steps; the liveness watch gives a rank that is stuck 30 more
+_STEP_SECONDS = 20.0  # between the ranks' steps; the liveness watch takes 35 more to end a rank that is stuck
 _CALL_SECONDS = 2.0  # for those that wait to say so
 
 
