@@ -191,6 +191,7 @@ def test_sets_of_equal_values_cancel(count):
     assert (weights != 0).all()
 
 
+@pytest.mark.slow
 def test_the_wide_policy_gives_the_log_probs_of_the_small_one(small, wide):
     ids = target_head.write_rows(0, 2, 200)
     reference, other = (pad_to_7b.log_probs(load(folder), ids) for folder in (small, wide))
@@ -199,6 +200,7 @@ def test_the_wide_policy_gives_the_log_probs_of_the_small_one(small, wide):
     assert other[..., len(WORDS) :].max() < -100
 
 
+@pytest.mark.slow
 def test_the_wide_policy_writes_the_greedy_text_of_the_small_one(small, wide):
     prompt = target_head.write_rows(1, 3, 10)
     texts = [load(folder).generate(prompt, do_sample=False, max_new_tokens=40) for folder in (small, wide)]

@@ -7,9 +7,8 @@ from benchmarks.micro import update
 from tlt_lightning import policy
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param([], id="lora"), pytest.param(["--full"], id="full", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [pytest.param([], id="lora"), pytest.param(["--full"], id="full")])
 def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], tmp_path: Path) -> None:
     before = policy.chosen_logps, policy.is_frozen_linear
     update.main(["--tiny", *options, "--out", str(tmp_path)])

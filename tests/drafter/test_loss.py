@@ -184,6 +184,7 @@ def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(tmp_path: Path, mo
     assert largest.rows == 100
 
 
+@pytest.mark.slow
 def test_regression_pulls_features_towards_what_they_stand_in_for(policy_path: str) -> None:
     batch = alone(random_sequence(120, 1), 128)
     distances = {}
@@ -195,7 +196,15 @@ def test_regression_pulls_features_towards_what_they_stand_in_for(policy_path: s
     assert distances[1.0] < 0.5 * distances[0]
 
 
-@pytest.mark.parametrize("teaching", [EAGLE, Teaching(regression_weight=1), Teaching()], ids=repr)
+@pytest.mark.parametrize(
+    "teaching",
+    [
+        pytest.param(EAGLE, marks=pytest.mark.slow),
+        pytest.param(Teaching(regression_weight=1), marks=pytest.mark.slow),
+        Teaching(),
+    ],
+    ids=repr,
+)
 def test_every_teaching_learns_to_draft(policy_path: str, teaching: Teaching) -> None:
     drafter = taught(policy_path, teaching)
     policy = load_policy(policy_path)

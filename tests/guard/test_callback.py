@@ -25,13 +25,13 @@ STOPPED = "The run cannot go on: rank 1 ended with SIGTERM."
 @pytest.mark.parametrize(
     ("signal_name", "ranks", "place", "statuses", "sentence"),
     [
-        ("SIGTERM", "1", "rollout", [1, 143], STOPPED),
+        pytest.param("SIGTERM", "1", "rollout", [1, 143], STOPPED, marks=pytest.mark.slow),
         pytest.param("SIGTERM", "1", "update", [1, 143], STOPPED, marks=pytest.mark.slow),
         pytest.param("SIGTERM", "0,1", "rollout", [143, 143], None, marks=pytest.mark.slow),
         pytest.param("SIGKILL", "1", "start", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
         ("SIGKILL", "1", "update", [1, -signal.SIGKILL], DIED),
         pytest.param("SIGKILL", "1", "checkpoint", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
-        ("SIGKILL", "1", "stuck", [1, -signal.SIGKILL], DIED),
+        pytest.param("SIGKILL", "1", "stuck", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
     ],
 )
 def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(

@@ -38,9 +38,9 @@ def forecast(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -
     [
         ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 1),
         pytest.param("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, None, marks=pytest.mark.slow),
-        ("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 2),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 2, marks=pytest.mark.slow),
         pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 1, marks=pytest.mark.slow),
-        ("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, None),
+        pytest.param("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, None, marks=pytest.mark.slow),
     ],
 )
 def test_it_fits_as_many_devices_as_it_says(

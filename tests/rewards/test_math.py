@@ -125,6 +125,7 @@ def test_an_answer_without_an_expression_is_an_error() -> None:
         math_equivalence("", "7", {"answer": r"\text{}"})
 
 
+@pytest.mark.slow
 def test_children_end_with_their_parent() -> None:
     code = (
         "from tlt_lightning.rewards import math\n"

@@ -107,6 +107,7 @@ def test_a_plain_callback_with_a_hook_works(policy_path: str, prompts_path: str,
     assert Plain.seen == 32
 
 
+@pytest.mark.slow
 def test_reward_goes_up(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = make_trainer(tmp_path, recorder, max_epochs=12)

@@ -86,6 +86,7 @@ def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     assert seconds[1]["rollout"] > seconds[0]["rollout"] + 0.2  # of the straggler, who sleeps
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_its_groups_waits_while_the_other_replaces_its_own(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_rank_that_has_its_groups_waits_while_the_other_replaces_its_own(
     assert first["weights"] == second["weights"]
 
 
+@pytest.mark.slow
 def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     ended = fork(policy_path, prompts_path, tmp_path, "transformers", "die")
     assert ended.statuses == [1, 3]
