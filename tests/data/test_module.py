@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
 from tlt_lightning import TransformersEngine
@@ -83,3 +84,27 @@ def test_engines_are_told_how_long_answers_to_a_prompt_were(
             own = [len(each.response.token_ids) for each in rollouts if tuple(each.prompt.ids) == prompt]
             lengths[prompt] = sum(own) / len(own)
     assert max(expected for _, expected in asked) > 0
+
+
+def test_a_checkpoint_that_one_worker_wrote_alone_is_resumed_with_a_warning_or_refused(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(make_module(policy_path), make_data(prompts_path))
+    trainer.save_checkpoint(path := tmp_path / "alone.ckpt")
+    saved = torch.load(path, weights_only=False)
+    state = saved["RolloutDataModule"]
+    state["settings"]["number of workers"] = 2  # as Lightning's OnExceptionCheckpoint leaves it
+    torch.save(saved, path)
+    resumed = make_trainer(tmp_path, max_epochs=2)
+    resumed.fit(make_module(policy_path), make_data(prompts_path), ckpt_path=path, weights_only=False)
+    assert resumed.current_epoch == 2
+    assert "saved after an error, by 1 of 2 workers: what a schedule had put aside on the others is lost" in caplog.text
+    state["ranks"][0]["iteration"] = {}
+    torch.save(saved, path)
+    with pytest.raises(
+        ValueError, match=r"after an error, within an iteration's update, by 1 of 2 workers.*earlier one"
+    ):
+        make_trainer(tmp_path, max_epochs=2).fit(
+            make_module(policy_path), make_data(prompts_path), ckpt_path=path, weights_only=False
+        )

@@ -278,9 +278,9 @@ class RolloutDataModule(L.LightningDataModule):
             return
         saved, now = state_dict["settings"], self._kept_settings
         if any(state["iteration"] is not None for state in ranks):
-            check_update(saved, now)
+            check_update(saved, now, len(ranks))
             self._saved_iteration = ranks[rank]["iteration"]
-        warn_of_changes(saved, now)
+        warn_of_changes(saved, now, len(ranks))
 
     # Loaders
 

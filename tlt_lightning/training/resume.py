@@ -85,8 +85,16 @@ def check_lora(saved: Mapping[str, Any] | None, now: LoRA | None) -> None:
         raise ValueError(f"The checkpoint was written with `lora` {was}, this run has {now}; make them equal.")
 
 
-def check_update(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError if a changed setting splits the update that was saved halfway otherwise."""
+def check_update(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: int) -> None:
+    """Raise ValueError if an update that was saved halfway is not all there, or a changed setting splits it otherwise.
+
+    `num_ranks` is the number of workers whose states were saved: after an error, one alone.
+    """
+    if num_ranks < saved["number of workers"]:
+        raise ValueError(
+            f"The checkpoint was saved after an error, within an iteration's update, by {num_ranks} of "
+            f"{saved['number of workers']} workers; the others' are lost. Resume from an earlier one."
+        )
     if changes := _changes(saved, now):
         raise ValueError(
             f"The checkpoint was saved within an iteration's update, which these settings split otherwise: {changes}. "
@@ -94,8 +102,15 @@ def check_update(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of each changed setting that makes the resumed run go on otherwise."""
+def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: int) -> None:
+    """Warn of each changed setting, and of workers without a saved state, that make the resumed run go on otherwise."""
+    if num_ranks < saved["number of workers"]:
+        log.warning(
+            "The checkpoint was saved after an error, by %d of %d workers: what a schedule had put aside on the "
+            "others is lost, and its prompts are not drawn again in this pass over the data.",
+            num_ranks,
+            saved["number of workers"],
+        )
     if changes := _changes(saved, now):
         log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", changes)
 
