@@ -171,6 +171,15 @@ def test_without_prompts_a_rank_with_shards_takes_part_in_the_sync(collector: Ro
     assert collector.engine.calls == ["wake", "sync", "sleep"] * 2  # type: ignore[attr-defined]
 
 
+def test_an_iteration_begins_once_though_a_rank_with_shards_had_no_prompts_then(
+    collector: RolloutCollector, hooks: list[str]
+) -> None:
+    collector.trainer.strategy = FSDP2Strategy()  # type: ignore[misc]
+    assert collect(collector, []) == []
+    assert collect(collector) != []
+    assert hooks.count("on_rollout_start") == 1  # a hook that passes the policy is called on all ranks, or on none
+
+
 def test_the_last_worker_has_no_idle_window(collector: RolloutCollector, hooks: list[str]) -> None:
     collector.idle.num_writing = 0  # type: ignore[union-attr]
     collect(collector)

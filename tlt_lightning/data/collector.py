@@ -71,6 +71,7 @@ class RolloutCollector:
         self.twins: list[tuple[int, array[int]]] = []
         """Seed and tokens of those that have the noise of the responses to come."""
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
+        self._has_begun = False
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
     def collect(
@@ -106,7 +107,8 @@ class RolloutCollector:
         course = course or RolloutCourse.of_all(len(prompts), group_size, **ranks)
         ids = [prompt.ids for prompt in prompts]
         requests = course.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
-        is_first = not self._num_tokens  # dynamic sampling rolls out several times an iteration
+        # Dynamic sampling rolls out several times an iteration, with or without prompts of this rank's.
+        is_first, self._has_begun = not self._has_begun, True
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
