@@ -24,6 +24,7 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
+from tlt_lightning.engine.vllm.drafter_weights import check_map, check_tensors
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights
@@ -241,6 +242,22 @@ def test_what_sleep_drops_of_the_head_comes_back_as_it_was_last(setup: Setup) ->
     assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
     assert all(not tensor.any() for tensor in head.parameters() if id(tensor) in policy)
     setup.engine.update_weights(stream_weights(load_policy(setup.policy)), 0)
+
+
+@pytest.mark.parametrize("d2t", [[0, 0, 28, 29], [0, -1, 3, 4], [0.0, 0.0, 0.0, 0.0], [-1, 0, 0, 0]])
+def test_a_map_to_tokens_that_do_not_exist_or_are_the_same_is_refused(d2t: list[float]) -> None:
+    with pytest.raises(ValueError, match="must lead to 4 different tokens, integers from 0 to 31"):
+        check_map(torch.tensor(d2t), 32)
+
+
+def test_a_map_leads_up_to_the_last_token() -> None:
+    check_map(torch.tensor([0, 0, 28, 28]), 32)
+    shapes = {"fc.weight": (64, 192), "d2t": (4,), "t2d": (32,), "lm_head.weight": (4, 64)}
+    tensors = {"fc.weight": torch.ones(64, 192)}
+    for more in ({}, {"d2t": torch.zeros(4)}):
+        check_tensors(tensors | more, shapes, shares_head=False)
+    with pytest.raises(ValueError, match=r"wrong shape: d2t \(3,\) instead of \(4,\)"):
+        check_tensors(tensors | {"d2t": torch.zeros(3)}, shapes, shares_head=False)
 
 
 @pytest.mark.parametrize(

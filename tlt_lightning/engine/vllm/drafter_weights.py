@@ -25,7 +25,7 @@ _STACKED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-_MAPS = ("d2t", "t2d")
+_MAP = "d2t"
 
 
 class HeadWeights:
@@ -57,7 +57,8 @@ class HeadWeights:
         """Replace the trainable weights in place.
 
         Args:
-            named_tensors: All trainable tensors, by the names of the saved head; the output layer may be left out.
+            named_tensors: All trainable tensors, by the names of the saved head; the output layer may be left out. With
+                a reduced vocabulary also `d2t`, of the tokens that are drafted from now on.
 
         Raises:
             ValueError: Nothing was touched: a tensor belongs to the policy, is unknown, missing or of the wrong shape.
@@ -66,6 +67,11 @@ class HeadWeights:
         device = next(self._policy.parameters()).device  # where checks of hundreds of millions of numbers take no time
         tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
         check_tensors(tensors, self.shapes, shares_head=self.shares_output)
+        drafted = tensors.pop(_MAP, None)
+        if drafted is not None:
+            check_map(drafted, self.head.config.vocab_size)
+            with torch.no_grad():
+                self.head.draft_id_to_target_id.copy_(drafted)  # in place, for CUDA graphs read it where it lies
         _load(self.engine, self.head, tensors)
         self._is_kept = False
         for name, parts in _by_module(tensors):
@@ -112,9 +118,9 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         )
     if shares_head and "lm_head.weight" in tensors:
         raise ValueError("`update_drafter` got `lm_head`, which this drafter shares with the policy; drop it.")
-    fixed = {name for name in known if "embed_tokens" in name or name in _MAPS}
+    fixed = {name for name in known if "embed_tokens" in name or name == "t2d"}
     unknown = sorted(set(tensors) - set(known)) + sorted(set(tensors) & fixed)
-    missing = sorted(set(known) - fixed - {"lm_head.weight"} - set(tensors))
+    missing = sorted(set(known) - fixed - {"lm_head.weight", _MAP} - set(tensors))
     wrong = [
         f"{name} {tuple(tensor.shape)} instead of {known[name]}"
         for name, tensor in tensors.items()
@@ -125,6 +131,16 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         raise ValueError(f"`update_drafter` changed nothing: {found}.")
     if broken := sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
         raise ValueError(f"`update_drafter` changed nothing: not finite: {', '.join(broken)}.")
+
+
+def check_map(d2t: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless `d2t` leads from a head's tokens to as many different ones of the policy's."""
+    drafted = d2t + torch.arange(len(d2t), device=d2t.device)
+    if d2t.is_floating_point() or drafted.min() < 0 or drafted.max() >= vocab_size or len(drafted.unique()) < len(d2t):
+        raise ValueError(
+            f"`update_drafter` changed nothing: `d2t` must lead to {len(d2t)} different tokens, integers from 0 to "
+            f"{vocab_size - 1}."
+        )
 
 
 def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) -> None:
