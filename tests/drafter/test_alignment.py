@@ -18,11 +18,11 @@ from tests.support.speculation_engines import (
     siblings,
     write,
 )
-from tlt_lightning.drafter.head import drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import plan_packs
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.drafter.training_time_test import unroll
+from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.engine import Request, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hidden_states import PolicyText

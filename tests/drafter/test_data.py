@@ -15,9 +15,9 @@ from tests.support.draft_texts import read_by_target
 from tests.support.speculation_engines import greedy_texts, save_endless_policy
 from tlt_lightning.commands.cli import run_drafter_cli
 from tlt_lightning.drafter.data import DrafterDataModule, read_texts, similar_lengths, split_by_prompt
-from tlt_lightning.drafter.head import drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.teaching import Teaching
+from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.speculation.eagle3_files import read_head
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "drafter_warmup.yaml"
@@ -109,7 +109,7 @@ def test_a_reduced_vocabulary_is_chosen_from_what_the_training_texts_hold(
 
 
 def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"`draft_vocab_size` needs to know.*DrafterDataModule"):
+    with pytest.raises(RuntimeError, match=r"`draft_vocab_size` 12 needs texts.*DrafterDataModule, or set it to 32"):
         make_trainer(tmp_path, max_epochs=1).fit(make_module(policy, draft_vocab_size=12), [])
 
 

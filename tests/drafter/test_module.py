@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import save_policy
 from tests.support.draft_texts import alone, draft_logits, make_drafter, quality_on, random_sequence, read_by_target
 from tests.support.eagle_head import make_head, save_head
-from tlt_lightning.drafter.head import draft_ids, drafted_tokens
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.target import choose_layer_ids
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import step_masks, unroll
+from tlt_lightning.drafter.vocabulary import count_tokens, draft_ids, drafted_tokens
 from tlt_lightning.engine.vllm.drafter_weights import check_tensors
 from tlt_lightning.policy import LoRA, load_policy, stream_weights
 from tlt_lightning.speculation.eagle3_files import read_head
@@ -124,9 +124,32 @@ def test_its_rows_of_the_policys_head_travel(reduced: DrafterModule, policy_path
     check_tensors(sent, read_head(str(reduced.export(tmp_path))).tensors, shares_head=False)
 
 
-def test_a_reduced_vocabulary_needs_counts(policy_path: str) -> None:
-    with pytest.raises(RuntimeError, match="choose_vocabulary"):
-        DrafterModule(policy_path, draft_vocab_size=16).configure_model()
+def test_a_vocabulary_is_chosen_when_text_is_there_and_found_again(policy_path: str) -> None:
+    drafter, resumed = (make_drafter(policy_path, draft_vocab_size=16) for _ in range(2))
+    policy = load_policy(policy_path)
+    assert drafter.needs_vocabulary
+    assert drafter.vocabulary is None
+    assert drafted_tokens(drafter.head.d2t).tolist() == list(range(16))
+    drafter.choose_vocabulary(torch.tensor([0] * 30 + [2, 9]))
+    drafter.refresh_target(policy)
+    drafted = [*range(14), 30, 31]
+    assert not drafter.needs_vocabulary
+    assert drafted_tokens(drafter.head.d2t).tolist() == drafted
+    rows = policy.get_output_embeddings().weight[drafted]
+    assert torch.equal(dict(drafter.trainable_tensors())["lm_head.weight"], rows)
+    assert torch.equal(drafter.head.verifier_lm_head.weight, rows)
+    assert drafter.vocabulary is not None
+    resumed.load_vocabulary(drafter.vocabulary)
+    assert not resumed.needs_vocabulary
+    assert torch.equal(resumed.head.d2t, drafter.head.d2t)
+    assert torch.equal(resumed.head.lm_head.weight, rows)
+    with pytest.raises(ValueError, match=r"drafts 16 tokens, this one 32: set `drafter\.draft_vocab_size` to 16"):
+        make_drafter(policy_path).load_vocabulary(drafter.vocabulary)
+
+
+def test_tokens_are_counted_without_padding() -> None:
+    counts = count_tokens(torch.tensor([[3, 3, 5, 0], [5, 1, 0, 0]]), torch.tensor([3, 2]), 7)
+    assert counts.tolist() == [0, 1, 0, 2, 0, 2, 0]
 
 
 # What travels

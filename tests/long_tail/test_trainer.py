@@ -110,6 +110,22 @@ def test_training_stops_within_one_micro_step_of_the_end_of_its_window(monkeypat
     assert trainer.train(lambda: False).overrun == 0
 
 
+def test_workers_choose_the_vocabulary_by_what_all_have_seen() -> None:
+    class Choosing(OneWeight):
+        def choose_vocabulary(self, counts: Tensor) -> None:
+            self.counts = counts.tolist()
+
+        def refresh_target(self, policy: Any) -> None:
+            self.refreshed = (policy, self.counts)
+
+    mine, others = torch.tensor([0, 5, 1]), torch.tensor([7, 0, 0])
+    drafter, policy = Choosing(), nn.Module()
+    make_trainer(drafter, sum_over_ranks=lambda tensor: tensor + others).choose_vocabulary(mine, policy)
+    assert drafter.refreshed == (policy, [7, 5, 1])
+    make_trainer(drafter).choose_vocabulary(mine, policy)
+    assert drafter.counts == [0, 5, 1]
+
+
 def test_a_good_head_survives_the_first_steps_of_a_fresh_optimizer() -> None:
     trainer = make_trainer(OneWeight(1.0))
     full = trainer.optimizer.param_groups[0]["initial_lr"]

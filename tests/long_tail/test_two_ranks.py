@@ -73,6 +73,7 @@ def test_each_rank_resumes_from_what_it_held(prompts_path: str, tmp_path: Path) 
     for stage in ("saved", "trained"):
         assert {part for part, value in early[stage].items() if value != late[stage][part]} >= own
     assert all(early["trained"][part] != early["saved"][part] for part in ("optimizer", "buffer"))
+    assert early["end"]["vocabulary"] == late["end"]["vocabulary"]
     for path in (checkpoint, tmp_path / "whole" / "after.ckpt"):
         saved = torch.load(path, weights_only=True)
         assert saved["own"].keys() == {"CountedWindows"}  # of rank zero; the other's is beside it

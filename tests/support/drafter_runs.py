@@ -54,9 +54,15 @@ def make_module() -> RLModule:
 
 
 def make_callback(
-    head: str | None = None, lr: float = 7e-3, share: float = 0.1, **arguments: Any
+    head: str | None = None,
+    lr: float = 7e-3,
+    share: float = 0.1,
+    draft_vocab_size: int | None = None,
+    **arguments: Any,
 ) -> LongTailIdleCallback:
-    drafter = DrafterModule(POLICY, head, optimizer=lambda p: torch.optim.AdamW(p, lr=lr))
+    drafter = DrafterModule(
+        POLICY, head, optimizer=lambda p: torch.optim.AdamW(p, lr=lr), draft_vocab_size=draft_vocab_size
+    )
     return LongTailIdleCallback(
         drafter, **{"pack_tokens": 256, "buffer_gib": 0.25, "budget": FixedBudget(share), **arguments}
     )
@@ -90,11 +96,15 @@ class Metrics(RolloutCallback):
 
 
 class Greedy(RolloutCallback):
-    """Writes greedily with and without drafts once the run is over, with the weights of the last rollout."""
+    """Writes greedily with and without drafts once the run is over, with the weights of the last rollout.
+
+    Remembers as `map` which of the policy's tokens the engine's head drafts.
+    """
 
     def __init__(self, selector: ScriptedSelector) -> None:
         self.selector = selector
         self.texts: dict[int, list[list[int]]] = {}
+        self.map: torch.Tensor | None = None
 
     def on_train_end(self, trainer, pl_module):  # type: ignore[no-untyped-def]
         data = trainer.datamodule
@@ -104,3 +114,5 @@ class Greedy(RolloutCallback):
             responses = data.engine.generate(requests, Sampling(max_tokens=64, temperature=0), seed=0)
             texts = {response.request_id: list(response.token_ids) for response in responses}
             self.texts[strategy.num_draft_tokens] = [texts[request.id] for request in requests]
+        held = data.engine.inspect().speculative_runner.head.draft_id_to_target_id
+        self.map = None if held is None else held.detach().clone()

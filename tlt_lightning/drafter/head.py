@@ -15,6 +15,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.drafter.document_attention import attend_in_documents, in_autocast
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
+from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
 
@@ -203,21 +204,12 @@ class _Norm(nn.RMSNorm):
         return in_autocast(super().forward(states.float()))[0]
 
 
-def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor) -> None:
-    """Let the head draft the tokens with the highest `counts` (V,)."""
-    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
-
-    seen = {token: int(count) for token, count in enumerate(counts.tolist()) if count}
-    d2t, t2d = build_vocab_mappings_from_distribution(seen, head.draft_vocab_size, len(counts))
-    head.load_vocab_mappings(t2d, d2t)
-
-
 def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
     """Give the head its target's frozen tensors, shared where the target shares them.
 
     True if the head drafts with the target's output head or rows of it; False if it keeps one of its own.
     """
-    rows = weights.output if head.d2t is None else weights.output[drafted_tokens(head.d2t)]
+    rows = _rows(head, weights)
     loaded = head.lm_head.weight.detach()
     distance = (loaded - rows).norm() / rows.norm()  # not a number if none was loaded
     follows = not bool(distance > _OWN_OUTPUT)
@@ -234,26 +226,17 @@ def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
 @torch.no_grad()
 def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
     """Copy the target's current tensors into those the head was given."""
-    rows = weights.output if head.d2t is None else weights.output[drafted_tokens(head.d2t)]
+    rows = _rows(head, weights)
     head.embed_tokens.weight.copy_(weights.embedding)
     head.verifier_norm.weight.copy_(weights.norm)
     if head.verifier_lm_head.weight is not head.embed_tokens.weight:
         head.verifier_lm_head.weight.copy_(rows)
 
 
-def drafted_tokens(d2t: Tensor) -> Tensor:
-    """Return the target's tokens that a head drafts; `d2t` holds their distances to its own."""
-    return d2t + torch.arange(len(d2t), device=d2t.device)
-
-
-def draft_ids(head: Eagle3DraftModel, tokens: Tensor) -> Tensor:
-    """Number the target's `tokens` as the head does; -1 is a token that it cannot draft."""
-    if head.d2t is None:
-        return tokens
-    numbers = torch.full((head.verifier_vocab_size,), -1, device=tokens.device)
-    drafted = drafted_tokens(head.d2t)
-    numbers[drafted] = torch.arange(len(drafted), device=tokens.device)
-    return numbers[tokens]
+def _rows(head: Eagle3DraftModel, weights: TargetWeights) -> Tensor:
+    """Return the rows of the target's output head that the head drafts with."""
+    output = weights.output
+    return output if head.d2t is None else output[drafted_tokens(head.d2t).to(output.device)]
 
 
 def trainable(head: Eagle3DraftModel) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,12 +22,14 @@ from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_a
 from tlt_lightning.drafter.target import live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
+from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 _NUM_DRAFT_TOKENS = 3
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
+_NO_TEXTS = "`draft_vocab_size` {size} needs texts to choose by: train with a DrafterDataModule, or set it to {all}."
 POLICY_ROWS = "lm_head.weight"
 """Name of a head's rows of the policy's output head, sent to the engine but never trained."""
 
@@ -48,8 +50,9 @@ class DrafterModule(L.LightningModule):
         optimizer: Builds the optimizer from the head's parameters.
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
-        draft_vocab_size: Let a new head draft only so many of the target's tokens, the commonest in the training data;
-            None drafts all. Fewer are less work per draft, but other tokens are never drafted.
+        draft_vocab_size: Let a new head draft only so many of the target's tokens, the commonest in the training data,
+            or in the first iteration's text beside a policy's run. None drafts all.
+            Fewer are less work per draft and per training step, but other tokens are never drafted.
         num_draft_tokens: Draft length to train, measure and export. None is 3, or the selector's longest beside a
             policy's run.
         seed: Seed of the random weights.
@@ -130,14 +133,28 @@ class DrafterModule(L.LightningModule):
     # Building
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Set how often each token of the target was seen, (V,), before a reduced head is built."""
+        """Let a reduced head draft the commonest of `counts` (V,); if it is built, `refresh_target` must follow."""
         self._counts = counts
+        if self.head is not None:
+            choose_vocabulary(self.head, counts)
 
     @property
     def needs_vocabulary(self) -> bool:
-        """True while a new head of fewer tokens waits for `choose_vocabulary`."""
+        """True while a new head of fewer tokens waits for `choose_vocabulary`; if built, it drafts the lowest ids."""
         is_reduced = self._settings.draft_vocab_size < self.target_config.vocab_size
-        return self.head is None and self.head_path is None and is_reduced and self._counts is None
+        return self.head_path is None and is_reduced and self._counts is None
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Mask of the target's tokens that the head drafts, (V,) on the CPU; None until they are chosen."""
+        return None if self.needs_vocabulary else vocabulary_of(self._built)
+
+    def load_vocabulary(self, vocabulary: Tensor) -> None:
+        """Draft the tokens of an earlier `vocabulary`; ValueError if they are not as many as the head's."""
+        check_as_many(vocabulary, self._settings.draft_vocab_size)
+        if self.vocabulary is None or not torch.equal(self.vocabulary, vocabulary):
+            self.choose_vocabulary(vocabulary)
+            heads.refresh_target(self._built, read_weights(self.target, self.target_config))
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -148,25 +165,22 @@ class DrafterModule(L.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if self.needs_vocabulary and hasattr(data, "token_counts"):
+        if self.needs_vocabulary:
+            if not hasattr(data, "token_counts"):
+                everything = self.target_config.vocab_size
+                raise RuntimeError(_NO_TEXTS.format(size=self._settings.draft_vocab_size, all=everything))
             self.choose_vocabulary(data.token_counts())
 
     @override
     def configure_model(self) -> None:
         if self.head is not None:
             return
-        if self.needs_vocabulary:
-            raise RuntimeError(
-                "`draft_vocab_size` needs to know which tokens are common: call `choose_vocabulary` first, or train "
-                "with a DrafterDataModule."
-            )
         with torch.device("cpu"):  # random numbers are those of the CPU wherever the head will live
             if self.head_path is not None:
                 head = heads.load_head(self.head_path, self._settings)
             else:
                 head = heads.build_head(self._settings, self.target_config, self.seed)
-                if head.use_draft_vocab and self._counts is not None:
-                    heads.choose_vocabulary(head, self._counts)
+                choose_vocabulary(head, self._counts)
             self.follows_target = heads.attach_target(head, read_weights(self.target, self.target_config))
         self.head = head
 
@@ -231,7 +245,7 @@ class DrafterModule(L.LightningModule):
         masks = step_masks(batch, num_steps, head.t2d)
         weights = masks.float()
         rates, matches = torch.zeros_like(weights), torch.zeros_like(weights)
-        written = heads.draft_ids(head, batch.next_ids[0])
+        written = draft_ids(head, batch.next_ids[0])
 
         def judge(step: int, rows: slice, logits: Tensor, targets: Tensor) -> None:
             tokens = shifted(written, step)[rows]

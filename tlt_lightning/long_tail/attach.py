@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -56,10 +57,12 @@ class ServedHead:
         self._engine, self.version = engine, 0
 
     def push(self, publisher: DrafterPublisher) -> None:
-        """Give the engine the published weights."""
+        """Give the engine the published weights, with the tokens that they draft."""
         assert self._engine is not None, "used before `attach`"
         self.version = publisher.version
-        self._engine.update_drafter(publisher.published(), self.version)
+        d2t = None if self.drafter.head is None else self.drafter.head.d2t
+        tokens = [] if d2t is None else [("d2t", d2t)]
+        self._engine.update_drafter(chain(publisher.published(), tokens), self.version)
 
 
 def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> tuple[VLLMEngine, Speculation]:
@@ -79,11 +82,6 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
         raise MisconfigurationException(
             f"`drafter.target` is {drafter.target!r}, but the policy is {policy!r}; in YAML write "
             "`target: ${model.policy}`."
-        )
-    if drafter.needs_vocabulary:
-        raise MisconfigurationException(
-            "`drafter.draft_vocab_size` of a new head needs to know which tokens are common before the run: warm the "
-            "head up with a DrafterDataModule and give it as `drafter.head`, or leave `draft_vocab_size` out."
         )
     if not _learned_arms(engine, speculation):
         raise MisconfigurationException(

@@ -20,6 +20,7 @@ from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.vocabulary import count_tokens
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
@@ -49,7 +50,8 @@ class LongTailIdleCallback(RolloutCallback):
     1. At the start the engine, a `VLLMEngine` whose selector may choose the drafter `learned`, loads the head that
        training starts from; a random one drafts nothing yet.
     2. During a rollout a worker that is done trains while others still write, and stops within one pack of their end.
-    3. After the rollout the workers' weights are averaged by how much each has trained.
+    3. After the rollout the workers' weights are averaged by how much each has trained. After the first one a new head
+       of a reduced vocabulary is given the commonest tokens of all workers' prompts and responses, for good.
     4. After the update the hidden states of the policy's own passes go to the buffer, and all workers train on what the
        iteration's budget leaves over.
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
@@ -214,6 +216,9 @@ class LongTailIdleCallback(RolloutCallback):
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
         iteration_log = pl_module.iteration_log
         iteration_log.lap("other")
+        if self.drafter.needs_vocabulary:
+            counts = count_tokens(batch.input_ids, batch.lengths, self.drafter.target_config.vocab_size)
+            self.training.choose_vocabulary(counts, pl_module.policy)
         self.training.average()
         if self._plan.share is not None:  # at rest, not even this is paid for
             drift = self._drift.measure(batch, partial(policy_logps, trainer, pl_module))
@@ -296,10 +301,15 @@ class LongTailIdleCallback(RolloutCallback):
             "drift": self._drift.state_dict(),
             "budget": self.budget.state_dict(),
             "plan": self._plan.state_dict(),
+            "vocabulary": self.drafter.vocabulary,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        everything = torch.ones(self.drafter.target_config.vocab_size)  # what new heads of older checkpoints draft
+        vocabulary = state_dict.get("vocabulary", everything if self.drafter.head_path is None else None)
+        if vocabulary is not None:
+            self.drafter.load_vocabulary(vocabulary)
         self.training.load_state_dict(state_dict["trainer"])
         self.publisher.load_state_dict(state_dict["publisher"])
         self._drift.load_state_dict(state_dict["drift"])

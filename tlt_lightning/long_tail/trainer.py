@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -124,6 +124,16 @@ class DrafterTrainer:
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Copy `weights` into the trained tensors."""
         self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
+
+    def choose_vocabulary(self, counts: Tensor, policy: nn.Module) -> None:
+        """Let a new head draft the tokens that are commonest on all workers, before it is trained; a collective.
+
+        `counts` are how often this worker has seen each token, (V,).
+        """
+        if self.sum_over_ranks is not None:
+            counts = self.sum_over_ranks(counts.to(self.device))
+        self.drafter.choose_vocabulary(counts.cpu())
+        self.drafter.refresh_target(policy)
 
     # Training
 

@@ -58,6 +58,7 @@ class Observer(RolloutCallback):
         drafting = self.drafting
         saved = drafting.state_dict()
         state = {**saved["trainer"], **saved["publisher"], "drift": saved["drift"]}
+        state["vocabulary"] = saved["vocabulary"]
         state["policy"] = dict(pl_module.policy_weights())
         self.seen[name] = {part: digest(value) for part, value in state.items()}
 
@@ -74,7 +75,7 @@ def digest(state: Any) -> str:
 
 def main(policy: str, prompts: str, out: str, ckpt_path: str | None = None) -> None:
     L.seed_everything(3)
-    drafter = DrafterModule(policy, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    drafter = DrafterModule(policy, draft_vocab_size=16, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     drafting = CountedWindows(drafter, pack_tokens=128, max_passes=1000, budget=FixedBudget(0.5))
     observer, checkpoints = Observer(drafting), ModelCheckpoint(out, "{epoch}", save_top_k=-1)
     trainer = make_trainer(Path(out), NUM_ITERATIONS, drafting, observer, checkpoints)

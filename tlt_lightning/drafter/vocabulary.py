@@ -1,0 +1,57 @@
+"""Choose which of the target's tokens a head drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+
+def count_tokens(input_ids: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+    """Count how often each token is in right-padded texts (B, S) of `lengths` (B,): (vocab_size,), on the CPU."""
+    is_text = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+    return torch.bincount(input_ids[is_text].cpu(), minlength=vocab_size)
+
+
+def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor | None) -> None:
+    """Let a reduced head draft the tokens with the highest `counts` (V,), then unseen ones of the lowest ids.
+
+    None has seen none. Tokenizers number tokens by how common they are.
+    """
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+    seen = {} if counts is None else {token: int(count) for token, count in enumerate(counts.tolist()) if count}
+    d2t, t2d = build_vocab_mappings_from_distribution(seen, head.draft_vocab_size, head.verifier_vocab_size)
+    head.load_vocab_mappings(t2d, d2t)
+
+
+def vocabulary_of(head: Eagle3DraftModel) -> Tensor:
+    """Return a mask of the target's tokens that the head drafts, (V,) bool on the CPU."""
+    return torch.ones(head.verifier_vocab_size, dtype=torch.bool) if head.t2d is None else head.t2d.cpu()
+
+
+def check_as_many(vocabulary: Tensor, size: int) -> None:
+    """Raise ValueError unless a checkpoint's `vocabulary` is of `size` tokens."""
+    if (saved := int(vocabulary.sum())) != size:
+        raise ValueError(
+            f"The checkpoint's head drafts {saved} tokens, this one {size}: set `drafter.draft_vocab_size` to {saved}."
+        )
+
+
+def drafted_tokens(d2t: Tensor) -> Tensor:
+    """Return the target's tokens that a head drafts; `d2t` holds their distances to its own."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def draft_ids(head: Eagle3DraftModel, tokens: Tensor) -> Tensor:
+    """Number the target's `tokens` as the head does; -1 is a token that it cannot draft."""
+    if head.d2t is None:
+        return tokens
+    numbers = torch.full((head.verifier_vocab_size,), -1, device=tokens.device)
+    drafted = drafted_tokens(head.d2t)
+    numbers[drafted] = torch.arange(len(drafted), device=tokens.device)
+    return numbers[tokens]
