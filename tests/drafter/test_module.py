@@ -3,6 +3,8 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import save_policy
 from tests.support.draft_texts import alone, draft_logits, make_drafter, quality_on, random_sequence, read_by_target
 from tests.support.eagle_head import make_head, save_head
+from tlt_lightning.drafter.head import choose_settings
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.target import choose_layer_ids
@@ -145,6 +148,13 @@ def test_a_vocabulary_is_chosen_when_text_is_there_and_found_again(policy_path: 
     assert torch.equal(resumed.head.lm_head.weight, rows)
     with pytest.raises(ValueError, match=r"drafts 16 tokens, this one 32: set `drafter\.draft_vocab_size` to 16"):
         make_drafter(policy_path).load_vocabulary(drafter.vocabulary)
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(64_000, 64_000), (64_001, 32_000), (152_064, 32_000)])
+def test_a_new_head_drafts_32_000_of_many_tokens(vocab_size: int, expected: int) -> None:
+    config: Any = SimpleNamespace(num_hidden_layers=4, vocab_size=vocab_size)
+    assert choose_settings("target", config, None, None, None, 3).draft_vocab_size == expected
+    assert choose_settings("target", config, None, None, vocab_size, 3).draft_vocab_size == vocab_size
 
 
 def test_tokens_are_counted_without_padding() -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.drafter.document_attention import attend_in_documents, in_autocast
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
-from tlt_lightning.drafter.vocabulary import drafted_tokens
+from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
 
@@ -68,7 +68,7 @@ def choose_settings(
         )
     if head is None:
         layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
-        draft_vocab_size = draft_vocab_size or vocab_size
+        draft_vocab_size = draft_vocab_size or choose_size(vocab_size)
     else:
         layer_ids, draft_vocab_size = _saved_shape(head, target, num_layers, layer_ids, draft_vocab_size)
     if not is_valid(layer_ids, num_layers):

@@ -51,8 +51,8 @@ class DrafterModule(L.LightningModule):
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
         draft_vocab_size: Let a new head draft only so many of the target's tokens, the commonest in the training data,
-            or in the first iteration's text beside a policy's run. None drafts all.
-            Fewer are less work per draft and per training step, but other tokens are never drafted.
+            or in the first iteration's text beside a policy's run. None is 32,000 of a target with more than 64,000,
+            else all. Fewer are less work per draft and per training step, but other tokens are never drafted.
         num_draft_tokens: Draft length to train, measure and export. None is 3, or the selector's longest beside a
             policy's run.
         seed: Seed of the random weights.

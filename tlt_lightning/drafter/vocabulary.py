@@ -10,6 +10,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
+_LARGE = 64_000
+_DRAFTED = 32_000  # as published EAGLE-3 heads do
+
+
+def choose_size(vocab_size: int) -> int:
+    """Choose how many of `vocab_size` tokens a new head drafts: all unless they are many."""
+    return _DRAFTED if vocab_size > _LARGE else vocab_size
+
 
 def count_tokens(input_ids: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
     """Count how often each token is in right-padded texts (B, S) of `lengths` (B,): (vocab_size,), on the CPU."""
