@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sampled drafts and look-ups": {"draft_sampling": "probabilistic", "siblings": True, "ngram": True},
     "sampled drafts, the head alone": {"draft_sampling": "probabilistic"},
 }
+SOME = torch.tensor([1, 1, 2, 2])
+"""Map of a head alone to the tokens that it drafts: 1, 2, 4 and 5."""
 
 
 ON_GPU = pytest.mark.gpu
@@ -69,13 +71,17 @@ def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.
     case, dtype = CASES[name], graphs_dtype or "float32"
     if internals.runs_v2() and case["draft_sampling"] == "probabilistic" and case.get("siblings"):
         pytest.skip("refused on the V2 runner")
-    head = save_head(make_head(policy, seed=3), tmp_path_factory.mktemp("head"))
     drafters: list[Drafter] = ["learned", *(("sibling", "ngram", "mixed") if case.get("siblings") else ())]
+    is_alone = drafters == ["learned"]
+    head = make_head(policy, seed=3, draft_vocab_size=len(SOME) if is_alone else None)
+    path = save_head(head, tmp_path_factory.mktemp("head"))
     selector = ScriptedSelector(tuple(drafters), longest=3)
-    speculation = Speculation(selector=selector, head=head, max_draft_tokens=3, steps_per_choice=1, **case)
+    speculation = Speculation(selector=selector, head=path, max_draft_tokens=3, steps_per_choice=1, **case)
     with engine_of(policy, speculation, max_num_seqs=128, enforce_eager=not graphs_dtype, dtype=dtype) as engine:
         parts = engine.inspect()
         parts.controller.alarm.window = 10**9  # the head is meant to be wrong
+        if is_alone:  # other tokens than those it was loaded with
+            engine.update_drafter([*head.state_dict().items(), ("d2t", SOME)], 1)
         if graphs_dtype:
             assert parts.graphs is not None
             assert parts.engine.vllm_config.scheduler_config.async_scheduling
