@@ -3,7 +3,9 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from tests.support.speculation_engines import (
     siblings,
 )
 from tlt_lightning.engine import Sampling, rank_group
+from tlt_lightning.engine.vllm.requests import RequestWriter
+from tlt_lightning.speculation.agreement import Agreement
 
 pytestmark = pytest.mark.vllm
 
@@ -97,6 +101,34 @@ def test_a_rank_that_waits_for_another_at_a_step_names_it(ranks: list[dict[str, 
     """A rank ends a response, the other goes on: in the model's step it is released once the first has ended."""
     assert re.search(r"Rank 1 has waited \d s between two steps of its engine for rank 0", ranks[1]["left"])
     assert ranks[0]["left"] != "nothing was raised"
+
+
+class Meetings(Agreement):
+    """The meetings of one of four ranks, and which of them none may be late to."""
+
+    num_ranks = 4
+
+    def __init__(self) -> None:
+        self.held: list[tuple[str, bool]] = []
+
+    def decide(self, choose: Callable[[], Any]) -> Any:
+        self.held.append(("decide", self.in_rollout))
+        return choose()
+
+    def is_any(self, flag: bool) -> bool:
+        self.held.append(("is_any", self.in_rollout))
+        return flag
+
+
+def test_a_rank_may_be_late_to_a_rollout_but_not_to_its_steps() -> None:
+    """Gloo broadcasts along a tree: a late rank holds up the one before it; the others go on to the next meeting."""
+    config = SimpleNamespace(use_v2_model_runner=False, scheduler_config=SimpleNamespace(async_scheduling=False))
+    engine: Any = SimpleNamespace(vllm_config=config, has_unfinished_requests=lambda: False)
+    meetings = Meetings()
+    writer = RequestWriter(engine, SimpleNamespace(running=[]), None, meetings)
+    assert list(writer.steps([], lambda request: pytest.fail("none is asked for"), seed=0, policy_version=0)) == []
+    assert meetings.held == [("decide", False), ("is_any", False), ("is_any", True)]
+    assert not meetings.in_rollout
 
 
 def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:

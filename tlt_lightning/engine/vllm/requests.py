@@ -86,12 +86,13 @@ class RequestWriter:
         if speculative is not None:
             speculative.begin_rollout()
         try:
+            self._compare()  # waits for all: a broadcast of `decide` may leave out ranks that are not here yet
             agreement.in_rollout = True
             self.pool.add(requests)
             ended, is_heard, is_to_order = 0.0, False, False
             self._order = RequestOrder()
             drafts: Mapping[str, Sequence[VerifiedDraft]] = {} if speculative is None else speculative.verified_for
-            for number in count():
+            for number in count(1):
                 if not number % _STEPS_PER_CHECK:
                     self._compare()
                 if not is_heard:  # callers have had responses, after which they add and stop requests
