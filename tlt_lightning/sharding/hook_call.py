@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextvars import ContextVar
-from math import inf
 from types import TracebackType
 from typing import Self
 
@@ -49,7 +48,7 @@ class HookCall:
     ) -> None:
         _CURRENT.reset(self._token)
         if self.is_even and dist.is_initialized():
-            self._note(inf)
+            self._note(has_left=True)
 
     def begin_pass(self) -> None:
         """Wait until all ranks are at this pass; raise RuntimeError if the hook is uneven or a rank has left it."""
@@ -60,29 +59,37 @@ class HookCall:
                 "many passes on each rank, or `strategy: ddp`."
             )
         self._num_passes += 1
-        self._note(self._num_passes)
-        places: list[tuple[int, float]] = [(0, 0)]
-        while min(places) < (self._number, self._num_passes):
-            time.sleep(_POLL_SECONDS)
+        self._note()
+        while True:
             places = [self._place_of(rank) for rank in range(dist.get_world_size())]
-            left = [str(rank) for rank, place in enumerate(places) if place >= (self._number, inf)]
+            late = [rank for rank, (call, _, num_passes) in enumerate(places) if not self._is_at(call, num_passes)]
+            # A rank that has made the pass may have left already: on a GPU nothing holds it up until it reads a result.
+            left = [str(rank) for rank in late if places[rank][:2] >= (self._number, True)]
             if left:
                 raise RuntimeError(
                     f"`{self.callback}` on rank {dist.get_rank()} runs or gathers a policy in `{self.hook}`, its "
                     f"{self._num_passes}. time, and rank {', '.join(left)} has left that hook without: with `fsdp2` "
                     "all ranks have to do so together. Make as many passes on each rank, or use `strategy: ddp`."
                 )
+            if not late:
+                return
+            time.sleep(_POLL_SECONDS)
 
-    def _note(self, num_passes: float) -> None:
-        _get_default_store().set(f"{self.hook} {dist.get_rank()}", f"{self._number} {num_passes}")
+    def _is_at(self, call: int, num_passes: int) -> bool:
+        """Tell whether a rank with so many passes in a call has made, or begun, this one's."""
+        return call == self._number and num_passes >= self._num_passes
 
-    def _place_of(self, rank: int) -> tuple[int, float]:
-        """Return how often a rank has called the hook, and its passes in the last call, without end if that is over."""
+    def _note(self, *, has_left: bool = False) -> None:
+        place = f"{self._number} {has_left:d} {self._num_passes}"
+        _get_default_store().set(f"{self.hook} {dist.get_rank()}", place)
+
+    def _place_of(self, rank: int) -> tuple[int, bool, int]:
+        """Return how often a rank has called the hook, whether the last call is over, and the passes in it."""
         key = f"{self.hook} {rank}"
         if not _get_default_store().check([key]):
-            return 0, 0.0
-        number, num_passes = _get_default_store().get(key).decode().split()
-        return int(number), float(num_passes)
+            return 0, False, 0
+        number, has_left, num_passes = map(int, _get_default_store().get(key).split())
+        return number, bool(has_left), num_passes
 
 
 def begin_pass() -> None:

@@ -20,6 +20,7 @@ from tests.test_policy import make_batch
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.hooks import UNEVEN_HOOKS, call_rollout_hook
 from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
+from tlt_lightning.sharding import hook_call
 from tlt_lightning.sharding.units import Sharding, norm_of, units_of
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
@@ -74,6 +75,11 @@ def meet(policy: nn.Module, batch: RolloutBatch) -> None:
     else:
         call("on_rollout_end", lambda: passes(1))
     call("on_rollout_scored", lambda: passes(1))
+    late: Any = SimpleNamespace(sleep=lambda _: time.sleep(0.2 * rank))  # between two looks at the others
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hook_call, "time", late)
+        call("on_rollout_scored", hook_call.begin_pass)  # as a pass on a GPU, at which no rank waits for another
+    dist.barrier()  # rank 0 has the store
 
 
 def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool, trunk: str | None) -> None:
