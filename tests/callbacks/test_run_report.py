@@ -117,6 +117,11 @@ def test_the_report_of_an_earlier_run_is_kept_by_one_that_does_not_go_on_from_it
         "report_0.html",
         "report_1.html",
     }
+    (tmp_path / "demo" / "summary.json").unlink()  # as a run leaves it that is killed
+    for number in (2, 3):
+        fit(tmp_path, max_epochs=1)
+        assert (tmp_path / f"demo/report_{number}.html").is_file()
+        assert (tmp_path / f"demo/summary_{number}.json").is_file() is (number == 3)
 
 
 def test_a_failing_report_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

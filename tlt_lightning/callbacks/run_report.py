@@ -174,8 +174,9 @@ class RunReport(RolloutCallback):
         if not self._is_first_write:
             return
         self._is_first_write = False
-        paths = [path for name in ("report.html", "summary.json") if (path := self.dirpath / name).is_file()]
-        if kept := ", ".join(path.rename(_unused(path)).name for path in paths):
+        paths = [self.dirpath / "report.html", self.dirpath / "summary.json"]
+        number = next(number for number in count() if not any(_numbered(path, number).exists() for path in paths))
+        if kept := ", ".join(path.rename(_numbered(path, number)).name for path in paths if path.is_file()):
             log.warning(
                 "%s holds an earlier run, whose report is kept as %s. Its checkpoints are overwritten as this run gets "
                 "to their iterations: give a run a folder of its own (`--trainer.default_root_dir`), or let it go on "
@@ -248,9 +249,8 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
     }
 
 
-def _unused(path: Path) -> Path:
-    """Return the path with the first number behind its name that no file has."""
-    return next(other for number in count() if not (other := path.with_stem(f"{path.stem}_{number}")).exists())
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_stem(f"{path.stem}_{number}")
 
 
 def _checkpoints(trainer: L.Trainer) -> list[str]:
