@@ -20,6 +20,7 @@ _POLL_SECONDS = 0.002
 
 _CURRENT: ContextVar[HookCall | None] = ContextVar("hook_call", default=None)
 _NUM_CALLS: Counter[str] = Counter()  # of this process, by hook
+_NUM_PASSES: Counter[str] = Counter()  # begun in them: as many on all ranks, whatever became of a call
 
 
 class HookCall:
@@ -59,13 +60,15 @@ class HookCall:
                 "many passes on each rank, or `strategy: ddp`."
             )
         self._num_passes += 1
+        _NUM_PASSES[self.hook] += 1
         self._note()
         while True:
             places = [self._place_of(rank) for rank in range(dist.get_world_size())]
-            late = [rank for rank, (call, _, num_passes) in enumerate(places) if not self._is_at(call, num_passes)]
-            # A rank that has made the pass may have left already: on a GPU nothing holds it up until it reads a result.
+            late = [rank for rank, (*_, num_passes) in enumerate(places) if num_passes < _NUM_PASSES[self.hook]]
+            # A rank that has begun the pass may be anywhere: a GPU holds nobody up, another replica's shards neither.
             left = [str(rank) for rank in late if places[rank][:2] >= (self._number, True)]
             if left:
+                _NUM_PASSES[self.hook] -= 1
                 raise RuntimeError(
                     f"`{self.callback}` on rank {dist.get_rank()} runs or gathers a policy in `{self.hook}`, its "
                     f"{self._num_passes}. time, and rank {', '.join(left)} has left that hook without: with `fsdp2` "
@@ -75,16 +78,12 @@ class HookCall:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _is_at(self, call: int, num_passes: int) -> bool:
-        """Tell whether a rank with so many passes in a call has made, or begun, this one's."""
-        return call == self._number and num_passes >= self._num_passes
-
     def _note(self, *, has_left: bool = False) -> None:
-        place = f"{self._number} {has_left:d} {self._num_passes}"
+        place = f"{self._number} {has_left:d} {_NUM_PASSES[self.hook]}"
         _get_default_store().set(f"{self.hook} {dist.get_rank()}", place)
 
     def _place_of(self, rank: int) -> tuple[int, bool, int]:
-        """Return how often a rank has called the hook, whether the last call is over, and the passes in it."""
+        """Return how often a rank has called the hook, whether the last call is over, and all passes in them."""
         key = f"{self.hook} {rank}"
         if not _get_default_store().check([key]):
             return 0, False, 0
