@@ -10,7 +10,7 @@ from tests.support.ranks.rank_processes import run_ranks
 
 
 def run(policy_path: str, prompts_path: str, out: Path, mode: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What each rank noted, and the weights in the end."""
+    """Return the notes of each rank, and the weights in the end."""
     out.mkdir()
     script = "tests.support.ranks.two_ranks_scoring"
     ended = run_ranks(script, out, policy_path, prompts_path, str(out), mode)

@@ -21,7 +21,7 @@ def launch(script: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
 
 
 def run(script: str, prompts_path: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What each rank noted."""
+    """Return the notes of each rank."""
     done = launch(script, prompts_path, out, *arguments)
     assert done.statuses == [0, 0], done.stderr[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]

@@ -171,7 +171,7 @@ def test_a_twin_drafts_only_where_drafts_may_share_the_noise(setup: Setup) -> No
 def test_a_continued_response_has_new_noise_unless_noise_goes_by_position(
     setup: Setup, draws_by_position: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the V2 runner would be given too."""
+    """The V2 runner would be given the same."""
     writer, seeds = setup.engine._writer, []
     assert writer is not None
     assert writer._draws_by_position is internals.runs_v2()
