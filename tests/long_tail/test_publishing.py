@@ -33,7 +33,7 @@ def test_better_weights_are_published() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enough", "chosen"), [(90, [0, 3, 6, 1, 4, 7, 2, 5, 8]), (59, [0, 3, 6, 1, 4]), (1, [0, 3, 6])]
+    ("enough", "chosen"), [(90, [0, 3, 6, 1, 4, 7, 2, 5, 8]), (50, [0, 3, 6, 1, 4]), (1, [0, 3, 6])]
 )
 def test_every_prompt_has_a_say_and_more_of_its_text_where_there_is_little(
     enough: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
@@ -41,6 +41,24 @@ def test_every_prompt_has_a_say_and_more_of_its_text_where_there_is_little(
     texts = [sequence(10, prompt, answer=answer) for prompt in (1, 2, 3) for answer in range(3)]
     monkeypatch.setattr(publishing, "ENOUGH", enough)
     assert [id(text) for text in choose_judged(texts)] == [id(texts[number]) for number in chosen]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_no_text_is_left_out_for_its_length(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long one that reaches the limit is kept; none is taken in its place, however short."""
+    lengths = [10, 90, 10, 10] if first else [10, 10, 90, 10]
+    texts = [sequence(length, prompt, answer=n) for n, length in enumerate(lengths) for prompt in (1, 2)]
+    monkeypatch.setattr(publishing, "ENOUGH", 55)
+    assert choose_judged(texts) == texts[: 3 if first else 5]
+
+
+def test_texts_of_a_single_prompt_are_no_more_than_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [sequence(10, 1, answer=answer) for answer in range(9)]
+    chosen = []
+    for enough in (60, 1):  # fewer than four would prove hardly anything
+        monkeypatch.setattr(publishing, "ENOUGH", enough)
+        chosen.append(len(choose_judged(texts)))
+    assert chosen == [6, 4]
 
 
 def test_a_decision_reads_no_more_text_than_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class DrafterBuffer:
         held = _hold_out(keys, self.held_out_share)
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]
-        previous = [sequence for sequence in self._newest if not held & {_prompt_key(sequence), _key(sequence)}]
+        previous = [sequence for sequence in self._newest if not held & {prompt_key(sequence), _key(sequence)}]
         self._fill(newest, previous, held_out)
         if not self._newest:
             shortest = min(sequence.nbytes for sequence in newest)
@@ -151,7 +151,7 @@ class DrafterBuffer:
 
 def keys_of(sequences: Sequence[PolicyText]) -> list[bytes]:
     """Return a key of each sequence: of its prompt, or of its text if all have one prompt."""
-    keys = [_prompt_key(sequence) for sequence in sequences]
+    keys = [prompt_key(sequence) for sequence in sequences]
     return keys if len(set(keys)) > 1 else [_key(sequence) for sequence in sequences]
 
 
@@ -163,7 +163,8 @@ def _hold_out(keys: Sequence[bytes], share: float) -> set[bytes]:
     return set(distinct[:num_held])
 
 
-def _prompt_key(sequence: PolicyText) -> bytes:
+def prompt_key(sequence: PolicyText) -> bytes:
+    """Return a key of the sequence's prompt."""
     return _hash(sequence.input_ids[: sequence.prompt_length])
 
 

@@ -23,7 +23,7 @@ from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.long_tail.buffer import keys_of
+from tlt_lightning.long_tail.buffer import keys_of, prompt_key
 from tlt_lightning.long_tail.publication import Publication
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 NUM_CLUSTERS = 128
 """Divisor of the prompts' hashes: ranks sum so many numbers, however many prompts there are."""
 ENOUGH = 16_384
-"""Tokens of held-out text that a worker judges by, unless one text of each prompt has more."""
+"""Tokens of held-out text that a worker judges by; more if one text of each prompt, or `_FEWEST`, have more."""
+_FEWEST = 4  # texts of a single prompt: the margin of two is more than twice as wide
 _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
 _Z = 1.2816  # one-sided 90%
 _LOST = 0.5  # share of the published gain over no drafts; a trainee without it has diverged
@@ -160,19 +161,22 @@ _COUNTS = ("version", "data_version", "_num_lost")
 
 
 def choose_judged(texts: Sequence[PolicyText]) -> list[PolicyText]:
-    """Return one text of each prompt, then another of each, and so on, while they have `ENOUGH` tokens at most.
+    """Return one text of each prompt, then another of each, and so on, until they have `ENOUGH` tokens.
 
-    Gains scatter from prompt to prompt: more text of the same prompts costs time and says no more.
+    Gains scatter from prompt to prompt: more text of the same prompts costs time and says no more. No text is left out
+    for its own length, which would favour short ones: with the one that reaches the limit, means stay true (Wald).
     """
-    turns, kept, num_tokens = Counter[bytes](), list[PolicyText](), 0
+    keys, turns, kept, num_tokens = list(map(prompt_key, texts)), Counter[bytes](), list[PolicyText](), 0
+    least = len(set(keys)) if len(set(keys)) > 1 else _FEWEST
     order = []
-    for text, key in zip(texts, keys_of(texts), strict=True):
+    for text, key in zip(texts, keys, strict=True):
         order.append((turns[key], text))
         turns[key] += 1
-    for turn, text in sorted(order, key=lambda pair: pair[0]):
-        if not turn or num_tokens + len(text) <= ENOUGH:
-            kept.append(text)
-            num_tokens += len(text)
+    for _, text in sorted(order, key=lambda pair: pair[0]):
+        if len(kept) >= least and num_tokens >= ENOUGH:
+            break
+        kept.append(text)
+        num_tokens += len(text)
     return kept
 
 
