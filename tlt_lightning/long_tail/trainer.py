@@ -248,19 +248,18 @@ class DrafterTrainer:
         return value
 
     def _shrink(self, message: str) -> bool:
-        """Halve the packs after the device ran out of memory; False if they cannot be smaller."""
+        """Halve the packs after the device ran out of memory; False, unchanged, if a step cannot be smaller."""
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        before = self.pack_tokens
-        self.pack_tokens = max(PACK_MULTIPLE, before // 2 // PACK_MULTIPLE * PACK_MULTIPLE)
-        can_go_on = self.pack_tokens < before
-        log.warning(
-            "The drafter had no memory for a pack of %d tokens and %s: %s",
-            before,
-            f"goes on with packs of {self.pack_tokens}" if can_go_on else "stops for now, smaller packs there are none",
-            message,
-        )
+        before = self.step_tokens
+        can_go_on = before > PACK_MULTIPLE
+        if can_go_on:
+            self.pack_tokens = self.pack_tokens // 2 // PACK_MULTIPLE * PACK_MULTIPLE
+            outcome = f"goes on with {self.step_tokens} (`pack_tokens` is {self.pack_tokens} from now on)"
+        else:
+            outcome = "stops for now: there are no smaller ones"
+        log.warning("The drafter had no memory for a training step of %d tokens and %s: %s", before, outcome, message)
         self._packs = self._draw()
         return can_go_on
 
