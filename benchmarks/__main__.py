@@ -15,6 +15,7 @@ BENCHMARKS = {
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
+    "drafter_step": "benchmarks.micro.drafter_step",
 }
 
 
