@@ -103,7 +103,7 @@ def test_a_reduced_vocabulary_is_chosen_from_what_the_training_texts_hold(
     counts = data.token_counts()
     drafted = set(drafted_tokens(module.head.d2t).tolist())
     others = set(range(32)) - drafted
-    assert min(counts[token] for token in drafted) >= max(counts[token] for token in others)
+    assert min(counts[token] for token in drafted - {1}) >= max(counts[token] for token in others)  # 1 ends a text
     written = [token for _, response in data.train_texts for token in response]
     assert int(counts[9]) == written.count(9)
 

@@ -32,9 +32,9 @@ def drafter(policy_path: str) -> DrafterModule:
 
 @pytest.fixture(scope="module")
 def reduced(policy_path: str) -> DrafterModule:
-    """Drafts the tokens 8 to 23 alone."""
+    """Drafts the tokens 8 to 22 alone, and 1, which ends a text."""
     drafter = DrafterModule(policy_path, draft_vocab_size=16)
-    drafter.choose_vocabulary(torch.tensor([0] * 8 + [5] * 16 + [1] * 8))
+    drafter.choose_vocabulary(torch.tensor([0] * 8 + [5] * 15 + [1] * 9))
     drafter.configure_model()
     return drafter
 
@@ -104,14 +104,14 @@ def test_tied_embedding_is_refreshed_for_the_output_too(policy_path: str) -> Non
 
 
 def test_only_chosen_tokens_are_drafted(reduced: DrafterModule) -> None:
-    assert drafted_tokens(reduced.head.d2t).tolist() == list(range(8, 24))
-    assert draft_ids(reduced.head, torch.tensor([7, 8, 23, 24])).tolist() == [-1, 0, 15, -1]
+    assert drafted_tokens(reduced.head.d2t).tolist() == [1, *range(8, 23)]
+    assert draft_ids(reduced.head, torch.tensor([1, 7, 8, 22, 23])).tolist() == [0, -1, 1, 15, -1]
 
 
 def test_tokens_outside_the_vocabulary_do_not_count(reduced: DrafterModule) -> None:
     batch = alone(random_sequence(60, 1), 128)
     counts = step_masks(batch, 2, reduced.head.t2d)
-    is_drafted = (batch.next_ids[0, :58] >= 8) & (batch.next_ids[0, :58] < 24)
+    is_drafted = torch.isin(batch.next_ids[0, :58], torch.tensor([1, *range(8, 23)]))
     assert torch.equal(counts[0, :58], is_drafted)
     assert torch.equal(counts[1, :57], is_drafted[1:])
     assert 0 < counts.sum() < 2 * 58
@@ -123,7 +123,7 @@ def test_its_rows_of_the_policys_head_travel(reduced: DrafterModule, policy_path
         policy.get_input_embeddings().weight.mul_(2)
     reduced.refresh_target(policy)
     sent = dict(reduced.trainable_tensors())
-    assert torch.equal(sent["lm_head.weight"], policy.get_input_embeddings().weight[8:24])
+    assert torch.equal(sent["lm_head.weight"], policy.get_input_embeddings().weight[[1, *range(8, 23)]])
     check_tensors(sent, read_head(str(reduced.export(tmp_path))).tensors, shares_head=False)
 
 
@@ -146,8 +146,21 @@ def test_a_vocabulary_is_chosen_when_text_is_there_and_found_again(policy_path: 
     assert not resumed.needs_vocabulary
     assert torch.equal(resumed.head.d2t, drafter.head.d2t)
     assert torch.equal(resumed.head.lm_head.weight, rows)
+    without = torch.arange(32) >= 16  # as an older checkpoint may have it
+    resumed.load_vocabulary(without)
+    assert torch.equal(resumed.vocabulary, without)
     with pytest.raises(ValueError, match=r"drafts 16 tokens, this one 32: set `drafter\.draft_vocab_size` to 16"):
         make_drafter(policy_path).load_vocabulary(drafter.vocabulary)
+
+
+def test_every_token_that_ends_a_text_is_drafted(policy_path: str, tmp_path: Path) -> None:
+    policy = shutil.copytree(policy_path, tmp_path / "policy")
+    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [30, 99]}))  # there is no token 99
+    drafter, counts = make_drafter(str(policy), draft_vocab_size=4), torch.arange(32)
+    drafter.choose_vocabulary(counts.flip(0))
+    assert drafted_tokens(drafter.head.d2t).tolist() == [0, 1, 2, 30]
+    drafter.choose_vocabulary(0 * counts)
+    assert drafted_tokens(drafter.head.d2t).tolist() == [0, 1, 2, 30]
 
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(64_000, 64_000), (64_001, 32_000), (152_064, 32_000)])

@@ -22,7 +22,8 @@ from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_a
 from tlt_lightning.drafter.target import live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
-from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of
+from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
+from tlt_lightning.policy import end_token_ids
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -133,7 +134,13 @@ class DrafterModule(L.LightningModule):
     # Building
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Let a reduced head draft the commonest of `counts` (V,); if it is built, `refresh_target` must follow."""
+        """Let a reduced head draft the commonest of `counts` (V,), and the tokens that end the target's texts.
+
+        If it is built, `refresh_target` must follow.
+        """
+        self._draft_commonest(with_ends(counts, end_token_ids(self.target)))
+
+    def _draft_commonest(self, counts: Tensor) -> None:
         self._counts = counts
         if self.head is not None:
             choose_vocabulary(self.head, counts)
@@ -153,7 +160,7 @@ class DrafterModule(L.LightningModule):
         """Draft the tokens of an earlier `vocabulary`; ValueError if they are not as many as the head's."""
         check_as_many(vocabulary, self._settings.draft_vocab_size)
         if self.vocabulary is None or not torch.equal(self.vocabulary, vocabulary):
-            self.choose_vocabulary(vocabulary)
+            self._draft_commonest(vocabulary)
             heads.refresh_target(self._built, read_weights(self.target, self.target_config))
 
     @override

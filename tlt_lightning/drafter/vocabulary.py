@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,13 @@ def count_tokens(input_ids: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
     """Count how often each token is in right-padded texts (B, S) of `lengths` (B,): (vocab_size,), on the CPU."""
     is_text = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
     return torch.bincount(input_ids[is_text].cpu(), minlength=vocab_size)
+
+
+def with_ends(counts: Tensor, end_tokens: Sequence[int]) -> Tensor:
+    """Let the tokens that end a text be the commonest of `counts` (V,), whatever the texts: one ends each of them."""
+    counts = counts.clone()
+    counts[[token for token in end_tokens if token < len(counts)]] = counts.max() + 1
+    return counts
 
 
 def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor | None) -> None:

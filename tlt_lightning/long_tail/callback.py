@@ -51,7 +51,7 @@ class LongTailIdleCallback(RolloutCallback):
        training starts from; a random one drafts nothing yet.
     2. During a rollout a worker that is done trains while others still write, and stops within one pack of their end.
     3. After the rollout the workers' weights are averaged by how much each has trained. After the first one a new head
-       of a reduced vocabulary is given the commonest tokens of all workers' prompts and responses, for good.
+       of a reduced vocabulary is given the tokens that end a text and the commonest of all workers', for good.
     4. After the update the hidden states of the policy's own passes go to the buffer, and all workers train on what the
        iteration's budget leaves over.
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
