@@ -134,16 +134,10 @@ class DrafterModule(L.LightningModule):
     # Building
 
     def choose_vocabulary(self, counts: Tensor) -> None:
-        """Let a reduced head draft the commonest of `counts` (V,), and the tokens that end the target's texts.
-
-        If it is built, `refresh_target` must follow.
-        """
-        self._draft_commonest(with_ends(counts, end_token_ids(self.target)))
-
-    def _draft_commonest(self, counts: Tensor) -> None:
-        self._counts = counts
+        """Let a reduced head draft end tokens and the commonest of `counts` (V,); `refresh_target` follows if built."""
+        self._counts = with_ends(counts, end_token_ids(self.target))
         if self.head is not None:
-            choose_vocabulary(self.head, counts)
+            choose_vocabulary(self.head, self._counts)
 
     @property
     def needs_vocabulary(self) -> bool:
@@ -160,7 +154,8 @@ class DrafterModule(L.LightningModule):
         """Draft the tokens of an earlier `vocabulary`; ValueError if they are not as many as the head's."""
         check_as_many(vocabulary, self._settings.draft_vocab_size)
         if self.vocabulary is None or not torch.equal(self.vocabulary, vocabulary):
-            self._draft_commonest(vocabulary)
+            self._counts = vocabulary
+            choose_vocabulary(self._built, vocabulary)
             heads.refresh_target(self._built, read_weights(self.target, self.target_config))
 
     @override
