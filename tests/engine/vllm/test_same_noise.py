@@ -18,6 +18,7 @@ from tests.support.speculation_engines import (
     save_trained_head,
     siblings,
     write,
+    write_in_pieces,
 )
 from tlt_lightning.engine import Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm import internals
@@ -77,6 +78,14 @@ def test_drafts_of_one_length_leave_the_text_of_a_seed(setup: Setup, drafter: An
 def test_drafts_of_random_lengths_leave_the_text_of_a_seed(setup: Setup) -> None:
     setup.selector.at_random(0)
     assert_plain(setup)
+
+
+def test_responses_stopped_and_continued_keep_their_noise(setup: Setup) -> None:
+    setup.selector.at_random(1)
+    for sampling, plain in zip(SAMPLINGS, setup.plain, strict=True):
+        responses = write_in_pieces(setup.engine, seeded(), sampling, num_steps=7, seed=1)
+        same = [list(response.token_ids) == text for response, text in zip(responses, plain, strict=True)]
+        assert sum(same) >= len(same) - 1, same
 
 
 def share_kept(setup: Setup, twins: list[list[int]]) -> float:
