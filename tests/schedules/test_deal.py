@@ -56,6 +56,27 @@ def test_a_shared_queue_would_gain_less_than_a_twentieth_over_what_is_dealt(size
     assert seconds["in turns"] > 1.05 * seconds["shared"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "gain"),
+    [
+        ((4, 16, 32, 2500, 32768), 0.048),
+        ((8, 8, 16, 600, 8192), 0.120),
+        ((4, 16, 32, 139, 4096), 0.017),
+        ((4, 16, 16, 2500, 32768), 0.150),  # room for an eighth
+        ((8, 8, 8, 600, 8192), 0.245),
+    ],
+)
+def test_in_a_first_pass_a_shared_queue_would_gain_what_the_docs_say(sizes: tuple[int, ...], gain: float) -> None:
+    num_ranks, per_rank, room, median, longest = sizes
+    everything, seconds = range(num_ranks * per_rank), defaultdict(list)
+    turns = [everything[rank::num_ranks] for rank in range(num_ranks)]
+    for seed in range(24):
+        lengths, _ = draw_lengths(len(everything), random.Random(seed), median=median, longest=longest)
+        for name, shares in (("in turns", turns), ("shared", [everything])):
+            seconds[name].append(Rollout(lengths, shares, num_ranks).seconds(room, "expected"))
+    assert mean(seconds["in turns"]) / mean(seconds["shared"]) - 1 == pytest.approx(gain, abs=0.002)
+
+
 def test_where_room_is_short_it_is_nearly_as_good_as_known_lengths() -> None:
     seconds = compare(4, 16, room=32)
     assert seconds["dealt"] < 1.05 * seconds["known"]
