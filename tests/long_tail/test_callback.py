@@ -1,5 +1,6 @@
 """The adaptive drafter in whole runs with the real engine, on one worker."""
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,6 +318,28 @@ def test_another_run_of_the_same_callback_begins_its_first_iteration_anew() -> N
         loop.callback.on_fit_start(loop.trainer, loop.module)
         assert loop.begin_iteration(0)
         assert loop.begin_iteration(0)  # another rollout of it
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_a_resumed_run_that_validates_first_drafts_with_its_policys_rows(is_within: bool) -> None:
+    loop, other = Loop(make_callback(draft_vocab_size=NUM_DRAFTED)), make_callback(draft_vocab_size=NUM_DRAFTED)
+    with torch.no_grad():
+        loop.module.policy.get_output_embeddings().weight.mul_(2)
+    loop.callback.drafter.choose_vocabulary(torch.arange(115))
+    loop.begin_iteration(3)
+    loop.callback.publisher.version = 1
+    state = loop.callback.state_dict() | ({"target": loop.callback.drafter.frozen_tensors()} if is_within else {})
+    resumed, pushed = Loop(other), list[dict[str, torch.Tensor]]()
+    resumed.callback.load_state_dict(copy.deepcopy(state))
+    resumed.callback.on_fit_start(resumed.trainer, resumed.module)
+    resumed.callback._served.push = lambda publisher: pushed.append(dict(publisher.published()))  # type: ignore[method-assign]
+    with torch.no_grad():
+        resumed.module.policy.get_output_embeddings().weight.mul_(3)
+    resumed.trainer.training, resumed.trainer.current_epoch = False, 3 if is_within else 4
+    resumed.callback.on_rollout_start(resumed.trainer, resumed.module)
+    policy = (loop if is_within else resumed).module.policy.get_output_embeddings().weight
+    drafted = loop.callback.drafter.vocabulary
+    assert torch.equal(pushed[0]["lm_head.weight"], policy[drafted])
 
 
 def test_a_step_that_does_not_fit_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

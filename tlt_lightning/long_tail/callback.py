@@ -157,8 +157,10 @@ class LongTailIdleCallback(RolloutCallback):
         if trainer.training and self._iteration != trainer.current_epoch:
             self._begin_iteration(trainer, pl_module)
             pl_module.iteration_log.lap("drafter")
-        elif self.publisher.version > self._served.version:
-            self._served.push(self.publisher)  # the run was resumed, and validates first
+        elif self.publisher.version > self._served.version:  # the run was resumed, and validates first
+            if self._plan.iteration != trainer.current_epoch:  # else the checkpoint has the policy's rows
+                self.drafter.refresh_target(pl_module.policy)
+            self._served.push(self.publisher)
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
