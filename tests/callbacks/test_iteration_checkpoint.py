@@ -1,3 +1,4 @@
+import shutil
 import time
 from pathlib import Path
 
@@ -42,6 +43,50 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, [RunGuard(), checkpoints], enable_checkpointing=True, limit_val_batches=0)
     trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]))
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+
+
+def fit_into(folder: Path, max_epochs: int, **fit: Path) -> None:
+    callbacks = [RunGuard(), IterationCheckpoint(str(folder), every_minutes=0.0, keep=2)]
+    trainer = make_trainer(folder, callbacks, max_epochs=max_epochs, enable_checkpointing=True, limit_val_batches=0)
+    trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]), weights_only=True, **fit)
+
+
+def test_another_runs_checkpoints_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "checkpoints"
+    fit_into(folder, 3)
+    (folder / "notes.txt").touch()
+    fit_into(folder, 4, ckpt_path=folder / "last.ckpt")  # the same run
+    assert sorted(path.name for path in folder.iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt", "notes.txt"]
+    shutil.copy(folder / "last.ckpt", tmp_path / "hpc_ckpt_1.ckpt")  # as SLURM's requeue leaves it
+    fit_into(folder, 5, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+    assert sorted(path.name for path in folder.iterdir()) == ["epoch=3.ckpt", "epoch=4.ckpt", "last.ckpt", "notes.txt"]
+    assert "earlier run" not in caplog.text
+    parts = folder / "epoch=4.ckpt.ranks"
+    parts.mkdir()
+    model = (folder / "last.ckpt").read_bytes()
+    fit_into(folder, 4)
+    saved = ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["earlier_0", *saved, "notes.txt"]
+    kept = sorted(path.name for path in (folder / "earlier_0").iterdir())
+    assert kept == ["epoch=3.ckpt", "epoch=4.ckpt", "epoch=4.ckpt.ranks", "last.ckpt"]
+    assert (folder / "earlier_0" / "last.ckpt").read_bytes() == model
+    assert "held checkpoints of an earlier run, which are kept in earlier_0" in caplog.text
+    fit_into(folder, 6, ckpt_path=folder / "earlier_0" / "last.ckpt")
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == ["epoch=5.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in (folder / "earlier_0").iterdir()) == kept
+    assert sorted(path.name for path in (folder / "earlier_1").iterdir()) == [
+        "epoch=2.ckpt",
+        "epoch=3.ckpt",
+        "last.ckpt",
+    ]
+
+
+def test_a_run_that_goes_on_from_another_folder_keeps_what_is_in_its_own(tmp_path: Path) -> None:
+    fit_into(tmp_path / "first", 2)
+    fit_into(tmp_path / "second", 3)
+    with pytest.warns(UserWarning, match="dirpath has changed"):
+        fit_into(tmp_path / "second", 3, ckpt_path=tmp_path / "first" / "last.ckpt")
+    assert (tmp_path / "second" / "earlier_0" / "epoch=2.ckpt").is_file()
 
 
 @pytest.mark.parametrize("arguments", [{"every_minutes": -1.0}, {"keep": 0}])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from itertools import count
+from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -11,12 +14,15 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least
 
+log = logging.getLogger(__name__)
+
 
 class IterationCheckpoint(ModelCheckpoint):
     """Saves after an iteration once `every_minutes` have passed, after the first, and after the last.
 
     A kill loses at most these minutes and an iteration. Files are named by the iteration, counted from 0, and
     `last.ckpt` is a link to the latest. Unlike `ModelCheckpoint(train_time_interval)` it never saves within an update.
+    Checkpoints of another run in the folder are kept in `earlier_0`, which takes room.
 
     Args:
         dirpath: Folder of the checkpoints.
@@ -40,12 +46,14 @@ class IterationCheckpoint(ModelCheckpoint):
         )
         self.every_minutes = every_minutes
         self._saved_at = -math.inf
+        self._owns_folder = False
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_due = time.monotonic() - self._saved_at >= 60 * self.every_minutes
         if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
+            self._keep_earlier(trainer)
             super().on_train_epoch_end(trainer, pl_module)
             self._saved_at = time.monotonic()
 
@@ -53,3 +61,25 @@ class IterationCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning would replace the last checkpoint of a run
             super().on_train_end(trainer, pl_module)
+
+    def _keep_earlier(self, trainer: L.Trainer) -> None:
+        """Set aside what another run has saved here, before this one saves for the first time; a collective."""
+        if self._owns_folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._owns_folder = True
+        folder, resumed = Path(str(self.dirpath)), Path(trainer.ckpt_path or "").resolve()
+        goes_on = resumed.parent == folder or resumed.name.startswith("hpc_ckpt_")  # SLURM's requeue saves above it
+        earlier = [] if goes_on else [*folder.glob("*.ckpt"), *folder.glob("*.ckpt.ranks")]
+        if trainer.is_global_zero and earlier:
+            kept = next(path for number in count() if not (path := folder / f"earlier_{number}").exists())
+            kept.mkdir()
+            for path in earlier:
+                path.rename(kept / path.name)
+            log.warning(
+                "%s held checkpoints of an earlier run, which are kept in %s: remove what you do not need. Give a run "
+                "a folder of its own (`--trainer.default_root_dir`), or let it go on from the earlier one "
+                "(`--ckpt_path`).",
+                folder,
+                kept.name,
+            )
+        trainer.strategy.barrier("earlier checkpoints")

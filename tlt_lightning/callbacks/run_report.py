@@ -178,9 +178,8 @@ class RunReport(RolloutCallback):
         number = next(number for number in count() if not any(_numbered(path, number).exists() for path in paths))
         if kept := ", ".join(path.rename(_numbered(path, number)).name for path in paths if path.is_file()):
             log.warning(
-                "%s holds an earlier run, whose report is kept as %s. Its checkpoints are overwritten as this run gets "
-                "to their iterations: give a run a folder of its own (`--trainer.default_root_dir`), or let it go on "
-                "from the earlier one (`--ckpt_path`).",
+                "%s holds an earlier run, whose report is kept as %s. Give a run a folder of its own "
+                "(`--trainer.default_root_dir`), or let it go on from the earlier one (`--ckpt_path`).",
                 self.dirpath,
                 kept,
             )
