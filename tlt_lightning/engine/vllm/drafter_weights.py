@@ -46,7 +46,7 @@ class HeadWeights:
 
     @property
     def _policy(self) -> nn.Module:
-        return internals.reach(internals.model_runner_of(self.engine), "get_model")()
+        return internals.model_of(self.engine)
 
     @property
     def shares_output(self) -> bool:

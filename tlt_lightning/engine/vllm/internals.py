@@ -276,6 +276,11 @@ def model_runner_of(engine: LLMEngine) -> Any:
     return reach(worker_of(engine), "model_runner")
 
 
+def model_of(engine: LLMEngine) -> Any:
+    """Return the policy's module in an engine that runs in this process."""
+    return reach(model_runner_of(engine), "get_model")()
+
+
 def runs_v2() -> bool:
     """Return True if a new engine runs the V2 model runner: on a GPU, if the environment allows."""
     from vllm import envs

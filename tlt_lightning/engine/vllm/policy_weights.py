@@ -108,8 +108,7 @@ def forget_reloads(engine: LLMEngine, head: Any) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     remembered = internals.reach(layerwise, "LAYERWISE_INFO")
-    policy = internals.reach(internals.model_runner_of(engine), "get_model")()
-    for model in filter(None, (policy, head)):
+    for model in filter(None, (internals.model_of(engine), head)):
         for layer in model.modules():
             remembered.pop(layer, None)
 
@@ -124,7 +123,7 @@ def _abandon_reload(engine: LLMEngine) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     config = internals.reach(internals.worker_of(engine), "vllm_config")
-    model: Any = internals.reach(internals.model_runner_of(engine), "get_model")()
+    model = internals.model_of(engine)
     for layer in model.modules():
         layerwise.get_layerwise_info(layer).load_numel = 0  # else a layer is made of what there is of it
     with set_current_vllm_config(config):

@@ -72,7 +72,7 @@ class CacheScales:
         from vllm.model_executor.layers.attention import Attention
 
         scales = self.scales()
-        for name, layer in reach(internals.model_runner_of(engine), "get_model")().named_modules():
+        for name, layer in internals.model_of(engine).named_modules():
             if not isinstance(layer, Attention):
                 continue
             index = re.search(r"\.layers\.(\d+)\.", name)

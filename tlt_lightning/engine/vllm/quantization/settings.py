@@ -199,7 +199,7 @@ class Quantization:
 
 def _kernels(engine: Any) -> list[str]:
     """Return the names of vLLM's kernels in a live engine's layers of 8 bit."""
-    modules = reach(internals.model_runner_of(engine), "get_model")().modules()
+    modules = internals.model_of(engine).modules()
     methods = [getattr(module, "quant_method", None) for module in modules]
     kernels = [getattr(method, "kernel", getattr(method, "fp8_linear", None)) for method in methods]
     return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
