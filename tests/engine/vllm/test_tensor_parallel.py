@@ -123,9 +123,10 @@ class Meetings(Agreement):
 def test_a_rank_may_be_late_to_a_rollout_but_not_to_its_steps() -> None:
     """Gloo broadcasts along a tree: a late rank holds up the one before it; the others go on to the next meeting."""
     config = SimpleNamespace(use_v2_model_runner=False, scheduler_config=SimpleNamespace(async_scheduling=False))
-    engine: Any = SimpleNamespace(vllm_config=config, has_unfinished_requests=lambda: False)
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(running=[])))
+    engine: Any = SimpleNamespace(vllm_config=config, engine_core=core, has_unfinished_requests=lambda: False)
     meetings = Meetings()
-    writer = RequestWriter(engine, SimpleNamespace(running=[]), None, meetings)
+    writer = RequestWriter(engine, None, meetings)
     assert list(writer.steps([], lambda request: pytest.fail("none is asked for"), seed=0, policy_version=0)) == []
     assert meetings.held == [("decide", False), ("is_any", False), ("is_any", True)]
     assert not meetings.in_rollout

@@ -154,9 +154,7 @@ class VLLMEngine(RolloutEngine):
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, agreement)
             self.drafts_may_share_noise = self._speculative.shares_noise
-        self._writer = RequestWriter(
-            self._engine, internals.scheduler_of(self._engine), self._speculative, agreement, comparison
-        )
+        self._writer = RequestWriter(self._engine, self._speculative, agreement, comparison)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
@@ -213,8 +211,8 @@ class VLLMEngine(RolloutEngine):
         if self._engine is not None and self._engine.has_unfinished_requests():
             raise RuntimeError("`sleep` found requests running; finish or close `generate` first.")
         if self._can_sleep and not self._asleep:
-            if self._speculative is not None:
-                self._speculative.keep_head()
+            if self._speculative is not None and self._speculative.weights is not None:
+                self._speculative.weights.keep()
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self.policy_version, self._asleep = _NO_WEIGHTS, True
 
@@ -223,8 +221,8 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._live.wake_up()
             self._asleep = False
-            if self._speculative is not None:
-                self._speculative.restore_head()
+            if self._speculative is not None and self._speculative.weights is not None:
+                self._speculative.weights.restore()
 
     def inspect(self) -> EngineParts:
         """Return the live parts; raise RuntimeError unless the engine is set up."""

@@ -14,7 +14,7 @@ from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
 from tlt_lightning.engine.requests import joined, limit_of, noise_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
-from tlt_lightning.engine.vllm.internals import abort, reach
+from tlt_lightning.engine.vllm.internals import abort, reach, scheduler_of
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.calibration import random_prompts
@@ -36,7 +36,6 @@ class RequestWriter:
 
     Args:
         engine: vLLM's own, with current weights whenever something is written.
-        scheduler: Of that engine.
         speculative: Runner of drafts in that engine; None writes plainly.
         agreement: Of the ranks that are the engine: they write the requests of all their callers.
         comparison: Compares what they do; None trusts them.
@@ -45,17 +44,18 @@ class RequestWriter:
     def __init__(
         self,
         engine: LLMEngine,
-        scheduler: Any,
         speculative: SpeculativeRunner | None,
         agreement: Agreement = ALONE,
         comparison: StepComparison | None = None,
     ) -> None:
-        self._engine, self._scheduler, self._speculative = engine, scheduler, speculative
+        self._engine, self._speculative = engine, speculative
+        self._scheduler: Any = scheduler_of(engine)
         self._comparison = comparison
         self.pool = RequestPool(agreement)  # what callers ask for, until it is handed to the engine
         self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
+        self._version = -1  # of the weights that write this rollout
         # The V2 runner draws by seed and position, so that a continued response gets the noise that it would have had.
         self._draws_by_position = bool(reach(engine, "vllm_config.use_v2_model_runner"))
 
@@ -79,8 +79,8 @@ class RequestWriter:
 
         They are those of all ranks of the engine, by their numbers in the pool.
         """
-        engine, speculative = self._engine, self._speculative
-        agreement = self.pool.agreement
+        engine, speculative, agreement = self._engine, self._speculative, self.pool.agreement
+        self._version = policy_version
         numbers = EngineRandom(agreement.decide(lambda: seed))
         is_async = engine.vllm_config.scheduler_config.async_scheduling
         if speculative is not None:
@@ -89,26 +89,25 @@ class RequestWriter:
             self._compare()  # waits for all: a broadcast of `decide` may leave out ranks that are not here yet
             agreement.in_rollout = True
             self.pool.add(requests)
-            ended, is_heard, is_to_order = 0.0, False, False
             self._order = RequestOrder()
-            drafts: Mapping[str, Sequence[VerifiedDraft]] = {} if speculative is None else speculative.verified_for
+            # Callers add and stop requests when they have had responses; new requests and free seats change the order.
+            may_have_asked, must_arrange, ended = True, False, 0.0
             for number in count(1):
                 if not number % _STEPS_PER_CHECK:
                     self._compare()
-                if not is_heard:  # callers have had responses, after which they add and stop requests
+                if may_have_asked:
                     coming, leaving = self.pool.meet()
-                    is_heard = not leaving
+                    may_have_asked = bool(leaving)
                     if leaving:
-                        not_to_begin = [request for request in coming if request.id in leaving]
-                        yield self._stopped(leaving, not_to_begin, policy_version, drafts)
-                    is_to_order |= bool(coming)
+                        yield self._stopped(coming, leaving)
+                    must_arrange |= bool(coming)
                     with numbers.in_force():
                         self._begin([request for request in coming if request.id not in leaving], params)
                 if not engine.has_unfinished_requests():
-                    if is_heard:
-                        break
-                    continue
-                if is_to_order:
+                    if may_have_asked:
+                        continue
+                    break
+                if must_arrange:
                     self._arrange(is_first=not ended)
                 started = time.perf_counter()
                 pause = started - ended if is_async and ended else 0.0
@@ -117,11 +116,10 @@ class RequestWriter:
                 ended = time.perf_counter()
                 if speculative is not None:
                     speculative.controller.account(ended - started, pause)
-                finished = [self._ended(output, policy_version, drafts) for output in outputs if output.finished]
-                is_heard &= not finished
-                is_to_order = bool(finished)  # seats and cache are free, and lengths are known
+                finished = [self._ended(output) for output in outputs if output.finished]
+                must_arrange = bool(finished)
                 yield finished
-                is_heard &= not self.pool.asks_alone  # from `on_progress`
+                may_have_asked |= bool(finished) or self.pool.asks_alone  # the latter from `on_progress`
             if self._comparison is not None:
                 self._comparison.end()
         finally:
@@ -152,17 +150,12 @@ class RequestWriter:
 
     def progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         """Count an engine step that finished these responses."""
-        scheduler = self._scheduler
+        scheduler, set_back = self._scheduler, self._set_back()
         controller = None if self._speculative is None else self._speculative.controller
-        # Requests set back for lack of cache wait before all others, with what they have written.
-        set_back = list(takewhile(lambda request: request.num_output_tokens, scheduler.waiting))
         return counter.after_step(
             finished,
             waiting=len(scheduler.waiting) - len(set_back),
-            running=[
-                request.num_output_tokens + self._before.get(request.request_id, 0)
-                for request in (*scheduler.running, *set_back)
-            ],
+            running=[self._num_tokens(request) for request in (*scheduler.running, *set_back)],
             strategy=OFF if controller is None else controller.strategy,
             acceptance_length=1.0 if controller is None else controller.counters.acceptance_length,
         )
@@ -181,9 +174,10 @@ class RequestWriter:
                 tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
                 self._speculative.add(request, internal_id, tokens)
 
-    def _ended(self, output: RequestOutput, version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
+    def _ended(self, output: RequestOutput) -> Response:
+        drafts = {} if self._speculative is None else self._speculative.verified_for
         request = self._running.pop(int(output.request_id))
-        response = joined(request, response_of(output, version, drafts))
+        response = joined(request, response_of(output, self._version, drafts))
         self.pool.agreement.note(response.token_ids)
         if not response.is_unfinished:
             self._order.end(request.group, len(response.token_ids))
@@ -191,33 +185,35 @@ class RequestWriter:
 
     def _arrange(self, *, is_first: bool) -> None:
         """Put waiting requests into the order in which they are to start, where not all can."""
-        scheduler = self._scheduler
-        # Requests set back for lack of cache wait before all others, with what they have written.
-        set_back = list(takewhile(lambda request: request.num_output_tokens, scheduler.waiting))
+        scheduler, set_back = self._scheduler, self._set_back()
         waiting = list(scheduler.waiting)[len(set_back) :]
         if is_first and len(waiting) <= scheduler.max_num_running_reqs:
             return
         running = defaultdict(list)
         for request in (*scheduler.running, *set_back, *waiting):
-            if tokens := request.num_output_tokens + self._before.get(request.request_id, 0):
+            if tokens := self._num_tokens(request):
                 running[self._group_of(request)].append(tokens)
         order = self._order.order([self._group_of(request) for request in waiting], running)
         scheduler.waiting.clear()
         scheduler.waiting.extend([*set_back, *(waiting[place] for place in order)])
 
+    def _set_back(self) -> list[Any]:
+        """Return requests set back for lack of cache: they wait before all others, with what they have written."""
+        return list(takewhile(lambda request: request.num_output_tokens, self._scheduler.waiting))
+
+    def _num_tokens(self, request: Any) -> int:
+        """Return the tokens of a response so far, those from before this rollout included."""
+        return request.num_output_tokens + self._before.get(request.request_id, 0)
+
     def _group_of(self, request: Any) -> int:
         return self._running[int(request.request_id.rpartition("-")[0])].group
 
-    def _stopped(
-        self,
-        leaving: Collection[int],
-        not_to_begin: Sequence[Request],
-        version: int,
-        drafts: Mapping[str, Sequence[VerifiedDraft]],
-    ) -> list[Response]:
+    def _stopped(self, coming: Sequence[Request], leaving: Collection[int]) -> list[Response]:
+        """Take the requests `leaving` out of the engine, and out of those `coming`; return what is written of them."""
         outputs = abort(self._engine, [str(number) for number in self._running if number in leaving])
-        running = [self._ended(output, version, drafts) for output in outputs]
-        return running + [not_begun(request, version) for request in not_to_begin]
+        return [self._ended(output) for output in outputs] + [
+            not_begun(request, self._version) for request in coming if request.id in leaving
+        ]
 
 
 def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequence[int]) -> SamplingParams:

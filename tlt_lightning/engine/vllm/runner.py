@@ -158,16 +158,6 @@ class SpeculativeRunner(ABC):
         if self.catch_up is not None:
             self.catch_up.clear()
 
-    def keep_head(self) -> None:
-        """Save the head's weights, which a sleeping engine drops."""
-        if self.weights is not None:
-            self.weights.keep()
-
-    def restore_head(self) -> None:
-        """Restore the weights that `keep_head` saved."""
-        if self.weights is not None:
-            self.weights.restore()
-
     def close(self) -> None:
         """Close the trace."""
         if self.controller.trace is not None:
