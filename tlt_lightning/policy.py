@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
@@ -50,8 +51,7 @@ class LoRA:
     base_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"`lora.rank` must be at least 1, got {self.rank}; drop `lora` for full fine-tuning.")
+        check_at_least("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -237,19 +237,6 @@ def test_a_smaller_buffer_restores_what_fits():
     assert empty.nbytes == 0
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_bytes": 0}, "`max_bytes` must be positive, got 0"),
-        ({"max_bytes": 9, "held_out_share": 1.0}, "`held_out_share` must be at least 0 and below 1, got 1.0"),
-        ({"max_bytes": 9, "previous_share": -0.1}, "`previous_share` must be at least 0"),
-    ],
-)
-def test_impossible_bounds_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        DrafterBuffer(**values)
-
-
 def test_sampling_no_tokens_is_refused():
     with pytest.raises(ValueError, match="`num_tokens` must be positive, got 0"):
         DrafterBuffer(10).sample(0, generator())

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from tqdm import tqdm
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_at_least, check_positive
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import RolloutCallback
@@ -49,10 +50,8 @@ class RolloutProgressBar(RolloutCallback):
     """
 
     def __init__(self, show_completions: int = 0, refresh_seconds: float = 0.2) -> None:
-        if show_completions < 0:
-            raise ValueError(f"`show_completions` must be 0 (none) or positive, got {show_completions}.")
-        if refresh_seconds <= 0:
-            raise ValueError(f"`refresh_seconds` must be positive, got {refresh_seconds}.")
+        check_at_least("show_completions", show_completions, 0)
+        check_positive("refresh_seconds", refresh_seconds)
         self.show_completions = show_completions
         self.refresh_seconds = refresh_seconds
         self._display: _Display | None = None

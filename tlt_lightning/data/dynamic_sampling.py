@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.data.batch import Rollout
 
 
@@ -20,11 +21,7 @@ class DynamicSampling:
     max_rounds: int = 4
 
     def __post_init__(self) -> None:
-        if self.max_rounds < 2:
-            raise ValueError(
-                f"`dynamic_sampling.max_rounds` must be at least 2, got {self.max_rounds}; drop `dynamic_sampling` to "
-                "roll out once."
-            )
+        check_at_least("dynamic_sampling.max_rounds", self.max_rounds, 2, "Drop `dynamic_sampling` to roll out once.")
 
 
 def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_lightning.arguments import check_positive, check_share
 from tlt_lightning.drafter.packing import num_entries
 from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText
 
@@ -42,11 +43,9 @@ class DrafterBuffer:
     """
 
     def __init__(self, max_bytes: int, held_out_share: float = 0.25, previous_share: float = 0.25) -> None:
-        if max_bytes <= 0:
-            raise ValueError(f"`max_bytes` must be positive, got {max_bytes}.")
-        for name, share in (("held_out_share", held_out_share), ("previous_share", previous_share)):
-            if not 0 <= share < 1:
-                raise ValueError(f"`{name}` must be at least 0 and below 1, got {share}.")
+        check_positive("max_bytes", max_bytes)
+        check_share("held_out_share", held_out_share)
+        check_share("previous_share", previous_share)
         self.max_bytes = max_bytes
         self.held_out_share = held_out_share
         self.previous_share = previous_share
@@ -114,8 +113,7 @@ class DrafterBuffer:
         The sequences have `num_tokens` together on average, and one is drawn at least. The order is random. These are
         the objects that the buffer holds, so do not change them.
         """
-        if num_tokens <= 0:
-            raise ValueError(f"`num_tokens` must be positive, got {num_tokens}.")
+        check_positive("num_tokens", num_tokens)
         pool = sorted(self.training, key=len)
         if not pool:
             raise RuntimeError("The drafter's buffer has nothing to train on; `add` an iteration's sequences first.")

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tlt_lightning.arguments import check_at_least, check_positive
+
 log = logging.getLogger(__name__)
 
 START_LIMIT = 20.0
@@ -54,10 +56,8 @@ class PythonTests:
     """
 
     def __init__(self, time_limit: float = 5.0, memory_mb: int = 1024) -> None:
-        if not time_limit > 0:
-            raise ValueError(f"`time_limit` must be a positive number of seconds, got {time_limit}.")
-        if memory_mb < 64:
-            raise ValueError(f"`memory_mb` must be at least 64, which Python itself takes, got {memory_mb}.")
+        check_positive("time_limit", time_limit)
+        check_at_least("memory_mb", memory_mb, 64, "Python itself takes that.")
         self.time_limit = time_limit
         self.memory_mb = memory_mb
         self.use_namespaces = True

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tlt_lightning.arguments import check_at_least
+
 # One for all instances: a lock in the instance could not be deep-copied, which Lightning does with hyperparameters.
 LOADING = threading.Lock()
 
@@ -29,8 +31,7 @@ class RewardModel:
     """
 
     def __init__(self, model: str, device: str = "cpu", max_length: int = 4096) -> None:
-        if max_length < 1:
-            raise ValueError(f"`max_length` must be at least 1, got {max_length}.")
+        check_at_least("max_length", max_length, 1)
         if not model:
             raise ValueError("`model` must be the folder or hub name of a reward model, got an empty string.")
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tlt_lightning.arguments import check_at_least, check_positive
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
 from tlt_lightning.sharding.units import Sharding, as_forward
@@ -30,10 +31,8 @@ class CriticConfig:
     warmup_iterations: int = 0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"`critic.lr` must be positive, got {self.lr}.")
-        if self.warmup_iterations < 0:
-            raise ValueError(f"`critic.warmup_iterations` must be 0 or more, got {self.warmup_iterations}.")
+        check_positive("critic.lr", self.lr)
+        check_at_least("critic.warmup_iterations", self.warmup_iterations, 0)
         if self.lora is not None and self.path is None:
             raise ValueError("`critic.lora` adapts the critic's own trunk: give `critic.path`, or drop `critic.lora`.")
 

@@ -16,6 +16,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
@@ -78,8 +79,7 @@ class Speculation:
                 "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
             )
         for name in ("max_draft_tokens", "steps_per_choice"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`speculation.{name}` must be at least 1, got {getattr(self, name)}.")
+            check_at_least(f"speculation.{name}", getattr(self, name), 1)
         if self.draft_sampling not in ("greedy", "probabilistic"):
             raise ValueError(
                 f"`speculation.draft_sampling` must be 'greedy' or 'probabilistic', got {self.draft_sampling!r}."
