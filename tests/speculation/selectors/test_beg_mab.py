@@ -1,13 +1,9 @@
 """Buckets, pulls and windows of the bandit."""
 
-from random import Random
-from statistics import median
-
 import pytest
 
 from tlt_lightning.speculation import OFF, BEGMABSelector, SelectorState, Strategy
 from tlt_lightning.speculation.selectors import beg_mab
-from tlt_lightning.speculation.selectors.windowed_median import WindowedMedian
 
 
 def pull(selector: BEGMABSelector, batch: int, rates: dict[int, float]) -> Strategy:
@@ -99,21 +95,10 @@ def test_arm_that_lost_long_ago_is_tried_again(monkeypatch):
     assert set(won[10:40]) == {3}
 
 
-def test_windowed_median_matches_the_plain_one():
-    generator, windowed, values = Random(0), WindowedMedian(7), []
-    for time in range(200):
-        values.append(generator.choice((1.0, 2.0, 2.5, 7.0)))
-        windowed.append(time, values[-1])
-        assert windowed.median == median(values[-7:])
-        assert windowed.items() == [[time - index, values[-1 - index]] for index in range(min(7, time + 1))][::-1]
-
-
-def test_windowed_median_forgets_what_expired():
-    windowed = WindowedMedian(7)
-    for time, value in enumerate((1.0, 9.0, 4.0, 2.0, 3.0)):
-        windowed.append(time, value)
-    windowed.expire(before=2)
-    assert windowed.items() == [[2, 4.0], [3, 2.0], [4, 3.0]]
-    assert windowed.median == 3.0
-    windowed.expire(before=9)
-    assert len(windowed) == 0
+def test_an_arm_is_worth_the_median_of_its_last_pulls():
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), window=3, epsilon=0.0)
+    rates = iter((9.0, 9.0, 9.0, 5.0, 1.0, 2.0))
+    while (rate := next(rates, None)) is not None:
+        while not pull(selector, 16, {0: rate, 3: 0.01}).is_off:
+            pass
+    assert selector.values(16)[OFF] == pytest.approx(2.0)

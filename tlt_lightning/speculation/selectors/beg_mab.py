@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
+from statistics import median
 from typing import Any
 
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_share
 from tlt_lightning.speculation.selectors.arms import make_arms
-from tlt_lightning.speculation.selectors.windowed_median import WindowedMedian
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 FIRST_OFF_PULLS = 3
@@ -43,6 +44,10 @@ MAX_AGE = 200
 
 OPTIMISM = 0.3
 """Added to an arm's value, as a share of it and over the root of its pulls: two standard deviations of a reward."""
+
+
+Pulls = deque[tuple[int, float]]
+"""Of an arm, oldest first: the number of each in its bucket, and its reward."""
 
 
 class BEGMABSelector(StrategySelector):
@@ -83,7 +88,7 @@ class BEGMABSelector(StrategySelector):
         self.window = window
         self.pull_size = pull_size
         self._arms = tuple(make_arms(group, drafters) for group in groups)
-        self._rewards = [{arm: WindowedMedian(window) for arm in arms} for arms in self._arms]
+        self._rewards = [{arm: Pulls(maxlen=window) for arm in arms} for arms in self._arms]
         self._num_pulls = [0] * len(groups)
         self._random = random.Random(seed)
         self._bucket = -1
@@ -99,7 +104,7 @@ class BEGMABSelector(StrategySelector):
     def values(self, batch_size: int) -> dict[Strategy, float]:
         """Return median tokens per second and request of each arm tried in `batch_size`'s bucket."""
         rewards = self._rewards[self._bucket_of(batch_size)]
-        return {arm: reward.median for arm, reward in rewards.items() if len(reward)}
+        return {arm: _value(pulls) for arm, pulls in rewards.items() if pulls}
 
     @override
     def select(self, state: SelectorState) -> Strategy:
@@ -120,13 +125,13 @@ class BEGMABSelector(StrategySelector):
         self._request_seconds += seconds * len(num_emitted)
         if self._stepped >= self.pull_size:
             self._num_pulls[bucket] += 1
-            self._rewards[bucket][strategy].append(self._num_pulls[bucket], self._tokens / self._request_seconds)
+            self._rewards[bucket][strategy].append((self._num_pulls[bucket], self._tokens / self._request_seconds))
 
     @override
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = self._random.getstate()
         return {
-            "rewards": [[reward.items() for reward in rewards.values()] for rewards in self._rewards],
+            "rewards": [[[list(pull) for pull in pulls] for pulls in rewards.values()] for rewards in self._rewards],
             "num_pulls": list(self._num_pulls),
             "random": [version, list(words), gauss],
             "pull": [self._bucket, self._stepped, self._tokens, self._request_seconds],
@@ -141,9 +146,9 @@ class BEGMABSelector(StrategySelector):
                 f"The saved selector has {[len(rewards) for rewards in saved]} arms per bucket, this one "
                 f"{[len(arms) for arms in self._arms]}; construct it with the same `groups` and `drafters`."
             )
-        for rewards, items in zip(self._rewards, saved, strict=True):
-            for reward, kept in zip(rewards.values(), items, strict=True):
-                reward.replace(kept)
+        for rewards, kept in zip(self._rewards, saved, strict=True):
+            for arm, pulls in zip(rewards, kept, strict=True):
+                rewards[arm] = Pulls(((int(number), value) for number, value in pulls), self.window)
         self._num_pulls = list(state_dict["num_pulls"])
         version, words, gauss = state_dict["random"]
         self._random.setstate((version, tuple(words), gauss))
@@ -154,22 +159,25 @@ class BEGMABSelector(StrategySelector):
         return max(0, bisect_right(self.thresholds, batch_size) - 1)
 
     def _choose(self, bucket: int, is_silenced: bool) -> Strategy:
-        rewards = {
-            arm: rewards for arm, rewards in self._rewards[bucket].items() if not (is_silenced and arm.is_learned)
-        }
-        for reward in rewards.values():
-            reward.expire(self._num_pulls[bucket] - MAX_AGE)
+        rewards = {arm: pulls for arm, pulls in self._rewards[bucket].items() if not (is_silenced and arm.is_learned)}
+        for pulls in rewards.values():
+            while pulls and pulls[0][0] < self._num_pulls[bucket] - MAX_AGE:
+                pulls.popleft()
         is_new = self._num_pulls[bucket] <= FIRST_OFF_PULLS + len(rewards)
         untried = [
             arm
-            for arm, reward in rewards.items()
-            if len(reward) < min(self.window, FIRST_OFF_PULLS if is_new and arm.is_off else 1)
+            for arm, pulls in rewards.items()
+            if len(pulls) < min(self.window, FIRST_OFF_PULLS if is_new and arm.is_off else 1)
         ]
         if untried:
             return min(untried, key=lambda arm: len(rewards[arm]))
         if self._random.random() < self.epsilon:
             return self._random.choice(list(rewards))
-        return max(rewards, key=lambda arm: rewards[arm].median * (1 + OPTIMISM / sqrt(len(rewards[arm]))))
+        return max(rewards, key=lambda arm: _value(rewards[arm]) * (1 + OPTIMISM / sqrt(len(rewards[arm]))))
+
+
+def _value(pulls: Pulls) -> float:
+    return median(reward for _, reward in pulls)
 
 
 def check_groups(groups: Sequence[Sequence[int]], thresholds: Sequence[int]) -> None:
