@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
+from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
 from tlt_lightning.data.batch import Rollout
@@ -73,7 +74,7 @@ class PassAtK(Metric):
     @override
     def compute(self) -> dict[str, Tensor]:
         """Return `accuracy`, and `pass@k` for k = 2, 4, 8, ... up to the smallest group."""
-        counts = torch.stack([_cat(self.num_samples), _cat(self.num_correct)], dim=1).tolist()
+        counts = torch.stack([dim_zero_cat(self.num_samples), dim_zero_cat(self.num_correct)], dim=1).tolist()
         k, results = 2, {"accuracy": sum(c / n for n, c in counts) / len(counts)}
         while k <= min(n for n, _ in counts):
             results[f"pass@{k}"] = sum(pass_at_k(n, c, k) for n, c in counts) / len(counts)
@@ -101,10 +102,6 @@ class HeldOutMetrics(nn.Module):
         for metric in (self.accuracy, self.reward, self.length):
             metric.reset()
         return metrics
-
-
-def _cat(state: list[Tensor] | Tensor) -> Tensor:
-    return torch.cat(state) if isinstance(state, list) else state  # reduced states come concatenated
 
 
 def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
@@ -138,17 +135,16 @@ def zero_std_share(rollouts: Sequence[Rollout]) -> float:
     return sum(not has_spread(group) for group in groups) / len(groups)
 
 
-def tail_share(trace: Sequence[tuple[float, int]], num_requests: int, fraction: float = 0.1) -> float:
-    """Return the share of a rollout's time in which at most `fraction` of its requests ran.
+def tail_share(trace: Sequence[tuple[float, int]], num_requests: int) -> float:
+    """Return the share of a rollout's time in which at most a tenth of its requests, or one, ran.
 
     Args:
         trace: (seconds since the start, unfinished requests) after each engine step.
         num_requests: Requests of the rollout.
-        fraction: What counts as few.
     """
     if not trace or trace[-1][0] <= 0:
         return 0.0
-    limit = max(1.0, fraction * num_requests)
+    limit = max(1.0, 0.1 * num_requests)
     start = next((seconds for seconds, unfinished in trace if unfinished <= limit), trace[-1][0])
     return 1.0 - start / trace[-1][0]
 

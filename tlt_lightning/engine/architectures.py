@@ -126,15 +126,3 @@ def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
                         f"`policy` {policy!r}: its config.json makes {name!r} {tuple(shapes[name])}, but {path.name} "
                         f"holds {held}; config and weights are not of one model."
                     )
-
-
-def markdown_table() -> str:
-    """Return the architectures as a Markdown table."""
-    rows = [
-        "| architecture | rollouts, full and LoRA | look-ups | EAGLE-3 head | adaptive drafter |",
-        "|---|---|---|---|---|",
-    ]
-    for each in ARCHITECTURES:
-        head, drafter = ("yes" if flag else "no" for flag in (each.takes_head, each.has_drafter))
-        rows.append(f"| `{each.name}` | yes | yes | {head} | {drafter} |")
-    return "\n".join(rows)

@@ -40,7 +40,8 @@ class StepTrace:
     def _open(self) -> TextIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self._has_written and self.path.is_file():
-            self._first = 1 + max((row["rollout"] for row in _rows(self.path)), default=-1)
+            rows = map(json.loads, self.path.read_text().splitlines())
+            self._first = 1 + max((row["rollout"] for row in rows), default=-1)
         self._has_written = True
         return self.path.open("a")
 
@@ -54,15 +55,3 @@ class StepTrace:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def read_trace(path: str | Path, rollout: int = -1) -> list[dict[str, Any]]:
-    """Return the rows of one rollout of a trace file; -1 is the last one written."""
-    rows = _rows(Path(path))
-    last = max((row["rollout"] for row in rows), default=0)
-    wanted = last if rollout < 0 else rollout
-    return [row for row in rows if row["rollout"] == wanted]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,5 +1,6 @@
 """The vLLM engine between rollouts: what is refused, and what an error leaves behind."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.planned_memory import BLOCK, planned_memory
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.policy import PolicyWeights, load_policy, stream_weights
-from tlt_lightning.speculation.trace import StepTrace, read_trace
+from tlt_lightning.speculation.trace import StepTrace
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +168,10 @@ def test_a_trace_that_goes_on_numbers_rollouts_on(tmp_path: Path) -> None:
         trace.close()
         trace.write({"run": run})
         trace.close()
-    assert [row["run"] for row in read_trace(path, 0)] == ["first"]
-    assert [(row["rollout"], row["step"], row["run"]) for row in read_trace(path)] == [
-        (3, 0, "second"),
-        (3, 1, "second"),
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["rollout"], row["step"], row["run"]) for row in rows] == [
+        *((0, 0, "first"), (1, 0, "first"), (2, 0, "first"), (2, 1, "first")),
+        *((3, 0, "second"), (3, 1, "second")),
     ]
 
 
