@@ -258,11 +258,8 @@ class PromptCursor:
 
     def coming(self, count: int) -> list[int]:
         """Return the next `count` prompts, and stay."""
-        return [self._prompt_at(position) for position in range(self.position, self.position + count)]
-
-    def _prompt_at(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_prompts)
-        return self._permutation(epoch)[offset]
+        places = (divmod(self.position + number, self.num_prompts) for number in range(count))
+        return [self._permutation(epoch)[offset] for epoch, offset in places]
 
     def _permutation(self, epoch: int) -> list[int]:
         if self._cached_epoch != epoch:

@@ -80,14 +80,11 @@ class DrafterDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> PackLoader:
-        return self._loader(self.train_texts, shuffled=True)
+        return PackLoader(self, self.train_texts, shuffled=True)
 
     @override
     def val_dataloader(self) -> PackLoader:
-        return self._loader(self.val_texts, shuffled=False)
-
-    def _loader(self, texts: list[Text], *, shuffled: bool) -> PackLoader:
-        return PackLoader(self, texts, shuffled=shuffled)
+        return PackLoader(self, self.val_texts, shuffled=False)
 
     @torch.no_grad()
     def sequences(self, texts: Sequence[Text]) -> list[PolicyText]:

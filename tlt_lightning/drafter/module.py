@@ -23,6 +23,7 @@ from tlt_lightning.drafter.target import live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
+from tlt_lightning.guard.callback import guards
 from tlt_lightning.policy import end_token_ids
 
 if TYPE_CHECKING:
@@ -160,8 +161,6 @@ class DrafterModule(L.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
-        from tlt_lightning.guard.callback import guards
-
         return guards(self.trainer)
 
     @override
