@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tlt_lightning import BEGMABSelector, CostModelSelector, DynamicSampling, PartialRollout, TailBatching, objectives
+from tlt_lightning import (
+    BEGMABSelector,
+    CostModelSelector,
+    DynamicSampling,
+    PartialRollout,
+    Sampling,
+    TailBatching,
+    objectives,
+)
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
@@ -58,6 +66,9 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (partial(RewardModel, "some/model"), "max_length", [1], [0]),
     (pool, "num_workers", [1], [0]),
     (pool, "timeout", [TINY], [0, TIMEOUT_MAX]),
+    (Sampling, "max_tokens", [1], [0]),
+    (Sampling, "top_p", [TINY, 1], [0, 1 + TINY]),
+    (Sampling, "top_k", [0, 1], [-1]),
     (Strategy, "num_draft_tokens", [0], [-1]),
     (arms, "length", [1], [0]),
     (graphs, "size", [1], [0]),

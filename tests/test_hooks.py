@@ -1,4 +1,4 @@
-"""Hooks in runs of RLModule: when an iteration's end is told, and with which metrics."""
+"""Hooks in runs of RLModule: in which order they come, and with which metrics an iteration's end is told."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.support.rl_runs import make_data, make_module, make_trainer
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import RolloutCallback
 
 
@@ -61,6 +61,26 @@ def run(watcher: Watcher, paths: tuple[str, str, Path], *callbacks: L.Callback, 
 @pytest.fixture
 def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> tuple[str, str, Path]:
     return policy_path, prompts_path, tmp_path
+
+
+def test_hooks_come_in_order(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(tmp_path, recorder).fit(make_module(policy_path), make_data(prompts_path))
+    one = ["start", "progress", "end", "scored"]
+    assert recorder.calls == ["synced 0", *one, "synced 2", *one]
+    assert all(batch.advantages is not None for batch in recorder.batches)
+    assert all(rollout.rewards["evenness"] == rollout.reward for rollout in recorder.rollouts[0])
+
+
+def test_a_plain_callback_with_a_hook_works(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    class Plain(L.Callback):
+        seen = 0
+
+        def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
+            Plain.seen += len(rollouts)
+
+    make_trainer(tmp_path, Plain()).fit(make_module(policy_path), make_data(prompts_path))
+    assert Plain.seen == 32
 
 
 def test_each_iteration_is_told_once_with_its_own_metrics(paths: tuple[str, str, Path]) -> None:

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from tests.support.rl_runs import make_data, make_module, make_trainer, weights
-from tlt_lightning import CriticConfig, RolloutCallback
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback
 from tlt_lightning.objectives import GRPO, PPO
 
 Paths = tuple[str, str, Path]
@@ -141,9 +141,6 @@ def test_a_run_told_to_stop_within_an_iteration_finishes_it(paths: Paths) -> Non
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
-# Changed settings
-
-
 def checkpoint_of(paths: Paths, **settings: Any) -> Path:
     checkpoints = ModelCheckpoint(paths[2], "first", save_top_k=-1, save_on_train_epoch_end=True)
     run(paths, checkpoints, max_epochs=1, enable_checkpointing=True, **settings)
@@ -256,3 +253,45 @@ def test_a_checkpoint_can_be_validated_by_a_run_of_another_size(paths: Paths) ->
     module = make_module(paths[0], objective=GRPO())
     (metrics,) = trainer.validate(module, make_data(paths[1], group_size=2), ckpt_path=path, verbose=False)
     assert set(metrics) >= {"val/accuracy", "val/reward", "val/length"}
+
+
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), LoRA(rank=4)])
+def test_killed_and_resumed_run_has_the_weights_of_the_uninterrupted_one(
+    lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    def checkpointing() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "checkpoints", filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+
+    class Kill(RolloutCallback):
+        def on_rollout_progress(self, trainer, pl_module, progress):  # type: ignore[no-untyped-def]
+            if trainer.current_epoch == 2:
+                raise ZeroDivisionError("killed in the middle of the third rollout")
+
+    def run(*callbacks: L.Callback, ckpt_path: Path | None = None) -> RLModule:
+        L.seed_everything(11)
+        module = make_module(policy_path, lora=lora)
+        trainer = make_trainer(tmp_path, *callbacks, max_epochs=4, enable_checkpointing=True)
+        trainer.fit(module, make_data(prompts_path, inner_epochs=2), ckpt_path=ckpt_path)
+        return module
+
+    uninterrupted = weights(run(checkpointing()))
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(ZeroDivisionError):
+        run(checkpointing(), Kill())
+    recorder = Recorder()
+    resumed = weights(run(checkpointing(), recorder, ckpt_path=tmp_path / "checkpoints" / "epoch=1.ckpt"))
+    assert recorder.versions == [(8, {8}), (12, {12})]
+    assert uninterrupted.keys() == resumed.keys()
+    for name, tensor in uninterrupted.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+def test_checkpoint_of_another_lora_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, ModelCheckpoint(tmp_path, filename="last"), max_epochs=1, enable_checkpointing=True
+    )
+    trainer.fit(make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path))
+    other = make_module(policy_path, lora=LoRA(rank=8))
+    with pytest.raises(ValueError, match="rank=4"):
+        make_trainer(tmp_path).fit(other, make_data(prompts_path), ckpt_path=tmp_path / "last.ckpt")

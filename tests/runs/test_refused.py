@@ -1,0 +1,94 @@
+"""Settings of module and data that do not fit are refused, or warned of, before anything is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.support.rl_runs import make_data, make_module, make_trainer
+from tlt_lightning import RLModule, Sampling
+from tlt_lightning.objectives import GRPO, DrGRPO
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 1}, "group_size"),
+        ({"train": None}, r"data\.train"),
+        ({"max_prompt_tokens": 2}, "No prompt"),
+        ({"max_prompt_tokens": 250, "micro_batch_tokens": 300}, "context of 256"),
+        ({"num_minibatches": 3}, "16 responses .* not divisible by `data.num_minibatches` 3"),
+        ({"micro_batch_tokens": 23}, "`data.micro_batch_tokens` 23 is less .* set it to at least 24"),
+    ],
+)
+def test_unfit_data_settings_are_refused(
+    arguments: dict, message: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises((MisconfigurationException, ValueError), match=message):
+        make_trainer(tmp_path).fit(make_module(policy_path), make_data(prompts_path, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rewards": []}, "rewards"),
+        ({"sampling": Sampling(temperature=0)}, "temperature"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: dict, message: str, prompts_path: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_data(prompts_path, **arguments)
+
+
+def test_an_objective_that_assumes_another_length_limit_is_refused(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MisconfigurationException, match=r"`objective.aggregation.max_tokens` 1024 .* is 8; make them"):
+        make_trainer(tmp_path).fit(make_module(policy_path, objective=DrGRPO()), make_data(prompts_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a str, got a Linear\. .* `merge_and_unload\(\)`"),
+        ({"objective": GRPO}, "`objective` must be a PolicyObjective, got the class GRPO itself"),
+        ({"lora": {"rank": 4}}, r"`lora` must be a LoRA, got a dict\. Give for example"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        RLModule(**{"policy": "some/model", "objective": GRPO(), **arguments})
+
+
+def test_a_policy_may_be_a_path() -> None:
+    assert RLModule(Path("some/model"), GRPO()).policy_path == "some/model"  # type: ignore[arg-type]
+
+
+def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="`RolloutDataModule`"):
+        make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])
+
+
+def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    class Change(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
+
+    for callback in (GradientAccumulationScheduler({0: 1, 7: 3}), Change()):
+        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` has to be 1"):
+            make_trainer(tmp_path, callback).fit(make_module(policy_path), make_data(prompts_path))
+
+
+def test_filters_of_the_distribution_are_warned_of(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = make_data(prompts_path, sampling=Sampling(max_tokens=4, top_k=5))
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
+    assert "`top_k` 5) cuts the distribution" in caplog.text
