@@ -2,16 +2,14 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
 
-from tests.conftest import save_policy
 from tlt_lightning.engine import Request, Response, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.policy import causal_lm, load_policy, load_tokenizer, stream_weights
@@ -162,14 +160,6 @@ def test_same_seed_same_responses(engine: RolloutEngine, policy: torch.nn.Module
     assert first != other
 
 
-def test_the_callers_random_numbers_do_not_move(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    run(engine, Sampling(max_tokens=4), seed=1)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def draw(*_: object) -> tuple[float, float, float]:
     """One number of each of the process's generators."""
     return torch.rand(1).item(), random.random(), float(np.random.rand())
@@ -184,26 +174,28 @@ def test_draws_of_callbacks_and_consumers_change_no_response(engine: RolloutEngi
     assert [written[number] for number in sorted(written)] == [tokens for tokens, _, _ in expected]
 
 
-def test_a_rollout_that_ends_early_gives_the_callers_random_numbers_back(
-    engine: RolloutEngine, policy: torch.nn.Module
+@pytest.mark.parametrize("end", ["by itself", "by the caller", "by an error"])
+def test_however_a_rollout_ends_engine_and_random_numbers_are_as_before(
+    engine: RolloutEngine, policy: torch.nn.Module, end: str
 ) -> None:
     def seed() -> None:
         torch.manual_seed(5), random.seed(5), np.random.seed(5)
 
-    def fail(progress: RolloutProgress) -> None:
-        raise KeyError
+    def on_progress(progress: RolloutProgress) -> None:
+        if end == "by an error":
+            raise KeyError("the callback's")
 
+    expected = run(engine, Sampling(max_tokens=16, temperature=0))
     seed()
-    expected = draw()
+    numbers = draw()
     seed()
-    stream = engine.generate(requests(), Sampling(max_tokens=16), seed=1)
-    next(stream)
-    stream.close()
-    assert draw() == expected
-    seed()
-    with pytest.raises(KeyError):
-        list(engine.generate(requests(), Sampling(max_tokens=16), seed=1, on_progress=fail))
-    assert draw() == expected
+    stream = engine.generate(requests(), Sampling(max_tokens=16), seed=1, on_progress=on_progress)
+    with pytest.raises(KeyError, match="the callback's") if end == "by an error" else nullcontext():
+        for _ in stream:
+            if end == "by the caller":
+                stream.close()
+    assert draw() == numbers
+    assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
 
 
 def test_new_weights_write_the_next_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
@@ -313,14 +305,6 @@ def test_nobody_adds_to_a_rollout_that_is_over(engine: RolloutEngine, policy: to
         engine.stop([0])
 
 
-def test_giving_up_in_the_middle_leaves_a_usable_engine(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    expected = run(engine, Sampling(max_tokens=16, temperature=0))
-    stream = engine.generate(requests(), Sampling(max_tokens=16), seed=0)
-    next(stream)
-    stream.close()
-    assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -342,64 +326,9 @@ def test_a_request_that_cannot_be_answered_leaves_a_usable_engine(
     assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
 
 
-def test_an_error_of_the_progress_callback_leaves_a_usable_engine(
-    engine: RolloutEngine, policy: torch.nn.Module
-) -> None:
-    def fail(progress: RolloutProgress) -> None:
-        raise KeyError("the callback's")
-
-    expected = run(engine, Sampling(max_tokens=16, temperature=0))
-    with pytest.raises(KeyError, match="the callback's"):
-        list(engine.generate(requests(), Sampling(max_tokens=16), seed=0, on_progress=fail))
-    assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
-
-
 def test_a_response_ends_where_the_context_is_full(engine: RolloutEngine, policy: torch.nn.Module) -> None:
     asked = [Request(id=i, prompt_ids=[5] * (MAX_MODEL_LEN - room)) for i, room in enumerate((1, 4))]
     responses = {r.request_id: r for r in engine.generate(asked, Sampling(max_tokens=24), seed=0)}
     assert len(responses[0].token_ids) == 1
     assert len(responses[1].token_ids) <= 4
     assert all(r.finish_reason == "length" or r.token_ids[-1] == 1 for r in responses.values())
-
-
-def test_what_a_checkpoint_says_about_generation_does_not_change_what_is_sampled(tmp_path: Path) -> None:
-    path = save_policy(tmp_path / "policy")
-    model = load_policy(str(path))
-    model.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=2, min_p=0.3, do_sample=True)
-    own = model.generation_config
-    engine = TransformersEngine()
-    engine.setup(str(path), max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.attach(model)
-    engine.update_weights(stream_weights(model), 0)
-    tokens, logps, _ = run(engine, Sampling(max_tokens=8))[0]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*PROMPTS[0], *tokens]])).logits[0, len(PROMPTS[0]) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
-    assert logps == pytest.approx(expected.tolist(), abs=TOLERANCE)
-    assert model.generation_config is own
-
-
-def test_generate_before_any_weights_is_an_error() -> None:
-    engine = TransformersEngine()
-    with pytest.raises(RuntimeError, match="no current weights"):
-        next(engine.generate(requests(), Sampling(), seed=0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": 0.005}, r"`sampling.temperature` must be 0 \(greedy\) or in \[0.01, 2\], got 0.005"),
-        ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"min_p": 1.5}, r"`sampling.min_p` must be in \[0, 1\], got 1.5"),
-        ({"max_tokens": 4, "min_tokens": 5}, r"`sampling.min_tokens` must be in \[0, 4\], got 5"),
-        ({"stop_strings": ("",)}, "stop_strings"),
-        ({"stop_strings": "done"}, "stop_strings"),
-    ],
-)
-def test_bad_sampling_is_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**arguments)

@@ -1,0 +1,37 @@
+"""What the reference engine does beside the duties of every engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from tests.conftest import save_policy
+from tlt_lightning.engine import Request, Sampling, TransformersEngine
+from tlt_lightning.policy import load_policy, stream_weights
+
+PROMPT = [12, 13, 3, 15, 4]
+
+
+def test_what_a_checkpoint_says_about_generation_does_not_change_what_is_sampled(tmp_path: Path) -> None:
+    path = save_policy(tmp_path / "policy")
+    model = load_policy(str(path))
+    model.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=2, min_p=0.3, do_sample=True)
+    own = model.generation_config
+    engine = TransformersEngine()
+    engine.setup(str(path), max_model_len=96, seed=0)
+    engine.attach(model)
+    engine.update_weights(stream_weights(model), 0)
+    (response,) = engine.generate([Request(id=0, prompt_ids=PROMPT)], Sampling(max_tokens=8), seed=0)
+    tokens = list(response.token_ids)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+    assert list(response.logps) == pytest.approx(expected.tolist(), abs=1e-4)
+    assert model.generation_config is own
+
+
+def test_generate_before_any_weights_is_an_error() -> None:
+    engine = TransformersEngine()
+    with pytest.raises(RuntimeError, match="no current weights"):
+        next(engine.generate([Request(id=0, prompt_ids=PROMPT)], Sampling(), seed=0))
