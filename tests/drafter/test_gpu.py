@@ -1,10 +1,13 @@
 """The drafter on a GPU: fused losses, bfloat16, and not once a wait for the device."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from tests.support.draft_texts import make_drafter, pack, quality_on, random_sequence, train
+from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.teaching import Teaching
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +49,18 @@ def test_it_learns_and_is_measured_there(policy_path: str) -> None:
     expected = quality_on(drafter.cpu(), batches)
     assert found.acceptance_length == pytest.approx(expected.acceptance_length, abs=0.05)
     assert found.top3 == pytest.approx(expected.top3, abs=0.1)
+
+
+def test_a_pack_reaches_the_device_without_a_wait_for_it() -> None:
+    texts = [random_sequence(n, 5) for n in (300, 70, 30)]
+    for plan in plan_packs([len(text) for text in texts], 128):  # the longest in pieces
+        pieces = [(texts[piece.sequence], piece) for piece in plan]
+        expected = fill_pack(pieces, 128)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = fill_pack(pieces, 128, torch.device("cuda"))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for field in fields(expected):
+            torch.testing.assert_close(getattr(found, field.name), getattr(expected, field.name), check_device=False)
+        assert all(part.is_pinned() for context in found.contexts if context for part in context)

@@ -110,6 +110,16 @@ def test_training_stops_within_one_micro_step_of_the_end_of_its_window(monkeypat
     assert trainer.train(lambda: False).overrun == 0
 
 
+def test_packs_of_a_draw_come_once_and_in_order_however_often_training_stops() -> None:
+    whole, parts = (make_trainer(pack_tokens=128) for _ in range(2))
+    whole.train(steps(9))
+    for number in (1, 3, 5):
+        parts.train(steps(number))
+        assert parts._ahead is None  # between bursts a pack takes no memory
+    assert parts.drafter.seen == whole.drafter.seen
+    assert len(set(whole.drafter.seen)) > 1
+
+
 def test_workers_choose_the_vocabulary_by_what_all_have_seen() -> None:
     class Choosing(OneWeight):
         def choose_vocabulary(self, counts: Tensor) -> None:

@@ -62,12 +62,12 @@ def keys_of(head: Eagle3DraftModel, context: Context) -> tuple[Tensor, Tensor]:
     cache, device, num_entries = DynamicCache(), head.fc.weight.device, len(context.input_ids)
     for start in range(0, num_entries, _ROWS):
         here = slice(start, min(start + _ROWS, num_entries))
-        fused = head.fc(context.states[None, here].to(device, head.fc.weight.dtype))
-        embedded = head.embed_tokens(context.input_ids[None, here].to(device)).to(fused.dtype)
-        states = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(fused)], -1)
+        states, ids = (part[None, here].to(device, non_blocking=True) for part in (context.states, context.input_ids))
+        fused = head.fc(states.to(head.fc.weight.dtype))
+        embedded = head.embed_tokens(ids).to(fused.dtype)
         positions = torch.arange(here.start, here.stop, device=device)[None]
         layer.self_attn(
-            hidden_states=states,
+            hidden_states=torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(fused)], -1),
             attention_mask=None,
             past_key_values=cache,
             position_embeddings=head.rotary_emb(fused, positions),  # of the type that `unroll` has

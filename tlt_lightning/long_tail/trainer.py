@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _WHOLE_FROM = 2.5  # tokens per step from which on it learns drafts as long as t
 _YOUNG_PACK = 4  # packs of a new head are so many times smaller: at first it learns by steps, hardly by tokens
 
 SumOverRanks = Callable[[Tensor], Tensor]
+MakePack = Callable[[], PackedBatch]
 
 
 @dataclass(slots=True)
@@ -103,7 +106,8 @@ class DrafterTrainer:
         """Tokens trained on since `begin`."""
         self._most_steps = _SHORT if drafter.head_path is None else None
         self._generator = torch.Generator()
-        self._packs: Iterator[PackedBatch] = iter(())
+        self._packs: Iterator[MakePack] = iter(())
+        self._ahead: tuple[MakePack, PackedBatch] | None = None  # made while the device was at work
         self.renew_optimizer()
 
     def renew_optimizer(self) -> None:
@@ -153,7 +157,7 @@ class DrafterTrainer:
         """Draw anew from the buffer; `seed` and the buffer fix all draws from now on."""
         self._generator = torch.Generator().manual_seed(seed)
         self.num_seen = 0
-        self._packs = self._draw()
+        self._packs, self._ahead = self._draw(), None
 
     def train(self, may_go_on: Callable[[], bool]) -> Burst:
         """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`."""
@@ -174,6 +178,8 @@ class DrafterTrainer:
             burst.num_out_of_memory += 1
             if not self._shrink(message):
                 break
+        if self._ahead is not None:  # its turn comes, but until then it takes no memory
+            self._packs, self._ahead = chain([self._ahead[0]], self._packs), None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's last step; the engine may want the device now
         now, num_steps = time.perf_counter(), len(burst.losses)
@@ -223,18 +229,25 @@ class DrafterTrainer:
         if acceptance_length >= _WHOLE_FROM:
             self._most_steps = None
 
-    def _backward(self, batch: PackedBatch) -> float:
+    def _backward(self, batch: PackedBatch) -> Tensor:
         with torch.enable_grad(), self.autocast():
             loss, _ = self.drafter.loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
-        return loss.item()
+        return loss.detach()
+
+    def _make_pack(self) -> tuple[MakePack, PackedBatch]:
+        make = next(self._packs)
+        return make, make()
 
     def _micro_step(self) -> float:
         self.drafter.most_steps = self._most_steps
-        value = self._backward(next(self._packs))
+        (_, batch), self._ahead = self._ahead or self._make_pack(), None
+        loss = self._backward(batch)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = clip_grad_norm_(parameters, MAX_GRAD_NORM).item()
+        total_norm = clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        self._ahead = self._make_pack()
+        value, norm = torch.stack([loss.float(), total_norm.float()]).tolist()  # here alone the host waits
         if math.isfinite(norm):
             self.optimizer.step()
             self._warmup.step()
@@ -260,17 +273,17 @@ class DrafterTrainer:
         else:
             outcome = "stops for now: there are no smaller ones"
         log.warning("The drafter had no memory for a training step of %d tokens and %s: %s", before, outcome, message)
-        self._packs = self._draw()
+        self._packs, self._ahead = self._draw(), None
         return can_go_on
 
-    def _draw(self) -> Iterator[PackedBatch]:
+    def _draw(self) -> Iterator[MakePack]:
         num_tokens = self.step_tokens
         while True:
             sequences = self.buffer.sample(_PACKS_PER_DRAW * num_tokens, self._generator)
             plans = plan_packs([len(sequence) for sequence in sequences], num_tokens)
             for index in torch.randperm(len(plans), generator=self._generator).tolist():
                 pieces = [(sequences[piece.sequence], piece) for piece in plans[index]]
-                yield fill_pack(pieces, num_tokens, self.device)
+                yield partial(fill_pack, pieces, num_tokens, self.device)
 
     def autocast(self) -> torch.autocast:
         """Compute in bfloat16 on a GPU."""
