@@ -52,7 +52,7 @@ class HostResidence:
     ) -> Iterator[tuple[Tensor, MutableMapping[str, Any] | None, str]]:
         """Yield what lies on `device`: parameters and buffers, and with its dictionary the optimizer's state.
 
-        Adam counts steps on the host, wherever the weights are: one element is not worth moving.
+        Adam counts steps on the host, or on the device if it is fused: one element is not worth moving.
         """
         yield from ((tensor, None, "") for tensor in (*self.module.parameters(), *self.module.buffers()))
         for state in optimizer.state.values():
