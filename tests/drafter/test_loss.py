@@ -46,6 +46,20 @@ def gradients(drafter: DrafterModule, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
 
 
+class Calls(TorchDispatchMode):
+    """Within the block, `widths` collects the last dimension of what the named operations return."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.widths = names, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.names:
+            self.widths.add(result.shape[-1])
+        return result
+
+
 def attend_as_speculators_does(head: Any) -> None:
     """By one dense mask over the pack, in float32."""
     from speculators.models.attention import create_float_mask
@@ -176,12 +190,26 @@ def test_chunks_of_the_vocabulary_change_nothing(policy_path: str, monkeypatch: 
         torch.testing.assert_close(result, results[0], atol=1e-5, rtol=1e-4)
 
 
-def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "_LOGITS", 100 * 4096)
+@pytest.mark.parametrize(("entries", "rows"), [(100, 100), (200, 128)], ids=["a part of a tile", "whole tiles"])
+def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(
+    entries: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "_LOGITS", entries * 4096)
     drafter = make_drafter(str(save_policy(tmp_path, vocab_size=4096)))
     with LargestOfWidth(4096) as largest:
-        drafter.loss(alone(random_sequence(120)))[0].backward()
-    assert largest.rows == 100
+        drafter.loss(alone(random_sequence(250)))[0].backward()
+    assert largest.rows == rows
+
+
+def test_a_steps_targets_are_copied_only_where_steps_are_compared_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, batch = make_drafter(str(save_policy(tmp_path, vocab_size=4096))), alone(random_sequence(250))
+    for chunk, is_copied in ((768, True), (256, False), (128, False)):
+        monkeypatch.setattr(chunked_loss, "_LOGITS", chunk * 4096)
+        with Calls("stack", "cat", "constant_pad_nd") as copies:
+            drafter.loss(batch)
+        assert (4096 in copies.widths) == is_copied, chunk
 
 
 @pytest.mark.slow

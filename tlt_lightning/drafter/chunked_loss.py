@@ -17,7 +17,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-_LOGITS = 2**27  # of a chunk: 0.25 GiB in bfloat16, 880 entries over 152k tokens
+_LOGITS = 2**27  # of a chunk: 0.25 GiB in bfloat16, 768 entries over 152k tokens
+_TILE = 128  # rows of a product that a multiprocessor takes at once; the last tile costs as much as a full one
 
 Watcher = Callable[[int, slice, Tensor, Tensor], None]
 LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
@@ -64,6 +65,7 @@ def predict(
         top3=torch.zeros_like(weights, dtype=torch.bool),
     )
     chunk = max(1, _LOGITS // len(head.lm_head.weight))
+    chunk = max(chunk - chunk % _TILE, min(chunk, _TILE))
     # Steps of a whole pack are compared together, as many as are a chunk: small heads are bound by their kernels.
     together = max(1, chunk // num_entries)
     for start in range(0, num_entries, chunk):
@@ -72,12 +74,13 @@ def predict(
             targets = _logits(head.verifier_lm_head.weight, head.verifier_norm(last_states[start:stop]))
         for first in range(0, num_steps, together):
             steps = range(first, min(first + together, num_steps))
-            # Targets `start` to `stop` belong to the entries `step` before them; in a whole pack the last have none.
-            rows = slice(max(0, start - first), stop if stop - start == num_entries else max(0, stop - first))
+            # Targets `start` to `stop` belong to the entries `step` before them; of steps together the last have none.
+            rows = slice(max(0, start - first), stop if len(steps) > 1 else max(0, stop - first))
             if rows.start == rows.stop:
                 continue
             here, length = (slice(steps.start, steps.stop), rows), rows.stop - rows.start
-            theirs = torch.stack([_from(targets, rows.start + step - start, length) for step in steps])
+            parts = [_from(targets, rows.start + step - start, length) for step in steps]
+            theirs = torch.stack(parts) if len(parts) > 1 else parts[0][None]
             states = normed[here].detach().requires_grad_(needs_grad)
             with torch.set_grad_enabled(needs_grad):
                 logits = _logits(head.lm_head.weight, states)
@@ -101,8 +104,9 @@ def _logits(weight: Tensor, states: Tensor) -> Tensor:
 
 
 def _from(targets: Tensor, first: int, length: int) -> Tensor:
-    """Return rows of `targets` from `first` on, and zeros behind the last, `length` in all."""
-    return F.pad(targets[first:], (0, 0, 0, first + length - len(targets)))
+    """Return rows of `targets` from `first` on, `length` in all: with zeros behind the last, else a view."""
+    behind = first + length - len(targets)
+    return F.pad(targets[first:], (0, 0, 0, behind)) if behind else targets[first:]
 
 
 def _compare(logits: Tensor, targets: Tensor, result: Predictions, index: Any) -> None:
