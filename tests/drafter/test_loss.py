@@ -201,6 +201,15 @@ def test_no_tensor_over_the_vocabulary_is_larger_than_a_chunk(
     assert largest.rows == rows
 
 
+def test_agreement_is_left_out_where_nobody_asks_for_it(drafter: DrafterModule) -> None:
+    batch = alone(random_sequence(60))
+    loss, metrics = drafter.loss(batch)
+    with Calls("argmax") as compared:
+        assert drafter.loss(batch, compares=False)[0] == loss
+    assert not compared.widths
+    assert set(metrics) == {"drafter/loss", *(f"drafter/top1_pos_{k}" for k in (1, 2, 3))}
+
+
 def test_a_steps_targets_are_copied_only_where_steps_are_compared_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,7 @@ def test_a_resumed_run_that_validates_first_drafts_with_its_policys_rows(is_with
 
 
 def test_a_step_that_does_not_fit_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: DrafterModule, batch: Any) -> Any:
+    def full(self: DrafterModule, batch: Any, **rest: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(DrafterModule, "loss", full)
@@ -165,7 +165,7 @@ def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run
     loop.begin_iteration(1)
     callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))
     assert callback.num_steps == math.ceil(1.5 * callback.buffer.num_tokens / 128)
-    callback.drafter.loss = lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))  # type: ignore[method-assign]
+    callback.drafter.loss = lambda batch, **rest: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))  # type: ignore[method-assign]
     trained = callback.num_steps
     callback.training.begin(1)
     callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))

@@ -26,9 +26,9 @@ def run(offload: bool) -> tuple[list[float], dict[str, Any], list[int]]:
     publisher, places = DrafterPublisher(trainer), []
     learn = drafter.loss
 
-    def loss(batch: Any) -> Any:
+    def loss(batch: Any, **options: Any) -> Any:
         places.append(drafter.fc.data_ptr())
-        return learn(batch)
+        return learn(batch, **options)
 
     drafter.loss = loss  # type: ignore[method-assign]
     trainer.begin(0)

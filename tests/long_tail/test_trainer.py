@@ -36,7 +36,7 @@ class OneWeight(nn.Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam([self.fc], lr=0.25 / (1 / WARMUP_STEPS + 2 / WARMUP_STEPS))
 
-    def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         self.seen.append(int(batch.input_ids.sum()))
         return self.direction * self.fc.sum() * batch.input_ids.float().mean(), {}
 
@@ -98,9 +98,9 @@ def test_training_stops_within_one_micro_step_of_the_end_of_its_window(monkeypat
     now = [5.0]
 
     class Slow(OneWeight):
-        def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
             now[0] += 2.0
-            return super().loss(batch)
+            return super().loss(batch, compares=compares)
 
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     trainer = make_trainer(Slow())
@@ -204,9 +204,9 @@ def test_a_young_head_learns_from_packs_of_a_quarter() -> None:
     class Random(OneWeight):
         head_path = None
 
-        def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
             sizes.append(batch.input_ids.numel())
-            return super().loss(batch)
+            return super().loss(batch, compares=compares)
 
     sizes: list[int] = []
     trainer = make_trainer(Random(), pack_tokens=1024)
@@ -227,7 +227,7 @@ def test_a_gradient_that_is_a_spike_moves_no_weight_further_than_others() -> Non
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD([self.fc], lr=1.0 * WARMUP_STEPS)
 
-        def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
             return -self.steepness * self.fc.sum(), {}
 
     trainer = make_trainer(Plain())
@@ -241,10 +241,10 @@ class Hungry(OneWeight):
 
     room = 128
 
-    def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         if batch.input_ids.numel() > self.room:
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
-        return super().loss(batch)
+        return super().loss(batch, compares=compares)
 
 
 def test_out_of_memory_halves_the_packs_is_counted_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -304,7 +304,7 @@ def test_a_loss_that_is_not_finite_moves_nothing() -> None:
 
 def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
     class Steep(OneWeight):
-        def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
             return (self.fc - 0.5).sqrt().sum(), {}
 
     trainer = make_trainer(Steep(0.5))

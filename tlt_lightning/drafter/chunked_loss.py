@@ -44,6 +44,8 @@ def predict(
     terms: LossTerms,
     weights: Tensor,
     watch: Watcher | None = None,
+    *,
+    compares: bool = True,
 ) -> tuple[Predictions, Tensor]:
     """Return the comparison of `features` with the target, and the weighted sum of losses.
 
@@ -54,6 +56,7 @@ def predict(
         terms: Losses of `speculators` with their weights.
         weights: Weight of each loss. (num_steps, T)
         watch: Called with each chunk's step, its rows, and the logits of head and target over the head's tokens.
+        compares: Tell `top1` and `top3`, which takes three passes over the logits; else they are False.
     """
     normed = head.norm(features)
     num_steps, num_entries = weights.shape
@@ -90,7 +93,8 @@ def predict(
                 if needs_grad:
                     (gradient[here],) = torch.autograd.grad((losses * weights[here]).sum(), states)
             result.losses[here] = losses.detach()
-            _compare(logits.detach(), theirs, result, here)
+            if compares:
+                _compare(logits.detach(), theirs, result, here)
             if watch is not None:
                 for step, mine, its in zip(steps, logits.detach(), theirs, strict=True):
                     known = min(length, num_entries - step - rows.start)

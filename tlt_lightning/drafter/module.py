@@ -197,10 +197,10 @@ class DrafterModule(L.LightningModule):
 
     # Learning
 
-    def loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a pack, and `drafter/` metrics as tensors, without a device sync.
 
-        No Trainer is needed.
+        No Trainer is needed. Metrics of agreement with the target take time, and are there with `compares` alone.
         """
         head, regression_weight = self._built, self.teaching.regression_weight
         num_steps = min(self.num_steps, self.most_steps or self.num_steps)
@@ -209,15 +209,17 @@ class DrafterModule(L.LightningModule):
         positions = masks.sum(-1).clamp(min=1)
         decay = self.teaching.decay ** torch.arange(num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
-        predictions, loss = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights)
+        given = (features, batch.last_states[0], self._terms(batch), weights)
+        predictions, loss = chunked_loss.predict(head, *given, compares=compares)
         metrics = {}
         if regression_weight:
             regression = regress(features, fused, batch.document_ids[0], masks, decay)
             metrics["drafter/regression"] = regression.detach()
             loss = loss + regression_weight * regression
         metrics["drafter/loss"] = loss.detach()
-        agreement = (predictions.top1 & masks).sum(-1) / positions
-        metrics |= {f"drafter/top1_pos_{k}": value for k, value in enumerate(agreement, start=1)}
+        if compares:
+            agreement = (predictions.top1 & masks).sum(-1) / positions
+            metrics |= {f"drafter/top1_pos_{k}": value for k, value in enumerate(agreement, start=1)}
         return loss, metrics
 
     def _terms(self, batch: PackedBatch) -> chunked_loss.LossTerms:

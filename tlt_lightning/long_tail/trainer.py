@@ -236,7 +236,7 @@ class DrafterTrainer:
 
     def _backward(self, batch: PackedBatch) -> Tensor:
         with torch.enable_grad(), self.autocast():
-            loss, _ = self.drafter.loss(batch)
+            loss, _ = self.drafter.loss(batch, compares=False)
         self.optimizer.zero_grad()
         loss.backward()
         return loss.detach()

@@ -52,13 +52,13 @@ class StagedDrafter(DrafterModule):
     window: IdleWindow | None = None
     num_steps = 0
 
-    def loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.num_steps += 1
         if self.window is not None and self.num_steps >= NUM_STEPS:
             self.marker.touch()
             while self.window.is_open():
                 time.sleep(0.005)
-        return super().loss(batch)
+        return super().loss(batch, compares=compares)
 
     def measure(self, batch: PackedBatch) -> torch.Tensor:
         sums = super().measure(batch)
@@ -154,6 +154,6 @@ def main(policy: str, prompts: str, out: str, mode: str) -> None:
     drafting = LongTailIdleCallback(drafter, pack_tokens=128, max_passes=1000, budget=FixedBudget(0.0))
     if mode == "die" and os.environ["LOCAL_RANK"] == "0":
         loss, calls = drafter.loss, iter([False])  # the first call is the step that is tried before the run
-        drafter.loss = lambda batch: die(Path(out)) if next(calls, True) else loss(batch)
+        drafter.loss = lambda batch, **rest: die(Path(out)) if next(calls, True) else loss(batch, **rest)
     trainer = make_trainer(Path(out), NUM_ITERATIONS, Observer(Path(out), drafting, mode), drafting)
     trainer.fit(make_module(policy), make_data(prompts))
