@@ -8,6 +8,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from tests.support.draft_texts import make_drafter, pack, quality_on, random_sequence, train
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
+from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.drafter.teaching import Teaching
 
 pytestmark = pytest.mark.gpu
@@ -38,8 +39,10 @@ def test_loss_and_gradients_are_those_of_the_cpu(policy_path: str, loss: str, te
             assert similarity > 0.98, name
 
 
-def test_it_learns_and_is_measured_there(policy_path: str) -> None:
+@pytest.mark.parametrize("samples_drafts", [False, True])
+def test_it_learns_and_is_measured_there(policy_path: str, samples_drafts: bool) -> None:
     drafter = make_drafter(policy_path).cuda()
+    drafter.acceptance = AcceptanceRule(samples_drafts=samples_drafts, temperature=0.9)
     batches = pack([random_sequence(300, 5)], 384)
     there = move_data_to_device(batches, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):

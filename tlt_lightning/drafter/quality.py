@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_lightning.fused.compiled import compiled_on_gpu
+
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 
 
@@ -36,17 +38,24 @@ class AcceptanceRule:
             targets: Logits of the target over the same tokens. (n, V)
             written: Token of the text; -1 is one that the head cannot draft. (n,)
         """
-        temperature = max(self.temperature, _COLDEST)
-        p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
-        is_known, token = written >= 0, written.clamp(min=0)[:, None]
-        if self.samples_drafts:
-            matches = (q.gather(-1, token) / p.gather(-1, token)).clamp(max=1)[:, 0]
-            rates = torch.minimum(p, q, out=q).sum(-1)
-        else:
-            drafts = logits.argmax(-1, keepdim=True)
-            rates, matches = p.gather(-1, drafts)[:, 0], (drafts == token)[:, 0].float()
+        judge = _judge_samples if self.samples_drafts else _judge_likeliest
+        rates, matches = judge(logits, targets, written.clamp(min=0), max(self.temperature, _COLDEST))
         # The target's distribution is known over the head's tokens alone; a text that leaves them stands for the rest.
+        is_known = written >= 0
         return rates * is_known, matches * is_known
+
+
+@compiled_on_gpu
+def _judge_samples(logits: Tensor, targets: Tensor, token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
+    matches = (q.gather(-1, token[:, None]) / p.gather(-1, token[:, None])).clamp(max=1)[:, 0]
+    return torch.minimum(p, q).sum(-1), matches
+
+
+@compiled_on_gpu
+def _judge_likeliest(logits: Tensor, targets: Tensor, token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    p, drafts = targets.float().div(temperature).softmax(-1), logits.argmax(-1)
+    return p.gather(-1, drafts[:, None])[:, 0], (drafts == token).float()
 
 
 @dataclass(frozen=True, slots=True)
