@@ -221,6 +221,11 @@ def test_a_steps_targets_are_copied_only_where_steps_are_compared_together(
         assert (4096 in copies.widths) == is_copied, chunk
 
 
+def test_positions_and_activations_take_a_pass_each(drafter: DrafterModule) -> None:
+    layer: Any = drafter.head.layers[0]  # type: ignore[union-attr]
+    assert all("forward" in vars(part) for part in (layer.mlp, layer.self_attn))
+
+
 @pytest.mark.slow
 def test_regression_pulls_features_towards_what_they_stand_in_for(policy_path: str) -> None:
     batch = alone(random_sequence(120, 1), 128)

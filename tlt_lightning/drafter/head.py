@@ -17,6 +17,8 @@ from tlt_lightning.drafter.document_attention import attend_in_documents, in_aut
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
 from tlt_lightning.engine.architectures import head_size
+from tlt_lightning.fused.layers import fuse_layers
+from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
 
 if TYPE_CHECKING:
@@ -193,6 +195,8 @@ def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual:
     layer: Any = head.layers[0]
     for place, name in (*((layer, name) for name in _LAYER_NORMS), (head, "norm")):
         setattr(place, name, _Norm(len(getattr(place, name).weight), layer_config.rms_norm_eps))
+    fuse_layers(head)
+    fuse_rotary(head)
     return head
 
 
