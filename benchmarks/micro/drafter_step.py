@@ -91,14 +91,12 @@ def make_texts(lengths: Sequence[int], shape: dict[str, Any], device: torch.devi
 def build(
     target: Path, draft_vocab_size: int, buffer: DrafterBuffer, pack_tokens: int, device: torch.device
 ) -> DrafterTrainer:
-    """Return the trainer of a new head, as the callback makes it."""
+    """Return the trainer of a new head, as the callback makes it; a reduced one drafts the lowest token ids."""
     optimizer: Any = partial(torch.optim.AdamW, lr=1e-4)
     drafter = DrafterModule(
         str(target), optimizer=optimizer, draft_vocab_size=draft_vocab_size, num_draft_tokens=NUM_DRAFTS
     )
     drafter.acceptance = AcceptanceRule(samples_drafts=True)
-    if drafter.needs_vocabulary:
-        drafter.choose_vocabulary(torch.arange(drafter.target_config.vocab_size, 0, -1))
     drafter.configure_model()
     return DrafterTrainer(drafter, buffer, pack_tokens=pack_tokens, device=device)
 
