@@ -16,7 +16,7 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer, fuse_adam
+from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
 
 
 class OneWeight(nn.Module):
@@ -118,38 +118,6 @@ def test_packs_of_a_draw_come_once_and_in_order_however_often_training_stops() -
         assert parts._ahead is None  # between bursts a pack takes no memory
     assert parts.drafter.seen == whole.drafter.seen
     assert len(set(whole.drafter.seen)) > 1
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": False}], ids=str)
-def test_adam_is_fused_unless_its_settings_say_how_and_goes_on_from_one_that_was_not(options: dict[str, Any]) -> None:
-    def learn(optimizer: torch.optim.Adam) -> None:
-        (weight,) = optimizer.param_groups[0]["params"]
-        for number in range(3):
-            weight.grad = torch.tensor([1.0, -3.0, 0.1 * number])
-            optimizer.step()
-
-    first, second = (torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1, **options) for _ in range(2))
-    learn(first)
-    learn(second)
-    fuse_adam(second, torch.device("cpu"))
-    assert second.param_groups[0]["fused"] is (options.get("fused", None if options else True))
-    learn(first)
-    learn(second)
-    torch.testing.assert_close(second.state_dict()["state"], first.state_dict()["state"])
-    torch.testing.assert_close(second.param_groups[0]["params"], first.param_groups[0]["params"])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_checkpoint_of_an_adam_that_counts_on_the_host_is_gone_on_from_on_a_gpu(offload: bool) -> None:
-    (saved := make_trainer()).train(steps(3))
-    device = torch.device("cuda")
-    trainer = DrafterTrainer(OneWeight(), make_buffer(), pack_tokens=128, device=device, offload=offload)  # type: ignore[arg-type]
-    trainer.load_state_dict(saved.state_dict())
-    for each in (saved, trainer):
-        each.begin(0)
-        each.train(steps(3))
-    assert weight(trainer) == pytest.approx(weight(saved), rel=1e-5)
 
 
 def test_workers_choose_the_vocabulary_by_what_all_have_seen() -> None:
