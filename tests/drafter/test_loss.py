@@ -221,9 +221,11 @@ def test_a_steps_targets_are_copied_only_where_steps_are_compared_together(
         assert (4096 in copies.widths) == is_copied, chunk
 
 
-def test_positions_and_activations_take_a_pass_each(drafter: DrafterModule) -> None:
-    layer: Any = drafter.head.layers[0]  # type: ignore[union-attr]
-    assert all("forward" in vars(part) for part in (layer.mlp, layer.self_attn))
+def test_norms_positions_and_activations_take_a_pass_each(drafter: DrafterModule) -> None:
+    head: Any = drafter.head
+    layer = head.layers[0]
+    norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.norm)
+    assert all("forward" in vars(part) for part in (layer.mlp, layer.self_attn, *norms))
 
 
 @pytest.mark.slow

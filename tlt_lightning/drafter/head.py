@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least
-from tlt_lightning.drafter.document_attention import attend_in_documents, in_autocast
+from tlt_lightning.drafter.document_attention import attend_in_documents
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
 from tlt_lightning.engine.architectures import head_size
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 _TARGETS_OWN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
 _ATTENTION = "tlt_documents"
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
-_LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 _OWN_OUTPUT = 0.5  # relative distance: a policy's rows move by far less in any training, a head of its own is elsewhere
 
 
@@ -192,20 +190,9 @@ def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual:
         ),
     )
     head = Eagle3DraftModel(config)
-    layer: Any = head.layers[0]
-    for place, name in (*((layer, name) for name in _LAYER_NORMS), (head, "norm")):
-        setattr(place, name, _Norm(len(getattr(place, name).weight), layer_config.rms_norm_eps))
     fuse_layers(head)
     fuse_rotary(head)
     return head
-
-
-class _Norm(nn.RMSNorm):
-    """Normalizes in float32 by one kernel, in the type of the projection that reads it."""
-
-    @override
-    def forward(self, states: Tensor) -> Tensor:
-        return in_autocast(super().forward(states.float()))[0]
 
 
 def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
