@@ -4,12 +4,15 @@ Each rank runs vLLM's scheduler by itself, from the same requests, seeds and sam
 steps and meet in the model's collectives. Only times differ. What depends on them travels from the first rank, on the
 host and by gloo: nothing on the device waits for it, and a rank that is gone is an error at once. With it travels a
 checksum of what the ranks have scheduled and written: one that has parted from the others is an error, too, and so is
-one that does not come to a meeting because it runs a step that the others do not.
+one that does not come to a meeting because it runs a step that the others do not. One that is late is waited for.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import pickle
+import signal
 import time
 import zlib
 from array import array
@@ -24,15 +27,19 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from typing_extensions import override
 
 from tlt_lightning.engine.architectures import check_divides
+from tlt_lightning.engine.rank_progress import RankProgress
 from tlt_lightning.speculation.agreement import Agreement
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _ROOM = 512  # bytes that travel in one broadcast with their number; a strategy takes some 130
 _SIZE = 4  # bytes of a number
 _HEADER = 2 * _SIZE
 _STEP_SECONDS = 20.0  # between the ranks' steps; the liveness watch takes 35 more to end a rank that is stuck
-_CALL_SECONDS = 2.0  # for those that wait to say so
+_EXIT_SECONDS = 30
+_LAST_SECONDS = 2.0  # for a meeting to end that a rank has only just come to
 
 
 class RankGroup(Agreement):
@@ -47,6 +54,21 @@ class RankGroup(Agreement):
         self.ranks = dist.get_process_group_ranks(group)
         self.num_ranks, self.index = len(self.ranks), dist.get_rank(group)
         self._noted = 0  # checksum
+        self._progress = RankProgress(_get_process_group_store(group), self.index, self.num_ranks)
+
+    @override
+    def enter_rollout(self) -> None:
+        super().enter_rollout()
+        self._progress.begin()
+
+    @override
+    def begin_step(self) -> None:
+        self._progress.num_steps += 1
+
+    @override
+    def leave_rollout(self) -> None:
+        super().leave_rollout()
+        self._progress.end()
 
     @override
     def decide(self, choose: Callable[[], T]) -> T:
@@ -76,7 +98,7 @@ class RankGroup(Agreement):
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._meet(options, lambda: self._group.broadcast([tensor], options))
+        self._meet(lambda: self._group.broadcast([tensor], options))
 
     @override
     def gather(self, value: T) -> list[T]:
@@ -103,34 +125,35 @@ class RankGroup(Agreement):
         tensor = torch.tensor(values)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._meet(options, lambda: self._group.allreduce([tensor], options))
+        self._meet(lambda: self._group.allreduce([tensor], options))
         return tensor.tolist()
 
-    def _meet(self, options: Any, start: Callable[[], dist.Work]) -> None:
-        """Run a collective, within `_STEP_SECONDS` in a rollout; name the ranks that do not come to it."""
+    def _meet(self, start: Callable[[], dist.Work]) -> None:
+        """Run a collective; in a rollout, raise RuntimeError if it does not end because ranks have parted."""
         if not self.in_rollout:
             start().wait()
             return
-        options.timeout = timedelta(seconds=_STEP_SECONDS)
-        began = time.monotonic()
-        try:
-            start().wait()
-        except RuntimeError as error:
-            if missing := self._missing():
+        self._progress.num_meetings += 1
+        work, began, is_told = start(), time.monotonic(), False
+        while not _ends_within(_STEP_SECONDS, work):
+            if parted := self._progress.find_parted():
+                if _ends_within(_LAST_SECONDS, work):
+                    return
+                atexit.register(signal.alarm, _EXIT_SECONDS)  # gloo waits there for the meeting, which is still open
                 raise RuntimeError(
                     f"Rank {self.ranks[self.index]} has waited {time.monotonic() - began:.0f} s between two steps of "
-                    f"its engine for rank {', '.join(map(str, missing))}, with which it is one (`tensor_parallel` "
-                    f"{self.num_ranks}): that has gone, or is held up by a callback, or runs a step that the others do "
-                    "not. Set `engine.compare_steps` to hear of steps that part."
-                ) from error
-            raise
-
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not come to a meeting that has failed."""
-        store = _get_process_group_store(self._group)
-        store.set(str(self.index), "waits")
-        time.sleep(_CALL_SECONDS)
-        return [rank for index, rank in enumerate(self.ranks) if not store.check([str(index)])]
+                    f"its engine for rank {', '.join(str(self.ranks[index]) for index in parted)}, with which it is "
+                    f"one (`tensor_parallel` {self.num_ranks}): that runs a step that the others do not, or has left "
+                    "the rollout. Set `engine.compare_steps` to hear of steps that part."
+                )
+            if not is_told:
+                is_told = True
+                log.warning(
+                    "Rank %d has waited %.0f s between two steps of its engine for a rank that is held up, perhaps by "
+                    "a callback, and waits on.",
+                    self.ranks[self.index],
+                    time.monotonic() - began,
+                )
 
     def _parted(self) -> RuntimeError:
         return RuntimeError(
@@ -149,6 +172,17 @@ class RankGroup(Agreement):
                 f"The ranks of one engine (`tensor_parallel` {self.num_ranks}) have parted at the {what}, and would "
                 f"wait for each other for ever. {found}. They must be given the same requests, sampling and seeds."
             )
+
+
+def _ends_within(seconds: float, work: dist.Work) -> bool:
+    """Wait for a collective that goes on meanwhile; raise the error that it ends with."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def count_ranks() -> int:

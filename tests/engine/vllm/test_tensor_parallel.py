@@ -103,6 +103,14 @@ def test_a_rank_that_waits_for_another_at_a_step_names_it(ranks: list[dict[str, 
     assert ranks[0]["left"] != "nothing was raised"
 
 
+def test_a_rank_that_is_held_up_between_steps_is_waited_for(ranks: list[dict[str, Any]]) -> None:
+    late, other = ranks[1]["late"], ranks[0]["late"]
+    assert late["texts"] + other["texts"] == 2 * [ranks[0]["expected"]["greedy"][0]]
+    assert late["warnings"] == []
+    assert len(other["warnings"]) == 1
+    assert re.search(r"Rank 0 has waited \d s between two steps .* held up", other["warnings"][0])
+
+
 class Meetings(Agreement):
     """The meetings of one of four ranks, and which of them none may be late to."""
 

@@ -1,5 +1,6 @@
 """Run by test_tensor_parallel.py, once per rank: one engine over two processes, whose clocks disagree."""
 
+import ctypes
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
-from tlt_lightning.engine import Sampling, VLLMEngine, rank_group
+from tlt_lightning.engine import RolloutProgress, Sampling, VLLMEngine, rank_group
 from tlt_lightning.engine.rank_group import RankGroup
 from tlt_lightning.engine.vllm import requests
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -84,9 +85,9 @@ def write_between_sleeps(policy: str, head: str, tensor_parallel: int) -> dict[s
     return {"texts": texts, "stats": stats}
 
 
-def part(policy: str, rank: int) -> dict[str, str]:
+def part(policy: str, rank: int) -> dict[str, Any]:
     """Let rank 1 sample with other noise, and then decide after it has noted something else."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(stream_weights(load_policy(policy)), 0)
@@ -97,6 +98,7 @@ def part(policy: str, rank: int) -> dict[str, str]:
     except RuntimeError as error:
         found["written apart"] = str(error)
     engine.close()
+    found["late"] = be_late(policy, rank)
     found["left"] = leave(policy, rank)
     group = RankGroup(torch.distributed.group.WORLD)
     group.note([rank])
@@ -105,6 +107,25 @@ def part(policy: str, rank: int) -> dict[str, str]:
     except RuntimeError as error:
         found["decided apart"] = str(error)
     return found
+
+
+def be_late(policy: str, rank: int) -> dict[str, Any]:
+    """Hold rank 1's interpreter between two steps, as a long garbage collection does."""
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
+    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    rank_group._STEP_SECONDS = 1.0
+    warnings = list[str]()
+    rank_group.log.warning = lambda message, *values: warnings.append(message % values)  # type: ignore[method-assign]
+    held = iter([rank == 1])
+
+    def hold(progress: RolloutProgress) -> None:
+        if progress.longest == 31 and next(held, False):  # the ranks compare what they have written in each 32nd step
+            ctypes.PyDLL(None).sleep(4)  # with the lock of the interpreter
+
+    texts = [list(response.token_ids) for response in engine.generate(siblings()[:1], GREEDY, seed=0, on_progress=hold)]
+    engine.close()
+    return {"texts": texts, "warnings": warnings}
 
 
 def leave(policy: str, rank: int) -> str:

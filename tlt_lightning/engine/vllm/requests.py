@@ -87,7 +87,7 @@ class RequestWriter:
             speculative.begin_rollout()
         try:
             self._compare()  # waits for all: a broadcast of `decide` may leave out ranks that are not here yet
-            agreement.in_rollout = True
+            agreement.enter_rollout()
             self.pool.add(requests)
             self._order = RequestOrder()
             # Callers add and stop requests when they have had responses; new requests and free seats change the order.
@@ -134,7 +134,7 @@ class RequestWriter:
 
     def _leave(self) -> None:
         """End a rollout, also one that the caller gave up or an exception passed through."""
-        self.pool.agreement.in_rollout = False
+        self.pool.agreement.leave_rollout()
         if self._running:
             self._engine.abort_request([str(number) for number in self._running])
         for held in (self.pool, self._running, self._before):
