@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_lightning.fused.compiled import compiled_on_gpu
+
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
@@ -114,10 +116,16 @@ def _from(targets: Tensor, first: int, length: int) -> Tensor:
 
 
 def _compare(logits: Tensor, targets: Tensor, result: Predictions, index: Any) -> None:
-    goals = logits.gather(-1, targets.argmax(-1, keepdim=True))
-    ranks = (logits > goals).sum(-1)  # cheaper than sorting the vocabulary
+    ranks = _rank(logits.flatten(0, 1), targets.flatten(0, 1)).view(logits.shape[:2])
     result.top1[index] = ranks < 1
     result.top3[index] = ranks < 3
+
+
+@compiled_on_gpu
+def _rank(logits: Tensor, targets: Tensor) -> Tensor:
+    """Count the tokens that the head finds likelier than the target's likeliest: cheaper than sorting. (n,), int64."""
+    goals = logits.gather(-1, targets.argmax(-1, keepdim=True))
+    return (logits > goals).sum(-1)
 
 
 class _WithGradient(torch.autograd.Function):
