@@ -52,11 +52,10 @@ class DrafterModule(L.LightningModule):
         optimizer: Builds the optimizer from the head's parameters.
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
-        draft_vocab_size: Let a new head draft only so many of the target's tokens, the commonest in the training data,
-            or in the first iteration's text beside a policy's run. None is 32,000 of a target with more than 64,000,
-            else all. Fewer are less work per draft and per training step, but other tokens are never drafted.
-        num_draft_tokens: Draft length to train, measure and export. None is 3, or the selector's longest beside a
-            policy's run.
+        draft_vocab_size: Tokens of the target that a new head drafts: those that end texts, and the commonest in the
+            training data, or in a policy's first iteration. None is 32,000 of more than 64,000, else all. Fewer are
+            less work per draft and per training step, but other tokens are never drafted.
+        num_draft_tokens: Draft length to train, measure, export. None is 3, or beside a policy the selector's longest.
         seed: Seed of the random weights.
         export_dir: Directory in which `Trainer.fit` leaves the finished head for vLLM; None leaves only checkpoints.
 
