@@ -253,8 +253,7 @@ class DrafterModule(L.LightningModule):
             tokens = shifted(written, step)[rows]
             rates[step, rows], matches[step, rows] = self.acceptance.judge(logits, targets, tokens)
 
-        terms = self._terms(batch)
-        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], terms, weights, judge)
+        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights, judge)
         steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
         sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
         by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)
