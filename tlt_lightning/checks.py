@@ -60,24 +60,7 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"`Trainer(precision={trainer.precision!r})` is not supported: advantages and log-probs would be rounded. "
             f"Use one of {', '.join(PRECISIONS)}."
         )
-    strategy = trainer.strategy
-    launched_per_process = getattr(strategy, "_start_method", None) in (None, "popen")
-    known = SingleDeviceStrategy | DDPStrategy | FSDP2Strategy
-    if not isinstance(strategy, known) or not launched_per_process:
-        raise MisconfigurationException(
-            f"`Trainer(strategy=...)` is {type(strategy).__name__}"
-            f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
-            f"{STRATEGIES}"
-        )
-    if isinstance(strategy, FSDP2Strategy):
-        _check_sharded(trainer)
-    device = strategy.root_device
-    if device.type == "cuda" and device.index != trainer.local_rank:
-        # The code that vLLM compiles is tied to a device, and kept by rank.
-        raise MisconfigurationException(
-            f"`Trainer(devices=...)` puts local rank {trainer.local_rank} on {device}; engines need rank and device to "
-            "agree. Choose GPUs with the environment variable CUDA_VISIBLE_DEVICES, and give their number as `devices`."
-        )
+    _check_strategy(trainer)
     limit = trainer.limit_train_batches
     if not (isinstance(limit, float) and limit == 1.0):  # an int of 1 is one batch, a float all of them
         raise MisconfigurationException(
@@ -95,6 +78,28 @@ def check_trainer(trainer: L.Trainer) -> None:
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
+        )
+
+
+def _check_strategy(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException for ways to start and to place ranks that policies or engines cannot follow."""
+    strategy = trainer.strategy
+    launched_per_process = getattr(strategy, "_start_method", None) in (None, "popen")
+    known = SingleDeviceStrategy | DDPStrategy | FSDP2Strategy
+    if not isinstance(strategy, known) or not launched_per_process:
+        raise MisconfigurationException(
+            f"`Trainer(strategy=...)` is {type(strategy).__name__}"
+            f"{'' if launched_per_process else ' with spawned or forked processes'}, which is not supported. "
+            f"{STRATEGIES}"
+        )
+    if isinstance(strategy, FSDP2Strategy):
+        _check_sharded(trainer)
+    device = strategy.root_device
+    if device.type == "cuda" and device.index != trainer.local_rank:
+        # The code that vLLM compiles is tied to a device, and kept by rank.
+        raise MisconfigurationException(
+            f"`Trainer(devices=...)` puts local rank {trainer.local_rank} on {device}; engines need rank and device to "
+            "agree. Choose GPUs with the environment variable CUDA_VISIBLE_DEVICES, and give their number as `devices`."
         )
 
 

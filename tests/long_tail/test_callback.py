@@ -97,7 +97,7 @@ class Loop:
         self.trainer.world_size = world_size
 
     def begin_iteration(self, epoch: int) -> bool:
-        """Whether hidden states are asked for."""
+        """Begin an iteration; return whether hidden states are asked for."""
         self.trainer.current_epoch = epoch
         self.callback.on_rollout_start(self.trainer, self.module)
         return self.module.hidden_state_request is not None

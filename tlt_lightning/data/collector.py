@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -99,10 +99,7 @@ class RolloutCollector:
         if not prompts and self.engine.num_ranks == 1 and agreement(self.trainer) is None:
             self._spend_idle_time()
             return []
-        with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
-            self.engine.wake()
-        self.weights.sync(self.trainer)
-        self.log.lap("sync")
+        self._wake()
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
         course = course or RolloutCourse.of_all(len(prompts), group_size, **ranks)
         ids = [prompt.ids for prompt in prompts]
@@ -120,10 +117,35 @@ class RolloutCollector:
             None if coming is None else partial(self._write_ahead, coming, sampling),
             None if score is None else partial(score, taken),
         )
+        self._check_engine(rollouts.values(), sampling, is_first)
+        self._reward(rollouts)
+        return taken
+
+    def _wake(self) -> None:
+        with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
+            self.engine.wake()
+        self.weights.sync(self.trainer)
+        self.log.lap("sync")
+
+    def _sleep(self) -> None:
+        with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
+            self.engine.sleep()
+        self.log.lap("sync")
+
+    def _check_engine(self, rollouts: Iterable[Rollout], sampling: Sampling, is_first: bool) -> None:
+        """Probe the engine by responses of the current weights: if all ranks have any, where the pass needs all."""
+        if self.probe is None:
+            return
         version = (self.trainer.global_step,)
-        current = [rollout for rollout in rollouts.values() if rollout.response.policy_versions == version]
-        if self.probe is not None and self._can_probe(current, is_first):
+        current = [rollout for rollout in rollouts if rollout.response.policy_versions == version]
+        has_any = bool(current)
+        if agreement(self.trainer) is not None:
+            has_any = is_first and self.trainer.strategy.reduce_boolean_decision(has_any, all=True)
+        if has_any:
             self.probe.check(self.trainer, self.engine, current, sampling)
+
+    def _reward(self, rollouts: Mapping[int, Rollout]) -> None:
+        """Wait for the scores, and put them into the rollouts."""
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
             rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
@@ -132,13 +154,6 @@ class RolloutCollector:
         if not self.trainer.predicting:  # to which rewards matter little
             self.rewards.check()
         self.log.lap("reward")
-        return taken
-
-    def _can_probe(self, current: Sequence[Rollout], is_first: bool) -> bool:
-        """Tell whether responses of the current weights are there: on all ranks, where the probe's pass needs all."""
-        if agreement(self.trainer) is None:
-            return bool(current)
-        return is_first and self.trainer.strategy.reduce_boolean_decision(bool(current), all=True)
 
     def _gather(
         self,
@@ -201,11 +216,6 @@ class RolloutCollector:
             "rollout/tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
             "rollout/tail_share": self._tail_seconds / self._seconds if self._seconds else 0.0,
         }
-
-    def _sleep(self) -> None:
-        with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
-            self.engine.sleep()
-        self.log.lap("sync")
 
     def _spend_idle_time(
         self,

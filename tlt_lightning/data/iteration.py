@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -146,54 +146,57 @@ class PolicyIteration:
 
     def _collect(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Roll out this rank's groups; with dynamic sampling, groups with a learning signal."""
-        trainer, settings, dynamic = self.trainer, self.settings, self.settings.dynamic_sampling
-        wanted = settings.prompts_per_iteration // trainer.world_size
+        dynamic, wanted = self.settings.dynamic_sampling, self.settings.prompts_per_iteration // self.trainer.world_size
         informative: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
         own, num_begun = Answered(), 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
-            if not max_over_ranks(trainer, missing):
+            if not max_over_ranks(self.trainer, missing):
                 break
-            demand = Demand(wanted=missing, iteration=trainer.current_epoch, is_first=number == 0)
-            groups = self._begin(demand)
-            course = RolloutCourse(
-                self.backlog.schedule,
-                demand,
-                groups,
-                settings.group_size,
-                earlier=self.history.texts,
-                twins=self._twins(self.backlog.twins),
-            )
-            rollouts = self.collector.collect(
-                [prompts[group.prompt] for group in course.groups],
-                settings.sampling,
-                group_size=settings.group_size,
-                seed=self._seed(f"train {number}"),
-                first_group=num_begun,
-                course=course,
-                coming=partial(self._coming, course, prompts) if self.history.ahead else None,
-                # Of dynamic sampling nobody knows yet what is learned from; a pass of shards needs all ranks.
-                score=self._score_early if dynamic is None and agreement(trainer) is None else None,
-            )
+            demand = Demand(wanted=missing, iteration=self.trainer.current_epoch, is_first=number == 0)
+            course, rollouts = self._collect_round(prompts, demand, self._seed(f"train {number}"), num_begun)
             num_begun += len(course.groups)
             own.lengths.extend(course.lengths)
             own.texts.extend(course.texts if self.history.settings is not None else ())
-            self.backlog.end(course, self.log)
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
-        everything = [rollout for group in (*informative, *others) for rollout in group]
-        self._log_age(everything)
         own.ahead.extend(self.collector.written_ahead)
         own.twins.extend(self.collector.twins)
-        self.history.learn(own, partial(gather_over_ranks, trainer))
-        call_rollout_hook(trainer, "on_rollout_end", everything)
+        self.history.learn(own, partial(gather_over_ranks, self.trainer))
+        groups = [*informative, *others]
+        everything = list(chain.from_iterable(groups))
+        self._log_age(everything)
+        call_rollout_hook(self.trainer, "on_rollout_end", everything)
         log_rollouts(self.log, everything)
         self.log.update(self.collector.metrics)
         if dynamic is not None:
-            self.log.sum("rollout/groups_drawn", len(informative) + len(others))
+            self.log.sum("rollout/groups_drawn", len(groups))
             self.log.sum("rollout/groups_without_signal_kept", wanted - len(informative))
-        return [rollout for group in (*informative, *others)[:wanted] for rollout in group]
+        return list(chain.from_iterable(groups[:wanted]))
+
+    def _collect_round(
+        self, prompts: Sequence[Prompt], demand: Demand, seed: int, first_group: int
+    ) -> tuple[RolloutCourse, list[Rollout]]:
+        """Roll out once, under the schedule; return what was begun, and what is to be learned from."""
+        groups = self._begin(demand)
+        twins = self._twins(self.backlog.twins)
+        size, earlier = self.settings.group_size, self.history.texts
+        course = RolloutCourse(self.backlog.schedule, demand, groups, size, earlier=earlier, twins=twins)
+        # Of dynamic sampling nobody knows yet what is learned from; a pass of shards needs all ranks.
+        scores_early = self.settings.dynamic_sampling is None and agreement(self.trainer) is None
+        rollouts = self.collector.collect(
+            [prompts[group.prompt] for group in course.groups],
+            self.settings.sampling,
+            group_size=size,
+            seed=seed,
+            first_group=first_group,
+            course=course,
+            coming=partial(self._coming, course, prompts) if self.history.ahead else None,
+            score=self._score_early if scores_early else None,
+        )
+        self.backlog.end(course, self.log)
+        return course, rollouts
 
     def _begin(self, demand: Demand) -> list[OpenGroup]:
         """Take up groups that were put aside, and draw those that the schedule wants besides."""

@@ -161,27 +161,17 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     """
     from jinja2 import TemplateError
 
-    template = source.chat_template or tokenizer.chat_template
-    use_chat = template is not None if source.chat is None else source.chat
-    if use_chat and template is None:
-        raise ValueError(
-            "`chat: true`, but the policy's tokenizer has no chat template; give `chat_template`, or set `chat: false`."
-        )
-    if not use_chat and (source.system_prompt is not None or source.chat_template or source.chat_template_kwargs):
-        raise ValueError(
-            "`system_prompt`, `chat_template` and `chat_template_kwargs` are for chat; set `chat: true` (and give a "
-            "`chat_template` if the tokenizer has none), or write them into `template`."
-        )
+    template = chat_template_of(source, tokenizer)
     variables = {**(source.chat_template_kwargs or {}), "chat_template": template}
     prompts, num_dropped, longest = [], 0, 0
     for index, row in enumerate(source.read()):
         try:
             messages = source.messages(row)
-            text = _written(messages, tokenizer, variables) if use_chat else _alone(messages)
+            text = _alone(messages) if template is None else _written(messages, tokenizer, variables)
         except (ValueError, TemplateError) as error:
             column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
             raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
-        ids = tokenizer(text, add_special_tokens=not use_chat)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=template is None)["input_ids"]
         if not ids:
             raise ValueError(f"Row {index} of {source.name} gives an empty prompt.")
         if len(ids) > max_prompt_tokens:
@@ -200,6 +190,26 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     if not prompts:
         raise ValueError(f"No prompt of {source.name} is left within `max_prompt_tokens` {max_prompt_tokens}.")
     return prompts
+
+
+def chat_template_of(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the template that writes conversations; None where prompts are plain text.
+
+    Raises:
+        ValueError: The source asks for chat without a template, or has settings of chat without asking for it.
+    """
+    template = source.chat_template or tokenizer.chat_template
+    use_chat = template is not None if source.chat is None else source.chat
+    if use_chat and template is None:
+        raise ValueError(
+            "`chat: true`, but the policy's tokenizer has no chat template; give `chat_template`, or set `chat: false`."
+        )
+    if not use_chat and (source.system_prompt is not None or source.chat_template or source.chat_template_kwargs):
+        raise ValueError(
+            "`system_prompt`, `chat_template` and `chat_template_kwargs` are for chat; set `chat: true` (and give a "
+            "`chat_template` if the tokenizer has none), or write them into `template`."
+        )
+    return template if use_chat else None
 
 
 def _warn_of_missing_answers(source: PromptSource, prompts: list[Prompt]) -> None:

@@ -181,6 +181,33 @@ class RolloutEngine(ABC):
     `wake`, `update_weights`, `warm_up`, `generate`, `sleep`; `close` at any time.
     """
 
+    num_ranks: int = 1
+    """Neighbouring ranks that are one engine: all call every method, `generate` each with its own requests."""
+
+    policy_version: int = -1
+    """Version given to the last `update_weights`; -1 before the first."""
+
+    drafter_version: int = -1
+    """Version given to the last `update_drafter`; -1 before the first."""
+
+    compute_dtype: str = "float32"
+    """Type of the log-probs, which limits how closely they agree with the trainer's."""
+
+    sleeps = True
+    """True if `sleep` gives back all bytes of `planned_memory`."""
+
+    can_stop = False
+    """True with `add` and `stop`, which all schedules but the synchronous one need."""
+
+    seeds_requests = False
+    """True if a seed for each request costs no more than one for all; rollouts then do not hang on who writes them."""
+
+    reads_drafts = False
+    """True if drafts are looked up in `Request.earlier_answers`."""
+
+    drafts_may_share_noise = False
+    """True if drafts may have been written with the noise that verifies them; known after `setup`."""
+
     @abstractmethod
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         """Load the engine for a policy, given by path or hub name.
@@ -219,18 +246,6 @@ class RolloutEngine(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} cannot stop requests.")
 
-    seeds_requests = False
-    """Whether a seed for each request costs no more than one for all; rollouts then do not hang on who writes them."""
-
-    reads_drafts = False
-    """Whether it looks drafts up in `Request.earlier_answers`."""
-
-    drafts_may_share_noise = False
-    """Whether drafts may have been written with the noise that verifies them; known after `setup`."""
-
-    can_stop = False
-    """Whether it has `add` and `stop`, which all schedules but the synchronous one need."""
-
     @abstractmethod
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace the policy's weights (Hugging Face names) and forget all cached prefixes."""
@@ -245,24 +260,9 @@ class RolloutEngine(ABC):
         """Replace the drafter's trainable weights; touch no tensor of the policy."""
         raise RuntimeError(f"{type(self).__name__} runs no learned drafter, so `update_drafter` has nothing to update.")
 
-    policy_version: int = -1
-    """Version given to the last `update_weights`; -1 before the first."""
-
-    drafter_version: int = -1
-    """Version given to the last `update_drafter`; -1 before the first."""
-
-    compute_dtype: str = "float32"
-    """Type of the log-probs, which limits how closely they agree with the trainer's."""
-
     def planned_memory(self, policy: str, *, max_model_len: int, device_bytes: float) -> Mapping[str, float]:
         """Return the bytes that the engine will take of a device of `device_bytes`, by name; empty for nothing."""
         return {}
-
-    sleeps = True
-    """Whether `sleep` gives all of them back."""
-
-    num_ranks: int = 1
-    """Neighbouring ranks that are one engine: all call every method, `generate` each with its own requests."""
 
     def stats(self) -> dict[str, float]:
         """Return scalars of the last rollout under metric names (`speculation/...`)."""

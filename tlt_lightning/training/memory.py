@@ -65,7 +65,7 @@ class MemoryForecast:
         activations: Bytes of the largest pass, of the two kinds: kept for the backward pass, and logits.
         step: Temporary bytes of an optimizer step.
         engine: What the rollout engine takes, by name; beside all else unless the engine sleeps during updates.
-        engine_sleeps: Whether it does.
+        engine_sleeps: True if the engine gives its memory back during updates.
         whole: Bytes of `held` that more GPUs do not share: CUDA's context and callbacks' part.
     """
 

@@ -91,7 +91,7 @@ class SpeculativeRunner(ABC):
     """
 
     shares_noise = False
-    """Whether drafts may have been written with the noise that verifies them."""
+    """True if drafts may have been written with the noise that verifies them."""
 
     def __init__(
         self, runner: Any, controller: StrategyController, *, head: Any = None, graphs: PlannedGraphs | None = None

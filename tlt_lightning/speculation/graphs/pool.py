@@ -30,7 +30,7 @@ class GraphPool(ABC):
     """Chooses the shapes that get a CUDA graph."""
 
     limits_splits = True
-    """Whether a graph splits contexts no further than its requests can use (`patches/flash_splits.py`)."""
+    """True if a graph splits contexts no further than its requests can use (`patches/flash_splits.py`)."""
 
     @abstractmethod
     def plan(self, arms: Arms, capture_sizes: Sequence[int]) -> GraphPlan:
