@@ -96,6 +96,11 @@ class Loop:
         callback.on_fit_start(self.trainer, self.module)
         self.trainer.world_size = world_size
 
+    @property
+    def num_steps(self) -> float:
+        """Return this worker's micro-steps since the log was cleared."""
+        return self.module.iteration_log.read()["drafter/micro_steps"][1]
+
     def begin_iteration(self, epoch: int) -> bool:
         """Begin an iteration; return whether hidden states are asked for."""
         self.trainer.current_epoch = epoch
@@ -164,12 +169,12 @@ def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run
     callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
     loop.begin_iteration(1)
     callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))
-    assert callback.num_steps == math.ceil(1.5 * callback.buffer.num_tokens / 128)
+    assert loop.num_steps == math.ceil(1.5 * callback.buffer.num_tokens / 128)
     callback.drafter.loss = lambda batch, **rest: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))  # type: ignore[method-assign]
-    trained = callback.num_steps
+    trained = loop.num_steps
     callback.training.begin(1)
     callback.on_rollout_idle(loop.trainer, loop.module, IdleWindow(lambda: True, 1))
-    assert callback.num_steps == trained
+    assert loop.num_steps == trained
     assert loop.module.iteration_log.read()["drafter/out_of_memory"] == ("sum", 1.0)
 
 
@@ -232,10 +237,10 @@ def test_workers_share_what_idle_windows_left_of_the_budget_and_count_both() -> 
         )
         callback.on_rollout_scored(loop.trainer, loop.module, batch)
         callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
-        trained.append(callback.num_steps)
+        trained.append(loop.num_steps)
         numbers = {name: value for name, (_, value) in loop.module.iteration_log.read().items()}
         assert numbers["drafter/budget_tokens"] == 0.8 * 3200
-        assert numbers["drafter/tokens"] == 128 * callback.num_steps
+        assert numbers["drafter/tokens"] == 128 * loop.num_steps
         callback.on_iteration_end(
             loop.trainer, loop.module, epoch + 1, {**numbers, "drafter/tokens": 256.0 * trained[-1]}
         )
@@ -248,4 +253,4 @@ def test_workers_share_what_idle_windows_left_of_the_budget_and_count_both() -> 
     loop.begin_iteration(3)
     callback.on_rollout_scored(loop.trainer, loop.module, batch)
     callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
-    assert callback.num_steps == 0
+    assert loop.num_steps == 0

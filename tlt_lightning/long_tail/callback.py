@@ -110,8 +110,6 @@ class LongTailIdleCallback(RolloutCallback):
         self._plan = Plan()
         self._resumed: Plan | None = None
         self._started = 0.0
-        self.num_steps = 0
-        """Micro-steps of this worker in this iteration."""
 
     # 1. The start
 
@@ -164,7 +162,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
-        self._iteration, self.num_steps, self._started = trainer.current_epoch, 0, time.perf_counter()
+        self._iteration, self._started = trainer.current_epoch, time.perf_counter()
         publisher = self.publisher
         self.drafter.refresh_target(pl_module.policy)
         if self._plan.iteration != trainer.current_epoch:  # else the run was resumed within it
@@ -262,7 +260,6 @@ class LongTailIdleCallback(RolloutCallback):
         burst = self.training.train(may_go_on)
         burst.write(iteration_log)
         iteration_log.sum("drafter/tokens", self.training.num_seen - before)
-        self.num_steps += len(burst.losses)
         return burst
 
     def _trains(self, trainer: L.Trainer) -> bool:
