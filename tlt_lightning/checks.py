@@ -104,7 +104,7 @@ def _check_strategy(trainer: L.Trainer) -> None:
 
 
 def check_not_spawned() -> None:
-    """Raise MisconfigurationException if a process is being spawned, before what it gets is pickled and may fail to."""
+    """Raise MisconfigurationException if a process is being spawned, before its arguments are pickled."""
     if get_spawning_popen() is not None:
         raise MisconfigurationException(
             "`Trainer(strategy=...)` spawns its processes, as `ddp_spawn` does, and a policy's module cannot be "
@@ -113,7 +113,7 @@ def check_not_spawned() -> None:
 
 
 def _check_sharded(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException for what needs the whole policy on a rank, or passes that others do not make."""
+    """Raise MisconfigurationException for what needs the whole policy on a rank, or passes of one rank alone."""
     if isinstance(getattr(trainer.datamodule, "engine", None), TransformersEngine):  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`data.engine` TransformersEngine generates with the live policy, for which `fsdp2` would have all ranks "

@@ -64,13 +64,13 @@ def packed_states(trunk: nn.Module, pack: Pack) -> Tensor:
 
 
 def can_pack(trunk: nn.Module) -> bool:
-    """Say whether `note_if_packable` has found that a trunk keeps the sequences of a pack apart."""
+    """Return True if `note_if_packable` has found that a trunk keeps the sequences of a pack apart."""
     return bool(getattr(trunk, IS_PACKABLE, False))
 
 
 @torch.no_grad()
 def note_if_packable(trunk: nn.Module) -> bool:
-    """Note, for `can_pack`, whether a trunk keeps the sequences of a pack apart; return it.
+    """Return True if a trunk keeps the sequences of a pack apart, and note it for `can_pack`.
 
     Attention does, a recurrence does not, and neither does a model that pays no heed to position ids. So two short
     sequences are tried: packed, they must have the states that each has alone. What so short a trial cannot show,
@@ -92,7 +92,7 @@ def note_if_packable(trunk: nn.Module) -> bool:
 
 @contextmanager
 def _attention_of(trunk: nn.Module) -> Iterator[bool]:
-    """Take the varlen attention for the block if the trunk has it; yields whether it does."""
+    """Take the varlen attention for the block if the trunk has it; yield True if so."""
     config: Any = trunk.config
     if config._attn_implementation != VARLEN:
         yield False

@@ -25,7 +25,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def completion(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Return what a reader wants of a rollout, as primitives of bounded size; `decode` is the tokenizer's."""
+    """Return a rollout for the page, as primitives of bounded size; `decode` is the tokenizer's."""
     answer = rollout.prompt.answer
     return {
         "prompt": _cut(rollout.prompt.text),

@@ -19,7 +19,7 @@ PACKAGES = ("tlt-lightning", "torch", "lightning", "transformers", "vllm", "vllm
 
 
 def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
-    """Return lines for the head of a report by their names, without those that nobody knows."""
+    """Return lines for the head of a report by name; a line without a value is left out."""
     data: Any = getattr(trainer, "datamodule", None)
     lines = {
         "policy": getattr(module, "policy_path", None),

@@ -29,7 +29,7 @@ data:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Tells what a recipe is for and how it is run, as the comment says that its file begins with.
+    """Describes a recipe by the comment at the head of its file: its purpose and its commands.
 
     Args:
         name: Name of the file, without `.yaml`.

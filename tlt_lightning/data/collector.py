@@ -164,7 +164,7 @@ class RolloutCollector:
         seed: int,
         first_group: int,
     ) -> dict[int, Rollout]:
-        """Write until the course has enough; return what has ended, by request, its rewards on the way."""
+        """Write until the course has enough; return ended rollouts by request, their rewards under way."""
         rollouts: dict[int, Rollout] = {}
 
         def receive(response: Response) -> None:
@@ -239,7 +239,7 @@ class RolloutCollector:
         self.log.lap("idle")
 
     def _write_ahead(self, coming: Callable[[], Sequence[Request]], sampling: Sampling, window: IdleWindow) -> None:
-        """Write until all is answered or the window closes; keep what there is by then."""
+        """Write answers ahead until the window closes; keep the texts, finished or not."""
         requests = coming() if window.num_waiting_for else []
 
         def on_progress(progress: RolloutProgress) -> None:

@@ -33,7 +33,7 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """Return whether a group's rewards differ, so that some advantages do (DAPO, Eq. 11).
+    """Return True if a group's rewards differ, so that some advantages do (DAPO, Eq. 11).
 
     What an objective adds to the rewards, such as DAPO's overlong punishment, does not count.
     """

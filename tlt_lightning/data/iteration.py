@@ -59,7 +59,7 @@ class IterationSettings:
                 check_count(item.name, getattr(self, item.name))
 
     def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
-        """Return those of `fast_dev_run`: as many prompts a rank, and one optimizer step of all."""
+        """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""
         num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
         return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
 
@@ -116,7 +116,7 @@ class PolicyIteration:
         return self.trainer.global_step - self.first_step
 
     def state(self) -> dict[str, Any] | None:
-        """Return what the rest of the update needs, as primitives; None before and after it."""
+        """Return the batch of an update that has begun and not ended, as primitives; None otherwise."""
         if self._batch is None or not 0 < self.num_steps < self.settings.num_steps:
             return None
         batch = {item.name: getattr(self._batch, item.name) for item in fields(self._batch)}
@@ -178,7 +178,7 @@ class PolicyIteration:
     def _collect_round(
         self, prompts: Sequence[Prompt], demand: Demand, seed: int, first_group: int
     ) -> tuple[RolloutCourse, list[Rollout]]:
-        """Roll out once, under the schedule; return what was begun, and what is to be learned from."""
+        """Roll out once, under the schedule; return the course, and the rollouts to learn from."""
         groups = self._begin(demand)
         twins = self._twins(self.backlog.twins)
         size, earlier = self.settings.group_size, self.history.texts
@@ -223,14 +223,14 @@ class PolicyIteration:
         ]
 
     def _twins(self, written: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Return `written` or what was written ahead, whichever is longer, by seed; nothing where it is no draft."""
+        """Return the longer text of each seed, of `written` and those written ahead; none where they are no drafts."""
         if not self.collector.engine.drafts_may_share_noise:
             return {}
         seeds = {*written, *self.history.twins}
         return {seed: max(self.history.twins.get(seed, ()), written.get(seed, ()), key=len) for seed in seeds}
 
     def _coming(self, course: RolloutCourse, prompts: Sequence[Prompt]) -> list[Request]:
-        """Return requests for answers to what the next iteration begins anew; `group` is the prompt's number.
+        """Return requests that write the next iteration's answers ahead; `group` is the prompt's number.
 
         They are its very requests, with their seeds, where drafts may share the noise, and have seeds of their own
         elsewhere.
@@ -284,7 +284,7 @@ class PolicyIteration:
         return batch
 
     def _score_early(self, rollouts: Sequence[Rollout], window: IdleWindow) -> None:
-        """Make passes of the scoring in an idle window; what it leaves of them is made as without it, pass by pass."""
+        """Score in an idle window, pass by pass; `_score` makes the passes that are left."""
         self.log.lap("idle")
         started = time.perf_counter()
         self._scoring = self._begin_scoring(self._collate(rollouts))

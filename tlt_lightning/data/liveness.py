@@ -155,7 +155,7 @@ class Liveness:
             line.socket.close()
 
     def _hear(self, line: _Line) -> bool:
-        """Act on what came in; False once the other end is closed."""
+        """Obey the lines that came in; return False once the other end is closed."""
         for kind, text in line.read():
             if kind == _GOODBYE:
                 line.left = True
@@ -216,7 +216,7 @@ class _Line:
         self.rank = int(self.read()[0][1]) if of is None else of
 
     def read(self) -> list[tuple[str, str]]:
-        """Return what has come in since, waiting if nothing has."""
+        """Return the lines that have come in, a word and a text each; wait for the first."""
         try:
             data = self.socket.recv(1 << 16)
         except OSError:

@@ -124,7 +124,7 @@ class PromptSource:
 
 
 def _no_rows(rows: Any) -> str:
-    """Return what is given in the place of rows, empty if rows are; of a data set the first one is looked at."""
+    """Describe what is given in the place of rows; return "" for rows. Of a data set only the first is read."""
     kind, is_list = type(rows).__name__, isinstance(rows, list | tuple)
     if not hasattr(rows, "__len__"):
         return kind
@@ -223,7 +223,7 @@ def _warn_of_missing_answers(source: PromptSource, prompts: list[Prompt]) -> Non
 
 
 def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
-    """Return what `Trainer(overfit_batches=kept)` leaves, a number of prompts or a share of them; 0 leaves all.
+    """Return the first prompts, in the number or share of `Trainer(overfit_batches=kept)`; 0 returns all.
 
     Raises:
         MisconfigurationException: If nothing is left.

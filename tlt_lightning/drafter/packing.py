@@ -24,7 +24,7 @@ _LARGEST_GAP = 32  # a gap of one 32nd of a pack is padded rather than filled wi
 
 
 class Context(NamedTuple):
-    """Holds what the head reads of a sequence before a piece of it, wherever the sequence lies.
+    """Holds the head's input before a piece of a sequence, wherever the rest of the sequence lies.
 
     Token `i + 1` of each earlier entry (c,), and the target's states at `i` (c, 3 * H).
     """

@@ -54,7 +54,7 @@ def choose_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def is_valid(layer_ids: tuple[int, ...], num_layers: int) -> bool:
-    """Tell whether `layer_ids` are three of the target's layers, in ascending order."""
+    """Return True if `layer_ids` are three of the target's layers, in ascending order."""
     is_ascending = all(low < high for low, high in pairwise(layer_ids))
     return len(layer_ids) == 3 and is_ascending and layer_ids[0] >= 0 and layer_ids[-1] <= num_layers
 

@@ -1,4 +1,4 @@
-"""Plan what a vLLM engine will hold of a device, from shapes and settings, before it is loaded.
+"""Plan the memory that a vLLM engine will take of a device, from shapes and settings, before it is loaded.
 
 Weights and cache are exact but for rounding to blocks. Steps and graphs are estimates: together a few GiB in the 7B
 shape, of which vLLM decides most.
@@ -86,7 +86,7 @@ def _step(config: Any, engine: Any, num_tokens: int) -> float:
 
 
 def _graphs(engine: Any, num_layers: int, has_head: bool) -> float:
-    """Return the bytes of CUDA graphs, without what they compute with."""
+    """Return the bytes of CUDA graphs, without those of activations."""
     drafts = 0 if engine.speculation is None else engine.speculation.max_draft_tokens
     top = min(2 * engine.max_num_seqs * (1 + drafts), 512)  # as vLLM chooses its sizes
     sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if size <= top]

@@ -10,7 +10,7 @@ from tlt_lightning.speculation.agreement import Agreement
 
 
 class RequestPool:
-    """Holds what the callers of an engine's ranks ask for until all of them meet.
+    """Holds the requests and stops of the callers of an engine's ranks until all ranks meet.
 
     Every rank writes all requests of its engine, because it has a part of each weight; its caller sees its own. Numbers
     of requests and groups are told apart by the rank: ``number * ranks + rank``.
@@ -66,7 +66,7 @@ class RequestPool:
         return mine if ranks == 1 else [replace(each, request_id=each.request_id // ranks) for each in mine]
 
     def clear(self) -> None:
-        """Forget what no meeting has taken up."""
+        """Forget the requests and stops that no meeting has taken up."""
         self._added, self._stopped = [], set()
 
     def _number_of(self, rank: int) -> Callable[[int], int]:

@@ -1,4 +1,4 @@
-"""Check requests before an engine takes them; join what it writes with what was written before."""
+"""Check requests before an engine takes them; join responses with their beginnings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def num_written(request: Request) -> int:
 
 
 def text_of(request: Request) -> list[int]:
-    """Return what the engine reads: the prompt, and what is written of the response."""
+    """Return the tokens that the engine reads: the prompt, and the written part of the response."""
     return [*request.prompt_ids, *(() if request.written is None else request.written.token_ids)]
 
 
@@ -76,7 +76,7 @@ def limit_of(request: Request, sampling: Sampling) -> int:
 
 
 def noise_of(request: Request) -> int | None:
-    """Return the seed of a request's own noise that counts from its start: what follows a seam must not repeat it."""
+    """Return a request's seed for noise that counts from its start: a continuation must not repeat the noise before."""
     start = num_written(request)
     return request.seed if request.seed is None or not start else seed_of(request.seed, start)
 

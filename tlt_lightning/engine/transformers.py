@@ -161,7 +161,7 @@ class TransformersEngine(RolloutEngine):
         return ended
 
     def _is_ended(self, token_ids: list[int], sampling: Sampling) -> bool:
-        """Return whether a stop string ends in the text after its first `min_tokens` tokens."""
+        """Return True if a stop string ends in the text after its first `min_tokens` tokens."""
         if not sampling.stop_strings:
             return False
         text, begun = (str(self._tokenizer.decode(ids)) for ids in (token_ids, token_ids[: sampling.min_tokens]))

@@ -40,7 +40,7 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Tell whether a layer is frozen weights with one adapter, which is nothing but `scaling * B A`."""
+    """Return True if a layer is frozen weights with one adapter, which is nothing but `scaling * B A`."""
     if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return False
     name, base = layer.active_adapters[0], layer.base_layer

@@ -28,7 +28,7 @@ def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
 
 
 def is_frozen_linear(head: nn.Module) -> bool:
-    """Tell whether `chosen_logps_of_states` knows a head: a linear layer that is not trained, nor adapted."""
+    """Return True if `chosen_logps_of_states` knows a head: a linear layer neither trained nor adapted."""
     return type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
 
 

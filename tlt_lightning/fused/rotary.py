@@ -37,7 +37,7 @@ def fuse_rotary(model: nn.Module) -> None:
 
 
 def _is_llamas(function: Any) -> bool:
-    """Tell whether a function is Llama's, and so is the one that it calls: NanoChat's turns the other way."""
+    """Return True if a function is Llama's, and so is the one that it calls: NanoChat's turns the other way."""
     from transformers.models.llama import modeling_llama as llama
 
     half = getattr(inspect.unwrap(function), "__globals__", {}).get("rotate_half") if callable(function) else None

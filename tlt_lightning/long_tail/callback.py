@@ -263,7 +263,7 @@ class LongTailIdleCallback(RolloutCallback):
         return burst
 
     def _trains(self, trainer: L.Trainer) -> bool:
-        """Tell whether this iteration trains the drafter: with nobody to wait for, not on a share of 0."""
+        """Return True if this iteration trains the drafter: with nobody to wait for, not on a share of 0."""
         return self._plan.share is not None and (self._plan.share > 0 or trainer.world_size > 1)
 
     def _can_train(self, trainer: L.Trainer) -> bool:

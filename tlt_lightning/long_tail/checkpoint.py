@@ -1,4 +1,4 @@
-"""Divide a drafter's state into what all workers share and what each has of its own."""
+"""Divide a drafter's state into the part that all workers share and each worker's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARED = ("weights",)  # the same on all workers whenever a checkpoint may be s
 
 
 def split(state: dict[str, Any], rank: int, num_workers: int) -> dict[str, Any]:
-    """Take what is a worker's own out of `state`, and return it; `state` remembers the number of workers."""
+    """Take a worker's own part out of `state`, and return it; `state` remembers the number of workers."""
     trainer = state["trainer"]
     own = {name: value for name, value in trainer.items() if name not in _SHARED}
     state |= {"trainer": {name: trainer[name] for name in _SHARED}, "num_workers": num_workers}

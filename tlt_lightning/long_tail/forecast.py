@@ -94,7 +94,7 @@ class GainForecast:
         return best_share, baseline - best
 
     def _resting(self, gap: np.ndarray, number: int) -> np.ndarray:
-        """Return what decoding takes in `number` iterations of rest, in iterations of now."""
+        """Return the time of decoding in `number` iterations of rest, in iterations of now."""
         drift, now = np.maximum(self._drift, 1e-9)[:, None], self._gap[:, None]
         growth = np.expm1(drift * number) / -np.expm1(-drift)  # sum of exp(drift * k) for k from 1 to `number`
         return np.minimum(np.exp(gap - now) * growth, number * np.exp(_LARGEST_GAP - now))

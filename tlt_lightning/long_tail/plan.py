@@ -1,4 +1,4 @@
-"""Hold what was decided for an iteration's training of the drafter, and what came of it so far."""
+"""Hold the decisions about an iteration's training of the drafter, and its progress."""
 
 from __future__ import annotations
 

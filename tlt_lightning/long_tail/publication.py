@@ -1,4 +1,4 @@
-"""Hand what was decided about trained weights to the log and to the budget."""
+"""Hand the decision about trained weights to the log and to the budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlt_lightning.drafter.quality import DraftQuality
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Says what training gained since the last decision about publishing, and what was decided.
+    """Holds the gain of training since the last decision about publishing, and this decision.
 
     Args:
         before: Quality of the published weights on held-out text of now.

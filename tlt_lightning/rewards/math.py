@@ -78,7 +78,7 @@ class Verifier:
         )
 
     def equal(self, gold: str, text: str) -> bool:
-        """Return whether the last expression in `text` equals `gold`; on errors the child is gone."""
+        """Return True if the last expression in `text` equals `gold`; on errors the child is gone."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -103,7 +103,7 @@ IDLE: deque[Verifier] = deque()
 
 
 def verify(gold: str, text: str) -> bool:
-    """Return whether the last expression equals `gold`, by an idle or new child; thread-safe."""
+    """Return True if the last expression equals `gold`, by an idle or new child; thread-safe."""
     try:
         verifier = IDLE.pop()
     except IndexError:

@@ -99,7 +99,7 @@ def default_name(function: RewardFunction) -> str:
 
 
 def takes_lists(function: RewardFunction, name: str) -> bool:
-    """Return whether `function` has TRL's signature; raise TypeError if neither TRL's nor ours."""
+    """Return True if `function` has TRL's signature; raise TypeError if it has neither TRL's nor ours."""
     if inspect.isclass(function):
         raise TypeError(
             f"Reward `{name}` is a class, not a function: pass an instance, in YAML `class_path: {function.__module__}."

@@ -72,7 +72,7 @@ class RolloutCourse:
         return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
 
     def requests(self, prompts: Sequence[Sequence[int]], first_group: int, *, has_seeds: bool = False) -> list[Request]:
-        """Return what the engine is asked for; `prompts` are the groups' token ids.
+        """Return the requests to the engine; `prompts` are the groups' token ids.
 
         With `has_seeds` each request has noise of its own, whatever the schedule.
         """
@@ -190,12 +190,12 @@ class Backlog:
         return groups, num_fresh
 
     def coming(self, course: RolloutCourse, demand: Demand) -> tuple[list[OpenGroup], int]:
-        """Return what a rollout after this one would begin anew of the groups put aside, and how many it would draw."""
+        """Return the groups put aside that a rollout after this one would begin anew, and how many it would draw."""
         groups, num_fresh = self.schedule.begin(demand, [*self.aside, *course.put_aside()])
         return [group for group in groups if not group.responses], num_fresh
 
     def end(self, course: RolloutCourse, log: IterationLog) -> None:
-        """Put aside what the rollout has not taken, and log what it has, where anything may wait."""
+        """Put aside the groups that the rollout has not taken, and log those that it has, where any may wait."""
         self.aside = [*self.aside, *course.put_aside()]
         if not self.schedule.stops:
             return
@@ -217,7 +217,7 @@ class Backlog:
         return [asdict(group) for group in (self.aside if aside is None else aside)]
 
     def load(self, ranks: Sequence[Sequence[dict[str, Any]]], rank: int, world_size: int) -> None:
-        """Take what the ranks have saved; another number of ranks deals it out anew."""
+        """Load the groups that the ranks have saved; another number of ranks deals them out anew."""
         saved = ranks[rank] if len(ranks) == world_size else [state for own in ranks for state in own][rank::world_size]
         self.aside = [
             OpenGroup(**{**state, "responses": tuple(Response(**response) for response in state["responses"])})

@@ -101,7 +101,7 @@ class AnswerHistory:
         return 0 if self.settings is None else self.settings.ahead
 
     def learn(self, own: Answered, gather: Callable[[Answered], Sequence[Answered]]) -> None:
-        """Take an iteration's answers, in place of older ones, and beside them what was written ahead.
+        """Take an iteration's answers, in place of older ones, and beside them those written ahead.
 
         Args:
             own: Those of this rank.

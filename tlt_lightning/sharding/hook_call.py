@@ -83,7 +83,7 @@ class HookCall:
         _get_default_store().set(f"{self.hook} {dist.get_rank()}", place)
 
     def _place_of(self, rank: int) -> tuple[int, bool, int]:
-        """Return how often a rank has called the hook, whether the last call is over, and all passes in them."""
+        """Return a rank's calls of the hook, True if the last one is over, and the passes in all of them."""
         key = f"{self.hook} {rank}"
         if not _get_default_store().check([key]):
             return 0, False, 0
@@ -92,6 +92,6 @@ class HookCall:
 
 
 def begin_pass() -> None:
-    """Do what a pass or gathering of a sharded policy needs before it begins within a hook; nothing elsewhere."""
+    """Meet the other ranks before a pass over a sharded policy, or its gathering, within a hook; nothing elsewhere."""
     if (call := _CURRENT.get()) is not None:
         call.begin_pass()

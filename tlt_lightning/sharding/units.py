@@ -89,7 +89,7 @@ def as_forward(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a model is the root of sharded units: each pass is then a collective."""
+    """Return True if a model is the root of sharded units: each pass is then a collective."""
     return isinstance(model, FSDPModule)
 
 

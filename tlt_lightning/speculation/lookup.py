@@ -86,7 +86,7 @@ class _Text:
     twin: list[int] = field(default_factory=list)
 
     def draft_from_twin(self, num_tokens: int) -> LookupDraft | None:
-        """Return what the twin has at this place; None beyond its end, and shortly after they differed."""
+        """Return the twin's tokens from this place on; None beyond its end, and shortly after both differed."""
         at = len(self.tokens) - self.num_prompt_tokens
         if not 0 <= at < len(self.twin):
             return None

@@ -118,7 +118,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def _sharded(value: Any, like: Tensor | None) -> Any:
-    """Return a tensor of the shape of a sharded one sharded as that is, and anything else as it is."""
+    """Return a tensor of the shape of `like` sharded as that is, and all else as it is."""
     is_alike = isinstance(value, Rows) or (isinstance(value, Tensor) and like is not None and value.shape == like.shape)
     return sharded_as(value, like) if is_alike and isinstance(like, DTensor) else value
 

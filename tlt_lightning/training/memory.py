@@ -154,7 +154,7 @@ def _bytes_of(model: nn.Module) -> float:
 
 
 def gathered_bytes(model: nn.Module, passes: Passes) -> float:
-    """Return what a pass of a sharded model holds whole: the root, and a layer with the next one, which comes early.
+    """Return the bytes that a pass of a sharded model holds whole: root, a layer, and the next one, which comes early.
 
     Trained weights come with a gradient of the same type; that of the root is then copied to float32 to be reduced.
     """
@@ -243,7 +243,7 @@ def _optimizer_bytes(build: OptimizerCallable) -> tuple[float, float]:
 
 
 def has_composed_states(build: OptimizerCallable) -> bool:
-    """Tell whether an optimizer's states hold tensors of their own, as those of 8 bits do."""
+    """Return True if an optimizer's states hold tensors of their own, as those of 8 bits do."""
     return any(hasattr(state, "__tensor_flatten__") for state in _sample_step(build)[1])
 
 
@@ -259,7 +259,7 @@ def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]
 
 
 def _stored_bytes(tensor: Tensor) -> float:
-    """Return what a tensor takes; one that is quantised holds tensors of codes, scales and a table."""
+    """Return the bytes of a tensor; a quantised one holds tensors of codes, scales and a table."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return float(tensor.numel() * tensor.element_size())
     return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
@@ -273,7 +273,7 @@ def check_memory(
     engine: Mapping[str, float],
     engine_sleeps: bool,
 ) -> None:
-    """Log what a run will hold on each device, and refuse one that cannot fit; before engine and policy are loaded.
+    """Log the memory that a run will take of each device, and refuse a run that cannot fit, before anything is loaded.
 
     Args:
         module: The `RLModule`, nothing of it loaded.

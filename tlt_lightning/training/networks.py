@@ -46,7 +46,7 @@ class Networks:
 
     @property
     def is_padded(self) -> bool:
-        """True if one of them cannot run a batch packed."""
+        """True if one of the networks cannot run a batch packed."""
         others = (getattr(self.critic, "trunk", None), getattr(self.reference, "model", None))
         return not all(can_pack(causal_lm(each).base_model) for each in (self.policy, *others) if each is not None)
 
@@ -94,7 +94,7 @@ class Scoring:
             self._left = cut_alike(everything, batch.lengths, max_tokens, is_padded=is_padded, agree=agree)[0]
 
     def fits(self, batch: RolloutBatch, request: HiddenStateRequest | None) -> bool:
-        """Tell whether these are the sequences that are scored, and the states that are kept of them."""
+        """Return True if these sequences are scored here, and these states are kept of them."""
         tap, names = self.networks.tap, ("input_ids", "prompt_lengths", "response_lengths")
         is_same = all(torch.equal(getattr(self.batch, name), getattr(batch, name)) for name in names)
         return is_same and request == (None if tap is None else tap.request)

@@ -57,7 +57,7 @@ def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> Non
 
 
 def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
-    """Add a loss's gradient on this rank to those there are: the step's last one goes to the other ranks with them."""
+    """Add a loss's gradient to those of this rank; the step's last backward pass sends all of them to the others."""
     strategy = trainer.strategy
     alone = strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
     with alone, torch.autocast(loss.device.type, enabled=False):  # which is around forward passes alone
@@ -74,7 +74,7 @@ def settings_of(optimizer: Optimizer) -> list[Settings]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a float32 number, as 8-bit optimizers keep a learning rate, as it was given, and all else as it is."""
+    """Return a tensor of one number, as 8-bit optimizers keep a rate, as that number; all else as it is."""
     return float(f"{value.item():.7g}") if isinstance(value, Tensor) and not value.dim() else value
 
 

@@ -42,7 +42,7 @@ def hand_over(trainer: L.Trainer, update: UpdateState, optimizer: list[dict[str,
 
 
 def is_within(epochs: Mapping[str, int]) -> bool:
-    """Tell from the progress of epochs whether an iteration has begun and not ended."""
+    """Return True if, by the progress of epochs, an iteration has begun and not ended."""
     return epochs["ready"] != epochs["processed"]
 
 

@@ -20,7 +20,7 @@ DENSE_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12, "NVIDIA H100 NV
 
 
 def train_flops(model: nn.Module, lengths: Tensor, num_predicted: Tensor) -> Tensor:
-    """Count what the forward and backward pass of a model takes, in floating-point operations.
+    """Count the floating-point operations of a model's forward and backward pass.
 
     A weight of a matrix takes 6 a token: 2 forward, 2 for the gradient of its input, and 2 for its own, which frozen
     weights under LoRA have not. Attention takes 12 * layers * heads * head size * S in a sequence of S tokens, with the
@@ -69,7 +69,7 @@ def log_work(log: IterationLog, models: Sequence[nn.Module], batch: Sequence[Rol
 
 
 def utilisation(metrics: Mapping[str, float], num_devices: int, peak: float | None) -> dict[str, float]:
-    """Return what an iteration's update made of a device, from its metrics.
+    """Return an iteration's tokens a second in the update, and its MFU, from its metrics.
 
     Args:
         metrics: Of the iteration, over all ranks.

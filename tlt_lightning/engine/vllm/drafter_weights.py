@@ -166,7 +166,7 @@ def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor
 
 
 def own_parts(module: Any, parts: list[Tensor]) -> list[Tensor]:
-    """Return of the saved tensors that `module` stacks what it holds on this rank of a tensor-parallel engine."""
+    """Return the parts of saved tensors that `module` holds, stacked, on this rank of a tensor-parallel engine."""
     rank, num_ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
     if num_ranks == 1:
         return parts

@@ -303,7 +303,7 @@ def device_bytes() -> float:
 
 
 def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
-    """Stop the engine and free what it holds, vLLM's parallel groups included.
+    """Stop the engine and free its memory, vLLM's parallel groups included.
 
     Args:
         engine: In this process.

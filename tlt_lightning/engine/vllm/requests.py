@@ -126,7 +126,7 @@ class RequestWriter:
             self._leave()
 
     def _compare(self) -> None:
-        """Raise RuntimeError if the ranks of the engine have other last tokens."""
+        """Raise RuntimeError if the ranks of the engine differ in the last tokens of their requests."""
         agreement = self.pool.agreement
         if agreement.num_ranks > 1:
             agreement.note(request.all_token_ids[-1] for request in self._scheduler.running)
@@ -143,7 +143,7 @@ class RequestWriter:
             self._speculative.end_rollout()
 
     def write_freely(self, params: SamplingParams, number: int) -> Generator[list[Response], None, None]:
-        """Write so many responses to random prompts, to see what engine steps cost."""
+        """Write `number` responses to random prompts, to time engine steps."""
         requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(random_prompts(number))]
         requests = requests if self.pool.agreement.is_first else []
         return self.steps(requests, lambda _: params, seed=0, policy_version=0)

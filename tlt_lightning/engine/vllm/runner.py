@@ -66,7 +66,7 @@ class EngineParts:
 
     @classmethod
     def of(cls, engine: Any, speculative: SpeculativeRunner | None) -> EngineParts:
-        """Return those of a live engine and the runner of its drafts, if it has one."""
+        """Return the parts of a live engine and of the runner of its drafts, if it has one."""
         return cls(
             engine=engine,
             scheduler=internals.scheduler_of(engine),

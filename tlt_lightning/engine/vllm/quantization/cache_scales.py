@@ -109,7 +109,7 @@ def bounds(layer: Mapping[str, Tensor], norm_offset: float = 0.0) -> Tensor:
 
 
 def unbounded(names: Collection[str]) -> list[str]:
-    """Return what layers lack that is needed to bound their keys and values; empty if nothing."""
+    """Return the missing tensors without which keys and values have no bound; empty if none is missing."""
     layers = {int(index) for index in re.findall(r"\.layers\.(\d+)\.", " ".join(names))}
     found = _watched(names)
     return [part.removesuffix(".weight") for part in _NEEDED if any(part not in found.get(i, ()) for i in layers)]

@@ -11,7 +11,7 @@ from torch import nn
 
 @cache
 def norm_offset(policy: str) -> float:
-    """Return what the norms before and in attention add to their weights: 0, or 1 where these are differences from it.
+    """Return the offset that the norms before and in attention add to their weights: 0, or 1.
 
     Args:
         policy: Path or hub name, of which the config alone is read.
@@ -43,7 +43,7 @@ def norm_offset(policy: str) -> float:
 
 @torch.no_grad()
 def _offset(norm: nn.Module) -> float | None:
-    """Return what a norm adds to its weights; None if it has none."""
+    """Return the offset that a norm adds to its weights; None if the norm has no weights."""
     norm = deepcopy(norm).to_empty(device="cpu")  # of the meta device
     weight = dict(norm.named_parameters()).get("weight")
     if weight is None:

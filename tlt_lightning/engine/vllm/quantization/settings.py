@@ -58,7 +58,7 @@ class Quantization:
 
     @classmethod
     def of(cls, given: Literal["fp8", "int8"] | Quantization | None, dtype: str) -> Quantization:
-        """Return what an engine with weights of type `dtype` was given, by its short name or whole.
+        """Return the settings of an engine with weights of type `dtype`, given by a short name or whole.
 
         Raises ValueError for a type that has no layers in 8 bit beside it.
         """
