@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from itertools import chain
 from math import comb
 from typing import Any
 
@@ -109,17 +108,17 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
     lengths = torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts])
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
     log.sum("rollout/tokens", lengths.sum())
-    for drafter, count in sum((Counter(rollout.response.num_kept) for rollout in rollouts), Counter()).items():
-        log.sum(f"speculation/kept_{drafter}", count)
-    proposed: Counter[str] = Counter()
-    for _, drafter, count, _ in chain.from_iterable(rollout.response.drafts for rollout in rollouts):
-        proposed[drafter] += count
-    for drafter, count in proposed.items():
-        log.sum(f"speculation/proposed_{drafter}", count)
+    kept, proposed = Counter[str](), Counter[str]()
+    for rollout in rollouts:
+        kept += Counter(rollout.response.num_kept)
+        for _, drafter, num_drafted, _ in rollout.response.drafts:
+            proposed[drafter] += num_drafted
+    for name, counts in (("kept", kept), ("proposed", proposed)):
+        for who, count in counts.items():
+            log.sum(f"speculation/{name}_{who}", count)
     log.mean("rollout/length_mean", lengths.mean())
-    log.mean("rollout/length_p50", lengths.quantile(0.5))
-    log.mean("rollout/length_p90", lengths.quantile(0.9))
-    log.mean("rollout/length_p99", lengths.quantile(0.99))
+    for percent in (50, 90, 99):
+        log.mean(f"rollout/length_p{percent}", lengths.quantile(percent / 100))
     log.max("rollout/length_max", lengths.max())
     log.mean("rollout/truncated", sum(rollout.is_truncated for rollout in rollouts) / len(rollouts))
     log.mean("reward/mean", rewards.mean())

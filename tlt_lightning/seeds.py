@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 def given_seed() -> int | None:
@@ -24,3 +28,8 @@ def seed_of(*parts: int | str) -> int:
         parts: Tell this use from others: the run's seed, what is chosen, iteration, rank.
     """
     return zlib.crc32(repr(parts).encode())
+
+
+def iteration_seed(trainer: L.Trainer, *use: int | str) -> int:
+    """Return the seed for one use of random numbers in this iteration and on this rank."""
+    return seed_of(run_seed(), *use, trainer.current_epoch, trainer.global_rank)

@@ -28,7 +28,7 @@ from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed, texts_by_seed
 from tlt_lightning.schedules.deal import deal
 from tlt_lightning.schedules.history import Answered, AnswerHistory
-from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.seeds import iteration_seed, run_seed, seed_of
 from tlt_lightning.training.fsdp2 import agreement
 from tlt_lightning.training.micro_batches import plan_minibatches
 
@@ -155,7 +155,8 @@ class PolicyIteration:
             if not max_over_ranks(self.trainer, missing):
                 break
             demand = Demand(wanted=missing, iteration=self.trainer.current_epoch, is_first=number == 0)
-            course, rollouts = self._collect_round(prompts, demand, self._seed(f"train {number}"), num_begun)
+            seed = iteration_seed(self.trainer, f"train {number}")
+            course, rollouts = self._collect_round(prompts, demand, seed, num_begun)
             num_begun += len(course.groups)
             own.lengths.extend(course.lengths)
             own.texts.extend(course.texts if self.history.settings is not None else ())
@@ -298,7 +299,7 @@ class PolicyIteration:
         return self.module.begin_scoring(batch, self.settings.micro_batch_tokens, single_update=single_update)
 
     def _cut(self, batch: RolloutBatch) -> Iterator[list[RolloutBatch]]:
-        generator = torch.Generator().manual_seed(self._seed("shuffle"))
+        generator = torch.Generator().manual_seed(iteration_seed(self.trainer, "shuffle"))
         for _ in range(self.settings.inner_epochs):
             plan = plan_minibatches(
                 batch.lengths,
@@ -320,10 +321,6 @@ class PolicyIteration:
                     )
                     for rows in step
                 ]
-
-    def _seed(self, use: str) -> int:
-        """Return a seed that a resumed run finds again."""
-        return seed_of(run_seed(), use, self.trainer.current_epoch, self.trainer.global_rank)
 
     def _sum(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.trainer, value)

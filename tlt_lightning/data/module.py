@@ -132,8 +132,7 @@ class RolloutDataModule(L.LightningDataModule):
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
-        given = {item.name: arguments[item.name] for item in fields(IterationSettings)}
-        self._settings = self._given_settings = IterationSettings(**given)
+        self._given = IterationSettings(**{item.name: arguments[item.name] for item in fields(IterationSettings)})
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
 
@@ -145,9 +144,6 @@ class RolloutDataModule(L.LightningDataModule):
         check_trainer(self._trainer)
         check_models(self._module)
         check_engine_ranks(self.engine.num_ranks, self._trainer)
-        self._settings = self._given_settings
-        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._settings = self._settings.of_dev_run(self._trainer)
         if stage == "fit":
             check_sizes(self._settings, self._module.objective, num_ranks=self._trainer.world_size)
             self.backlog.check(self.engine, self.sampling, self._module.objective)
@@ -334,6 +330,11 @@ class RolloutDataModule(L.LightningDataModule):
         peak = self._module.iteration_log.peak_memory
         own = (self._weights, self.tokenizer, self._ends, self.pool, log, self.idle, self._probe, peak)
         return RolloutCollector(self._trainer, self.engine, *own)
+
+    @property
+    def _settings(self) -> IterationSettings:
+        is_dev_run = self._trainer.fast_dev_run  # type: ignore[attr-defined]
+        return self._given.of_dev_run(self._trainer) if is_dev_run else self._given
 
     @property
     def _trainer(self) -> L.Trainer:

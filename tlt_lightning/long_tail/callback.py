@@ -37,7 +37,7 @@ from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
-from tlt_lightning.seeds import run_seed, seed_of
+from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.memory import training_bytes
 from tlt_lightning.training.resume import is_within
 
@@ -178,9 +178,9 @@ class LongTailIdleCallback(RolloutCallback):
         if self._trains(trainer):
             # Nobody knows yet how much idle windows will take of the next iteration's.
             share = max(self._plan.share or 0.0, _LEAST_STATES) if trainer.world_size == 1 else 1.0
-            width, seed = self.drafter.target_config.hidden_size, _seed("choose", trainer)
+            width, seed = self.drafter.target_config.hidden_size, iteration_seed(trainer, "drafter", "choose")
             pl_module.hidden_state_request = self.buffer.request(self.drafter.layer_ids, width, share, seed)
-        self.training.begin(_seed("idle", trainer))
+        self.training.begin(iteration_seed(trainer, "drafter", "idle"))
 
     def _decide(self, trainer: L.Trainer) -> Plan:
         """Publish what was trained if it is better, and decide how much this iteration trains."""
@@ -203,8 +203,10 @@ class LongTailIdleCallback(RolloutCallback):
 
     @override
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: Any, window: IdleWindow) -> None:
+        def may_go_on() -> bool:
+            return window.is_open() and self.training.num_passes < self.max_passes
+
         if trainer.training and self._can_train(trainer):
-            may_go_on = lambda: window.is_open() and self.training.num_passes < self.max_passes  # noqa: E731
             burst = self._train(may_go_on, pl_module.iteration_log)
             pl_module.iteration_log.sum("drafter/idle_seconds_used", burst.seconds)
             if burst.losses and not window.is_open():
@@ -238,7 +240,7 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def on_hidden_states(self, trainer: L.Trainer, pl_module: Any, texts: Sequence[PolicyText]) -> None:
         self.buffer.add(texts)
-        self.training.begin(_seed("scored", trainer))
+        self.training.begin(iteration_seed(trainer, "drafter", "scored"))
         seconds = 0.0
         if self._can_train(trainer):
             seconds = self._train_rest(trainer, pl_module.iteration_log)
@@ -249,11 +251,16 @@ class LongTailIdleCallback(RolloutCallback):
     def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog) -> float:
         """Train on what idle windows left of the budget, shared among the workers; return the seconds."""
         rest = (self._plan.share or 0.0) * self._plan.num_tokens - self._plan.num_trained
-        num_steps = max(1, round(rest / trainer.world_size / self.training.step_tokens)) if rest > 0 else 0
+        steps_left = max(1, round(rest / trainer.world_size / self.training.step_tokens)) if rest > 0 else 0
         now = time.perf_counter()
         ends = now + self.budget.limit(now - self._started)
-        left = iter(range(num_steps))
-        return self._train(lambda: time.perf_counter() < ends and next(left, None) is not None, iteration_log).seconds
+
+        def may_go_on() -> bool:
+            nonlocal steps_left
+            steps_left -= 1
+            return steps_left >= 0 and time.perf_counter() < ends
+
+        return self._train(may_go_on, iteration_log).seconds
 
     def _train(self, may_go_on: Callable[[], bool], iteration_log: IterationLog) -> Burst:
         before = self.training.num_seen
@@ -340,8 +347,3 @@ class LongTailIdleCallback(RolloutCallback):
         """Keeper of the published weights, which decides on new ones."""
         assert self._publisher is not None, "used before `setup`"
         return self._publisher
-
-
-def _seed(stage: str, trainer: L.Trainer) -> int:
-    """Derive a seed for each stage, iteration and rank, which a resumed run finds again."""
-    return seed_of(run_seed(), "drafter", stage, trainer.current_epoch, trainer.global_rank)
