@@ -43,12 +43,8 @@ def save_tokenizer(path: Path) -> None:
 
 
 def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overrides: object) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[architecture]
     shape = {
         "vocab_size": len(WORDS),
         "hidden_size": 64,
@@ -65,7 +61,8 @@ def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overri
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model_class(config_class(**{**shape, **overrides})).save_pretrained(path)
+        config = AutoConfig.for_model(architecture, **{**shape, **overrides})
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
     save_tokenizer(path)
     return path
 
