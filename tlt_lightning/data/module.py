@@ -141,31 +141,20 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
-        check_trainer(self._trainer)
-        check_models(self._module)
-        check_engine_ranks(self.engine.num_ranks, self._trainer)
-        if stage == "fit":
-            check_sizes(self._settings, self._module.objective, num_ranks=self._trainer.world_size)
-            self.backlog.check(self.engine, self.sampling, self._module.objective)
-            self.history.check(self.engine, self._trainer.world_size)
-            warn_of_filters(self.sampling)
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
-        check_context(policy, max_model_len)
-        for sampling in (self.sampling, self.val_sampling):
-            self.engine.check_sampling(sampling)
+        self._check(stage, max_model_len)
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
         self.history = AnswerHistory(self.history.settings)
         self._iteration, self._saved_iteration, self.backlog.aside = None, None, []
-        self._weights = WeightSync(self.engine)
+        self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self._ends = end_token_ids(policy)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer)
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
-        self._probe = EngineProbe()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         self._check_memory(stage, max_model_len)
         log.info("Loading %s for %s", type(self.engine).__name__, policy)
@@ -173,6 +162,21 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
         # What is logged has been combined over the ranks, at which Lightning advises to do it.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+
+    def _check(self, stage: str, max_model_len: int) -> None:
+        """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
+        module = self._module
+        check_trainer(self._trainer)
+        check_models(module)
+        check_engine_ranks(self.engine.num_ranks, self._trainer)
+        if stage == "fit":
+            check_sizes(self._settings, module.objective, num_ranks=self._trainer.world_size)
+            self.backlog.check(self.engine, self.sampling, module.objective)
+            self.history.check(self.engine, self._trainer.world_size)
+            warn_of_filters(self.sampling)
+        check_context(module.policy_path, max_model_len)
+        for sampling in (self.sampling, self.val_sampling):
+            self.engine.check_sampling(sampling)
 
     def _check_memory(self, stage: str, max_model_len: int) -> None:
         module, strategy = self._module, self._trainer.strategy
@@ -201,12 +205,12 @@ class RolloutDataModule(L.LightningDataModule):
             )
         if name == "train":
             prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
-        if name == "train" and needed and len(prompts) < self._settings.prompts_per_iteration:
-            log.warning(
-                "`data.prompts_per_iteration` is %d, but `data.train` has %d prompts: an iteration answers some "
-                "more than once, in groups of their own.",
-                *(self._settings.prompts_per_iteration, len(prompts)),
-            )
+            if needed and len(prompts) < self._settings.prompts_per_iteration:
+                log.warning(
+                    "`data.prompts_per_iteration` is %d, but `data.train` has %d prompts: an iteration answers some "
+                    "more than once, in groups of their own.",
+                    *(self._settings.prompts_per_iteration, len(prompts)),
+                )
         return prompts
 
     @override
