@@ -279,10 +279,7 @@ class DrafterModule(L.LightningModule):
 
     @property
     def has_policy_rows(self) -> bool:
-        """True if the head drafts with some rows of the policy's output head, copied by the engine.
-
-        That is so for a head of a reduced vocabulary without an output head of its own.
-        """
+        """True if a reduced head has no output head of its own: the engine copies rows of the policy's for it."""
         return bool(self._built.use_draft_vocab) and self.follows_target
 
     def trainable_tensors(self) -> Iterator[tuple[str, Tensor]]:
