@@ -303,9 +303,9 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     return layer.get_delta_weight("default").float().add_(weight).to(weight.dtype)  # in place: these are large
 
 
-def merged_weight(layer: Any) -> Tensor:
-    """Return a copy of the weight that an adapted linear layer computes with."""
-    return _merged(layer, layer.base_layer.weight)
+def weight_of(layer: Any) -> Tensor:
+    """Return the weight that a layer computes with: a copy if the layer is adapted, otherwise the layer's own."""
+    return _merged(layer, layer.base_layer.weight) if hasattr(layer, "base_layer") else layer.weight.detach()
 
 
 def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:

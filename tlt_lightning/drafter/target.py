@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from tlt_lightning.policy import causal_lm, merged_weight
+from tlt_lightning.policy import causal_lm, weight_of
 from tlt_lightning.sharding.units import gathered, is_sharded
 from tlt_lightning.speculation.eagle3_files import default_layer_ids
 
@@ -77,10 +77,5 @@ def live_weights(policy: nn.Module) -> TargetWeights:
     model: Any = causal_lm(policy)
     modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
     with gathered(model):
-        tensors = [_merged(module) for module in modules]
+        tensors = [weight_of(module) for module in modules]
         return TargetWeights(*([tensor.clone() for tensor in tensors] if is_sharded(model) else tensors))
-
-
-def _merged(module: Any) -> Tensor:
-    """Return the weight that a layer computes with; PEFT keeps its own beside the frozen one."""
-    return merged_weight(module) if hasattr(module, "base_layer") else module.weight.detach()
