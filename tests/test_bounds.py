@@ -13,11 +13,13 @@ from tlt_lightning import (
     BEGMABSelector,
     CostModelSelector,
     DynamicSampling,
+    EarlierAnswers,
     PartialRollout,
     Sampling,
     TailBatching,
     objectives,
 )
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
@@ -35,12 +37,12 @@ def pool(**arguments: float) -> None:
     RewardPool([RewardTerm(function=exact_match)], **arguments).close()  # type: ignore[arg-type]
 
 
-def graphs(size: int) -> None:
-    BucketedGraphPool().plan({1: (Strategy(0),)}, (size,))
+def graphs(capture_sizes: int) -> None:
+    BucketedGraphPool().plan({1: (Strategy(0),)}, (capture_sizes,))
 
 
-def arms(length: int) -> None:
-    make_arms((length,), ("learned",))
+def arms(num_draft_tokens: int) -> None:
+    make_arms((num_draft_tokens,), ("learned",))
 
 
 BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
@@ -61,6 +63,10 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (DrafterBuffer, "max_bytes", [1], [0]),
     (partial(DrafterBuffer, 1), "held_out_share", [0, 1 - TINY], [-TINY, 1]),
     (partial(DrafterBuffer, 1), "previous_share", [0, 1 - TINY], [-TINY, 1]),
+    (EarlierAnswers, "max_tokens", [1], [0]),
+    (EarlierAnswers, "ahead", [0], [-1]),
+    (partial(IterationCheckpoint, "folder"), "every_minutes", [0], [-TINY]),
+    (partial(IterationCheckpoint, "folder"), "keep", [1], [0]),
     (PythonTests, "time_limit", [TINY], [0]),
     (PythonTests, "memory_mb", [64], [63]),
     (partial(RewardModel, "some/model"), "max_length", [1], [0]),
@@ -74,9 +80,10 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (partial(Sampling, max_tokens=4), "min_tokens", [0, 4], [-1, 5]),
     (Sampling, "stop_strings", [("end", "done")], [("",), "done"]),
     (Strategy, "num_draft_tokens", [0], [-1]),
-    (arms, "length", [1], [0]),
-    (graphs, "size", [1], [0]),
-    (SuffixIndex, "min_match", [1, 8], [0, 9]),
+    (arms, "num_draft_tokens", [1], [0]),
+    (graphs, "capture_sizes", [1], [0]),
+    (SuffixIndex, "min_match", [1, 8], [0]),
+    (SuffixIndex, "max_match", [2], [1]),
     (SuffixIndex, "max_tokens", [1], [0]),
     (FixedSelector, "num_draft_tokens", [0], [-1]),
     (ThresholdSelector, "num_draft_tokens", [1], [0]),
@@ -126,5 +133,5 @@ def test_what_is_allowed_ends_where_it_is_said_to(
     for value in allowed:
         make(**{name: value})
     for value in refused:
-        with pytest.raises(ValueError, match=r"`.+`"):
+        with pytest.raises(ValueError, match=rf"`[^`]*\b{name}`"):
             make(**{name: value})

@@ -87,9 +87,3 @@ def test_a_run_that_goes_on_from_another_folder_keeps_what_is_in_its_own(tmp_pat
     with pytest.warns(UserWarning, match="dirpath has changed"):
         fit_into(tmp_path / "second", 3, ckpt_path=tmp_path / "first" / "last.ckpt")
     assert (tmp_path / "second" / "earlier_0" / "epoch=2.ckpt").is_file()
-
-
-@pytest.mark.parametrize("arguments", [{"every_minutes": -1.0}, {"keep": 0}])
-def test_bad_arguments_name_themselves(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"`{next(iter(arguments))}` must be at least"):
-        IterationCheckpoint("checkpoints", **arguments)  # type: ignore[arg-type]

@@ -315,19 +315,6 @@ def test_a_target_of_one_layer_has_too_few_states() -> None:
         choose_layer_ids(1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_steps": 0}, "`teaching.num_steps` must be at least 1, got 0"),
-        ({"decay": 0.0}, r"`teaching.decay` must be in \(0, 1\], got 0.0"),
-        ({"regression_weight": -1.0}, "`teaching.regression_weight` must be at least 0, got -1.0"),
-    ],
-)
-def test_teaching_checks_its_numbers(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Teaching(**arguments)
-
-
 def test_depth_of_training_follows_the_longest_draft_a_selector_may_ask_for(policy_path: str) -> None:
     drafter = DrafterModule(policy_path)
     assert (drafter.num_draft_tokens, drafter.num_steps) == (3, 3)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from math import expm1, log
-from typing import Any
 
 import pytest
 
@@ -141,32 +140,6 @@ def test_gains_that_shrink_foretell_smaller_ones() -> None:
     assert share == 1.0
     assert other is None
     assert saving > 5 > less == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"most": 0}, "`most` must be positive"),
-        ({"trial": 0}, "`trial` must be positive"),
-        ({"overhead": 1.5}, "`overhead` is a share"),
-        ({"horizon": 1}, "`horizon` must be at least 2"),
-    ],
-)
-def test_bad_arguments_name_themselves(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaptiveBudget(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"share": -0.1}, "`share` must be at least 0, got -0.1"),
-        ({"every_n_iterations": 0}, "`every_n_iterations` must be at least 1"),
-    ],
-)
-def test_bad_arguments_of_a_fixed_budget_name_themselves(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FixedBudget(**arguments)
 
 
 def publication(before: float, after: float, error: float, *, is_published: bool) -> Publication:

@@ -253,14 +253,6 @@ def test_rows_without_tests_are_an_error(row: dict[str, Any], match: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"), [({"time_limit": 0}, "`time_limit`"), ({"memory_mb": 1}, "`memory_mb`")]
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        PythonTests(**settings)
-
-
-@pytest.mark.parametrize(
     ("response", "code"),
     [
         ("```python\na\n```", "a\n"),

@@ -98,7 +98,6 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
     [
         ({"model": ""}, "`model` must be the folder or hub name"),
         ({"model": "./no/such/folder"}, "`model` must be an existing folder"),
-        ({"model": "some/model", "max_length": 0}, "`max_length` must be at least 1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:

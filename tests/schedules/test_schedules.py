@@ -201,10 +201,6 @@ def test_what_a_schedule_cannot_work_with_is_refused_before_it_starts() -> None:
     with pytest.raises(ValueError, match=r"cannot stop requests.*TailBatching"):
         Backlog(TailBatching()).check(other, Sampling(), GRPO())
     Backlog(None).check(other, Sampling(), GRPO())
-    with pytest.raises(ValueError, match=r"`schedule.extra` must be in \[0.01, 1\], got 0"):
-        TailBatching(0)
-    with pytest.raises(ValueError, match=r"`schedule.max_policy_lag` must be at least 1, got 0"):
-        PartialRollout(max_policy_lag=0)
 
 
 def gradient(first: torch.Tensor, second: torch.Tensor, old_first: torch.Tensor, correction: Any) -> torch.Tensor:

@@ -145,10 +145,3 @@ def test_short_tails_and_no_drafts_give_nothing():
     assert proposed(index, 0, [2, 3], 4) == []
     assert proposed(index, 0, [1, 2, 3], 0) == []
     assert proposed(index, 0, [1, 2, 3], 4) == [4]
-
-
-def test_bad_lengths_are_refused():
-    with pytest.raises(ValueError, match="`min_match` must be at least 1, got 0"):
-        SuffixIndex(min_match=0)
-    with pytest.raises(ValueError, match="`max_match` must be at least 4, got 3"):
-        SuffixIndex(min_match=4, max_match=3)
