@@ -102,7 +102,8 @@ class Observer(RolloutCallback):
     def on_rollout_end(self, trainer, pl_module, rollouts):
         (self.out / f"wrote{trainer.global_rank}_{trainer.current_epoch}").touch()
         stats = trainer.datamodule.engine.stats()
-        self.own.append({"version": stats["speculation/drafter_version"], "steps": self.drafting.num_steps})
+        _, num_steps = pl_module.iteration_log.read().get("drafter/micro_steps", ("sum", 0.0))
+        self.own.append({"version": stats["speculation/drafter_version"], "steps": num_steps})
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch:
