@@ -1,0 +1,137 @@
+"""Simulate what schedules save of a rollout and throw away, on recorded lengths and step times. No GPU.
+
+    python -m benchmarks schedules
+
+The schedules, the course of a rollout and the backlog are the package's own. Simplified:
+
+- Responses that run advance together, so that n of them take S(n) / E(n) a token each: milliseconds of a step over its
+  tokens a request. With a head, K is the best one at each n, switched for nothing. Prompts cost nothing.
+- Policy "23M, plain": S(n) = a + b n, fitted to the rollouts of the arm `plain` of `end_to_end_25m_schedules.json`. The
+  others: medians by batch of the plain and the fixed arms of `rollout_25m.json` and `rollout_7b.json`, beyond 256
+  running extrapolated from the last two.
+- A prompt's lengths are those of a recorded group, drawn with replacement, and the same when it is written again.
+- Workers have a share of the prompts each, and an iteration's rollout ends with the last of them.
+
+Which schedule waits for what does not hang on step times, as all that run advance together: each rollout is followed
+once, and timed by each policy's steps. A long response has more than half the tokens allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.arguments import RESULTS, parser_of
+from benchmarks.common.results import about, save
+from benchmarks.end_to_end.run import read_runs
+from benchmarks.schedules.cases import EXTRAS, SIZE, Case, groups_of, recorded_cases, resampled_cases
+from benchmarks.schedules.costs import MEASURED, costs_of
+from benchmarks.schedules.report import report
+from benchmarks.schedules.worker import Array, Worker
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
+
+NUM_RESPONSES = 256
+"""Responses that an iteration learns from, on all workers."""
+ITERATIONS, SETTLE = 30, 5
+"""Iterations of a simulation, which are whole cycles of each `TailBatching`, and those before them."""
+SHARES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+"""Of long responses."""
+SCHEDULES: dict[str, RolloutSchedule] = {
+    "synchronous": SynchronousSchedule(),
+    **{f"TailBatching({extra:g})": TailBatching(extra) for extra in EXTRAS},
+    **{f"PartialRollout({extra:g})": PartialRollout(extra) for extra in EXTRAS},
+}
+
+
+def simulate(case: Case, schedule: str, costs: Mapping[str, Array], *, iterations: int, seed: int) -> dict[str, Any]:
+    """Return what `iterations` take under a schedule, after `SETTLE` that do not count."""
+    wanted = NUM_RESPONSES // case.size // case.workers
+    workers = [Worker(SCHEDULES[schedule], wanted, case.draw_group, seed + i) for i in range(case.workers)]
+    log = IterationLog()
+    for iteration in range(SETTLE):
+        for worker in workers:
+            worker.iterate(iteration, IterationLog())
+    rows = [[worker.iterate(SETTLE + i, log) for worker in workers] for i in range(iterations)]
+    rollouts = [each for row in rows for each in row]
+    numbers = log_values(log)
+    learned, thrown = sum(each.learned for each in rollouts), numbers.get("schedule/tokens_thrown_away", 0.0)
+    slots = max(int(each.running.max(initial=0)) for each in rollouts) * case.workers
+    found: dict[str, Any] = {"schedule": schedule, "seconds": {}, "idle": {}}
+    for name, cost in costs.items():
+        ends = [[float(each.tokens @ cost[each.running]) for each in row] for row in rows]
+        busy = sum(float((each.tokens * each.running) @ cost[each.running]) for each in rollouts)
+        found["seconds"][name] = fmean(map(max, ends)) / 1e3
+        found["idle"][name] = 1 - busy / (slots * sum(map(max, ends)))
+    steps = fmean(max(float(each.tokens.sum()) for each in row) for row in rows)
+    return found | {
+        "steps": steps,
+        "thrown_away": thrown / (learned + thrown),
+        "continued": numbers.get("schedule/continued", 0.0),
+        "age": sum(each.aged for each in rollouts) / learned,
+        "waited": numbers.get("schedule/waited", 0.0),
+    }
+
+
+def against_synchronous(
+    case: Case, costs: Mapping[str, Array], *, iterations: int = ITERATIONS, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Simulate all schedules on a case; `relative` are their seconds over the synchronous ones."""
+    rows = [simulate(case, name, costs, iterations=iterations, seed=seed) for name in SCHEDULES]
+    facts = {name: value for name, value in vars(case).items() if name not in ("name", "draw_group")}
+    for row in rows:
+        row |= {"lengths": case.name} | facts | {"saved_steps": 1 - row["steps"] / rows[0]["steps"]}
+        row["relative"] = {name: row["seconds"][name] / rows[0]["seconds"][name] for name in costs}
+    return rows
+
+
+def check(results: Path, cost: Array, *, repeats: int) -> list[dict[str, Any]]:
+    """Return what was measured under tail batching beside what is simulated, by iteration and in the mean.
+
+    An iteration draws its groups from those that the plain run wrote in it, as the policy learns alike.
+    """
+    runs = {run.arm: run.iterations for run in read_runs(results / MEASURED)}
+    recorded = [groups_of([row["lengths"]]) for row in runs["plain"]]
+    measured = [row["metrics"] for row in runs["plain+tail"]]
+    rows = []
+    for seed in range(repeats):
+        worker = Worker(TailBatching(0.25), NUM_RESPONSES // SIZE, lambda draw, at: draw.choice(recorded[at]), seed)
+        for iteration, metrics in enumerate(measured):
+            log = IterationLog()
+            found, seconds = worker.iterate(iteration, log), metrics["rollout/seconds"]
+            thrown = [numbers.get("schedule/tokens_thrown_away", 0.0) for numbers in (metrics, log_values(log))]
+            written = [metrics["rollout/tokens_per_s"] * seconds, found.written]
+            pairs = zip([seconds, float(found.tokens @ cost[found.running]) / 1e3], written, thrown, strict=True)
+            rows.append([iteration + 1, *(number for pair in pairs for number in pair)])
+    means = [np.mean([row for row in rows if row[0] == number], axis=0) for number in range(2, len(measured) + 1)]
+    names = ("seconds", "tokens_written", "tokens_thrown_away")
+    kinds = ("measured", "simulated")
+    return [
+        {"iteration": name, "kinds": kinds}
+        | {kind: dict(zip(names, row[1 + 3 * i : 4 + 3 * i].tolist(), strict=True)) for i, kind in enumerate(kinds)}
+        for name, row in [*((int(row[0]), row) for row in means), ("mean", np.mean(means, axis=0))]
+    ]
+
+
+def log_values(log: IterationLog) -> dict[str, float]:
+    """Return the numbers of a log by name."""
+    return {name: value for name, (_, value) in log.read().items()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Simulate all cases, and write `schedules.json` and `.md`."""
+    args = parser_of(__doc__).parse_args(arguments)
+    costs, fit = costs_of(RESULTS)
+    results: dict[str, Any] = {"about": about("recorded lengths", args.note, args.seed, on_cpu=True), "fit": fit}
+    results["check"] = check(RESULTS, costs["23M, plain"], repeats=1 if args.tiny else 10)
+    cases = recorded_cases(RESULTS, (1,) if args.tiny else (1, 2, 4))
+    cases += resampled_cases(RESULTS, (8,) if args.tiny else (4, 8, 16), SHARES[3:4] if args.tiny else SHARES)
+    results["rows"] = []
+    for case in cases:
+        results["rows"] += against_synchronous(case, costs, iterations=1 if args.tiny else ITERATIONS, seed=args.seed)
+        save(args.out / "schedules", results, report(results))
+    print("\n".join(report(results)))

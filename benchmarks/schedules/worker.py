@@ -1,0 +1,96 @@
+"""Follow the rollouts of one worker under a schedule, on lengths that are known. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_lightning.engine import Response
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.schedules import RolloutSchedule
+from tlt_lightning.schedules.base import Demand, OpenGroup
+from tlt_lightning.schedules.course import Backlog, RolloutCourse
+
+Array = NDArray[np.float64]
+Group = Sequence[int]
+DrawGroup = Callable[[random.Random, int], Group]
+"""Draws the lengths of a prompt's responses, in an iteration."""
+
+
+class Rollout(NamedTuple):
+    """Holds a worker's rollout: pieces of so many tokens of each of the requests that run, and what came of it."""
+
+    tokens: Array
+    running: NDArray[np.int64]
+    learned: int
+    aged: int  # sum over learned tokens of iterations since they were written
+
+    @property
+    def written(self) -> float:
+        """Tokens written in it."""
+        return float(self.tokens @ self.running)
+
+
+class Worker:
+    """Rolls out a share of the prompts under a schedule.
+
+    Args:
+        schedule: Decides what is started, and when there is enough.
+        wanted: Groups of its share.
+        draw_group: Draws lengths.
+        seed: Of the draws.
+    """
+
+    def __init__(self, schedule: RolloutSchedule, wanted: int, draw_group: DrawGroup, seed: int) -> None:
+        self.backlog, self.wanted, self.draw_group = Backlog(schedule), wanted, draw_group
+        self.random = random.Random(seed)
+        self.lengths: list[Group] = []  # by draw
+
+    def iterate(self, iteration: int, log: IterationLog) -> Rollout:
+        """Roll out what one iteration learns from."""
+        demand = Demand(wanted=self.wanted, iteration=iteration)
+        groups, num_fresh = self.backlog.begin(demand, log)
+        for draw in range(len(self.lengths), len(self.lengths) + num_fresh):
+            self.lengths.append(self.draw_group(self.random, iteration))
+            groups.append(OpenGroup(prompt=draw, draw=draw, drawn=iteration, begun=iteration))
+        course = RolloutCourse(self.backlog.schedule, demand, groups, len(self.lengths[0]))
+        tokens, running = write(course, self.lengths, iteration)
+        self.backlog.end(course, log)
+        taken = [course.responses[number] for number in course.taken]
+        aged = sum((iteration - version) * count for each in taken for version, count in each.segments)
+        return Rollout(np.array(tokens, float), np.array(running, int), sum(len(r.token_ids) for r in taken), aged)
+
+
+def write(course: RolloutCourse, lengths: Sequence[Group], version: int) -> tuple[list[int], list[int]]:
+    """Write until the schedule has enough; return tokens that each running request wrote, and how many ran."""
+    requests = course.requests([[0]] * len(course.groups), 0)
+    written = {each.id: each.written for each in requests}
+    size = course.group_size
+
+    def left(number: int) -> int:
+        before = written[number]
+        whole = lengths[course.groups[number // size].draw][number % size]
+        return whole - (0 if before is None else len(before.token_ids))
+
+    def respond(number: int, count: int, reason: str) -> bool:
+        before = written[number]
+        segments = [*(() if before is None else before.segments), (version, count)]
+        versions, counts = zip(*segments, strict=True)
+        return course.add(Response(number, range(sum(counts)), (), reason, versions, version_tokens=counts))
+
+    order = sorted(written, key=left)
+    tokens, running, now, has_enough = [], [], 0, False
+    while order and not has_enough:
+        step = left(order[0]) - now
+        tokens.append(step)
+        running.append(len(order))
+        now += step
+        while order and left(order[0]) == now:
+            has_enough |= respond(order.pop(0), now, "stop")
+    for number in order:
+        respond(number, now, "unfinished")
+    return tokens, running

@@ -1,0 +1,97 @@
+"""`python -m benchmarks schedules`: rollouts whose lengths are known, and costs that are."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.schedules import run as schedules
+from benchmarks.schedules.cases import case_of
+from benchmarks.schedules.costs import cost_of, fitted_cost
+from benchmarks.schedules.worker import DrawGroup, Worker
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.schedules import PartialRollout, SynchronousSchedule, TailBatching
+
+
+def in_turn(*groups: Sequence[int]) -> DrawGroup:
+    """Groups one after the other, then from the first again."""
+    left: list[Sequence[int]] = []
+
+    def draw(_: random.Random, iteration: int) -> Sequence[int]:
+        left[:] = left or groups
+        return left.pop(0)
+
+    return draw
+
+
+def test_a_rollout_runs_as_many_as_have_not_ended_and_stops_when_there_is_enough() -> None:
+    groups = in_turn([2, 5], [3, 9], [1, 2])
+    whole = Worker(SynchronousSchedule(), 3, groups, 0).iterate(0, IterationLog())
+    assert [*zip(whole.tokens, whole.running, strict=True)] == [(1, 6), (1, 5), (1, 3), (2, 2), (4, 1)]
+    assert (whole.learned, whole.written, whole.aged) == (22, 22, 0)
+    batched = Worker(TailBatching(0.5), 2, groups, 0)
+    log = IterationLog()
+    short = batched.iterate(0, log)
+    assert [*zip(short.tokens, short.running, strict=True)] == [(1, 6), (1, 5), (1, 3), (2, 2)]
+    assert (short.learned, short.written) == (10, 18)  # all but 3 and 5 of the second group
+    batched.iterate(1, log)
+    long = batched.iterate(2, log)
+    assert [*zip(long.tokens, long.running, strict=True)] == [(3, 4), (6, 2)]  # both put aside, anew
+    assert (long.learned, log.read()["schedule/tokens_thrown_away"]) == (24, ("sum", 16))
+
+
+def test_what_is_continued_is_written_once_and_ages() -> None:
+    worker = Worker(PartialRollout(0.5), 2, in_turn([2, 5], [3, 9], [1, 2]), 0)
+    rollouts = [worker.iterate(iteration, IterationLog()) for iteration in range(2)]
+    assert sum(each.written for each in rollouts) == sum(each.learned for each in rollouts) + sum(
+        group.num_tokens for group in worker.backlog.aside
+    )
+    assert [*zip(rollouts[1].tokens, rollouts[1].running, strict=True)] == [(2, 5), (1, 4), (1, 3), (1, 2)]
+    assert rollouts[1].aged == 3 + 5  # tokens of the group that was put aside, whose second response had 4 to go
+
+
+def test_a_token_costs_what_the_best_draft_length_makes_of_it_and_goes_on_in_a_line() -> None:
+    cost = cost_of({0: ([1, 101, 201], [5, 6, 8]), 3: ([1, 101, 201], [6, 20, 40])}, {0: 1.0, 3: 3.0})
+    assert cost[[1, 51, 101, 201, 301]] == pytest.approx([2, 13 / 3, 6, 8, 10])
+    lengths = [[10, 20], [5, 30], [7, 9]]
+    line, fit = fitted_cost(lengths, [(2 * max(each) + 0.5 * sum(each)) / 1e3 for each in lengths])
+    assert line[[0, 10]] == pytest.approx([2, 7])
+    assert fit["worst_error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_workers_wait_for_the_last() -> None:
+    groups = in_turn(*([length] * 64 for length in (1, 2, 3, 4)))
+    case = case_of("in turn", groups, 4, workers=4)
+    found = schedules.simulate(case, "synchronous", {"all alike": np.ones(513)}, iterations=2, seed=0)
+    assert found["seconds"] == {"all alike": 0.004}
+    assert found["idle"] == {"all alike": 1 - 2.5 / 4}
+    assert found["steps"] == 4
+
+
+def test_what_is_saved_follows_from_the_reach_and_less_of_it_with_small_shares() -> None:
+    def draw_group(draw: random.Random, iteration: int) -> list[int]:
+        return [100 if draw.random() < 0.01 else draw.choice([8, 10]) for _ in range(8)]
+
+    costs = {"all alike": np.ones(513)}
+    one, four = (case_of("few long", draw_group, 100, workers=workers) for workers in (1, 4))
+    assert one.groups == pytest.approx(1 - 0.99**8, abs=0.02)
+    assert one.reach[0.25] == 0.1
+    alone = {row["schedule"]: row for row in schedules.against_synchronous(one, costs, iterations=10)}
+    shared = {row["schedule"]: row for row in schedules.against_synchronous(four, costs, iterations=10)}
+    batched = alone["TailBatching(0.25)"]
+    assert batched["relative"]["all alike"] == pytest.approx(1 - batched["saved_steps"])
+    assert batched["saved_steps"] == pytest.approx((1 - 0.1) / 1.25, abs=0.1)  # as docs/schedules.md says
+    assert shared["TailBatching(0.25)"]["saved_steps"] < batched["saved_steps"]
+    assert alone["PartialRollout(0.5)"]["thrown_away"] == 0 < batched["thrown_away"]
+
+
+def test_the_simulator_is_near_what_was_measured(tmp_path: Path) -> None:
+    schedules.main(["--tiny", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "schedules.json").read_text())
+    mean = results["check"][-1]
+    for name, tolerance in {"seconds": 0.06, "tokens_written": 0.06, "tokens_thrown_away": 0.1}.items():
+        assert mean["simulated"][name] == pytest.approx(mean["measured"][name], rel=tolerance)
+    assert "| `25m_schedules`, at most 2,048 | 1 | TailBatching(0.25) |" in (tmp_path / "schedules.md").read_text()
