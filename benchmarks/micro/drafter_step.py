@@ -4,9 +4,9 @@ On a GPU, a head of random weights for a policy of 7B shape, of which only the o
 
     python -m benchmarks drafter_step
 
-Trainer, packs, judging and publishing are those of `LongTailIdleCallback`, and texts have recorded lengths. "young" are
-a new head's steps: drafts of 3 tokens, packs of a quarter. "whole" are those of whole drafts and packs. A decision
-judges the trained and the published weights. Per token of a pack, operations are
+Trainer, packs, judging and publishing are those of `LongTailIdleCallback`, and texts have recorded lengths. Steps are
+those of a new head, packs of a quarter: "young" of drafts of 3 tokens, "whole" of whole drafts. A decision judges the
+trained and the published weights. Per token of a pack, operations are
 
     training: 4 fc + K (6 layer + 4 output) + 2 output,    judging: 2 fc + K (2 layer + 2 output) + 2 output
 

@@ -168,24 +168,24 @@ def test_a_random_head_begins_fast_and_learns_whole_drafts_once_short_ones_are_g
     assert rates == [pytest.approx(6 / COLD_WARMUP_STEPS)]
 
 
-def test_a_young_head_learns_from_packs_of_a_quarter() -> None:
-    class Random(OneWeight):
-        head_path = None
-
+@pytest.mark.parametrize(("head_path", "num_tokens"), [(None, 256), ("given", 1024)])
+def test_a_head_that_was_random_learns_from_packs_of_a_quarter(head_path: str | None, num_tokens: int) -> None:
+    class Measuring(OneWeight):
         def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
             sizes.append(batch.input_ids.numel())
             return super().loss(batch, compares=compares)
 
     sizes: list[int] = []
-    trainer = make_trainer(Random(), pack_tokens=1024)
-    for acceptance_length in (2.4, 2.5):
-        trainer.train(steps(2))
+    drafter = Measuring()
+    drafter.head_path = head_path
+    trainer = make_trainer(drafter, pack_tokens=1024)
+    for acceptance_length in (1.0, 5.0):
         trainer.note_quality(acceptance_length)
-        sizes.append(trainer.num_seen)
         trainer.begin(0)
-    trainer.train(steps(1))
-    assert sizes == [256, 256, 512, 256, 256, 512, 1024]
-    assert make_trainer(Random(), pack_tokens=256).step_tokens == 128
+        trainer.train(steps(2))
+        sizes.append(trainer.num_seen)
+    assert sizes == 2 * [num_tokens, num_tokens, 2 * num_tokens]
+    assert make_trainer(drafter, pack_tokens=256).step_tokens == (256 if head_path else 128)
 
 
 def test_a_gradient_that_is_a_spike_moves_no_weight_further_than_others() -> None:

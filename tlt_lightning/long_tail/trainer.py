@@ -39,7 +39,7 @@ COLD_WARMUP_STEPS = 10
 """The same for a head of random weights, which has nothing to lose."""
 _SHORT = 3  # drafts that it learns at first; from single ones it would learn features that cannot be fed back
 _WHOLE_FROM = 2.5  # tokens per step from which on it learns drafts as long as those of other heads
-_YOUNG_PACK = 4  # packs of a new head are so many times smaller: at first it learns by steps, hardly by tokens
+_NEW_PACK = 4  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
 
 SumOverRanks = Callable[[Tensor], Tensor]
 MakePack = Callable[[], PackedBatch]
@@ -69,7 +69,7 @@ class Burst:
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
 
-    A new head learns drafts of three tokens from packs of a quarter until it drafts well.
+    A new head learns from packs of a quarter, and drafts of three tokens until it drafts well.
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
@@ -148,10 +148,10 @@ class DrafterTrainer:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a micro-step: a pack, or a part of one while the head is young."""
-        if not self.is_young:
+        """Tokens of a micro-step: a pack, or a part of one if the head began with random weights."""
+        if self.drafter.head_path is not None:
             return self.pack_tokens
-        return max(PACK_MULTIPLE, self.pack_tokens // _YOUNG_PACK // PACK_MULTIPLE * PACK_MULTIPLE)
+        return max(PACK_MULTIPLE, self.pack_tokens // _NEW_PACK // PACK_MULTIPLE * PACK_MULTIPLE)
 
     @property
     def num_passes(self) -> float:
