@@ -150,26 +150,30 @@ def test_a_good_head_survives_the_first_steps_of_a_fresh_optimizer() -> None:
     assert rates[-4] < rates[-3] == rates[-1] == full
 
 
-def test_a_random_head_begins_fast_and_learns_whole_drafts_once_short_ones_are_good() -> None:
+def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts() -> None:
     class Random(OneWeight):
         head_path = None
 
-    trainer, lengths = make_trainer(Random()), []
-    for acceptance_length in (1.0, 2.4, 2.5, 1.0):
+    trainer, lengths, young = make_trainer(Random()), [], []
+    for acceptance_length in (1.0, 2.0, 2.1, 3.0, 1.0):
         trainer.train(steps(1))
         lengths.append(trainer.drafter.most_steps)
         trainer.note_quality(acceptance_length)
+        young.append(trainer.is_young)
     resumed = make_trainer(Random())
     resumed.load_state_dict(trainer.state_dict())
     resumed.begin(0)
     resumed.train(steps(1))
-    assert [*lengths, resumed.drafter.most_steps] == [3, 3, 3, None, None]
+    assert [*lengths, resumed.drafter.most_steps] == [3, 3, 3, 4, 5, 5]
+    assert young == [True, True, False, False, False]
     rates = [group["lr"] / group["initial_lr"] for group in resumed.optimizer.param_groups]
-    assert rates == [pytest.approx(6 / COLD_WARMUP_STEPS)]
+    assert rates == [pytest.approx(7 / COLD_WARMUP_STEPS)]
 
 
-@pytest.mark.parametrize(("head_path", "num_tokens"), [(None, 256), ("given", 1024)])
-def test_a_head_that_was_random_learns_from_packs_of_a_quarter(head_path: str | None, num_tokens: int) -> None:
+@pytest.mark.parametrize(("head_path", "num_tokens", "draft_length"), [(None, 256, 8), ("given", 1024, None)])
+def test_a_head_that_was_random_learns_from_packs_of_a_quarter(
+    head_path: str | None, num_tokens: int, draft_length: int | None
+) -> None:
     class Measuring(OneWeight):
         def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
             sizes.append(batch.input_ids.numel())
@@ -185,6 +189,7 @@ def test_a_head_that_was_random_learns_from_packs_of_a_quarter(head_path: str | 
         trainer.train(steps(2))
         sizes.append(trainer.num_seen)
     assert sizes == 2 * [num_tokens, num_tokens, 2 * num_tokens]
+    assert trainer.drafter.most_steps == draft_length
     assert make_trainer(drafter, pack_tokens=256).step_tokens == (256 if head_path else 128)
 
 

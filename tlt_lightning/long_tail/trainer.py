@@ -38,7 +38,7 @@ WARMUP_STEPS = 50
 COLD_WARMUP_STEPS = 10
 """The same for a head of random weights, which has nothing to lose."""
 _SHORT = 3  # drafts that it learns at first; from single ones it would learn features that cannot be fed back
-_WHOLE_FROM = 2.5  # tokens per step from which on it learns drafts as long as those of other heads
+_REACH = 1.5  # drafts that it learns for each token per step that it makes: longer ones are hardly ever reached
 _NEW_PACK = 4  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -69,7 +69,7 @@ class Burst:
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
 
-    A new head learns from packs of a quarter, and drafts of three tokens until it drafts well.
+    A new head learns from packs of a quarter, and drafts that grow with what it has learnt, from three tokens on.
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
@@ -223,16 +223,16 @@ class DrafterTrainer:
 
     @property
     def is_young(self) -> bool:
-        """True while a new head is not trained on whole drafts yet."""
-        return self._most_steps is not None
+        """True while a new head learns the shortest drafts."""
+        return self._most_steps == _SHORT
 
     def note_quality(self, acceptance_length: float) -> None:
-        """Learn how well the trained weights draft: a new head learns whole drafts once short ones are good.
+        """Learn how well the trained weights draft: the better a new head, the longer are the drafts that it learns.
 
         Tokens that are hardly ever reached cost as much time as others and teach it less.
         """
-        if acceptance_length >= _WHOLE_FROM:
-            self._most_steps = None
+        if self._most_steps is not None:
+            self._most_steps = max(self._most_steps, math.ceil(_REACH * acceptance_length))
 
     def _backward(self, batch: PackedBatch) -> Tensor:
         with torch.enable_grad(), self.autocast():
