@@ -15,7 +15,6 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.metrics import tail_share
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
@@ -75,7 +74,6 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     AcceptanceEstimator: {"window": 100, "prior": 0.6, "prior_strength": 4.0},
     StepTimeModel: {"window": 300},
     DrafterBuffer: {"held_out_share": 0.25, "previous_share": 0.25},
-    tail_share: {"fraction": 0.1},
     StrategyController: {"steps_per_choice": 2},
     objectives.CappedRatio: {"max_ratio": 5.0, "min_ratio": 0.0},
     objectives.ClippedRatio: {"clip_low": 0.2, "clip_high": 0.28},
