@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,3 +153,11 @@ def test_the_page_of_models_is_the_table_of_this_test() -> None:
 
 if __name__ == "__main__":
     DOCUMENT.write_text(page())
+
+
+def test_a_drafter_whose_target_is_nowhere_is_told_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"`target` 'assets/my/policy' .* looked for from {re.escape(str(tmp_path))}"):
+        read_target("assets/my/policy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -32,10 +33,16 @@ class TargetWeights:
 
 
 def read_target(path: str) -> PretrainedConfig:
-    """Read the target's configuration; raise ValueError if no head can draft for it."""
+    """Read the target's configuration; raise ValueError if there is none, or no head can draft for it."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`target` {path!r} has to be the policy that the drafter is for, a folder looked for from {Path.cwd()} or "
+            f"a model of the hub. transformers found none: {str(error).splitlines()[0]}"
+        ) from error
     if config.model_type not in _FAMILIES:
         raise ValueError(
             f"`target` {path!r} is a {config.model_type} model; drafters are built for {', '.join(_FAMILIES)}."
