@@ -160,8 +160,8 @@ class RolloutDataModule(L.LightningDataModule):
         log.info("Loading %s for %s", type(self.engine).__name__, policy)
         engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
-        # What is logged has been combined over the ranks, at which Lightning advises to do it.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        # What is logged has been combined over the ranks as Lightning advises; held-out prompts may be left out.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*|Total length of `list`.*")
 
     def _check(self, stage: str, max_model_len: int) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
