@@ -106,10 +106,12 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
         return None
     if arm == "siblings":
         return Speculation(siblings=True, selector=CostModelSelector(drafters=("sibling",)))
+    has_siblings = arm == "random-siblings"
     return Speculation(
         head=head if arm == "frozen" else None,
         cold_head=arm != "frozen",  # the callback that trains the head brings it
-        selector=CostModelSelector(drafters=("learned",)),
+        siblings=has_siblings,
+        selector=CostModelSelector(drafters=("learned", "mixed", "sibling") if has_siblings else ("learned",)),
         draft_sampling=work.draft_sampling,
     )
 
@@ -120,14 +122,14 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     Heads train as much as pays; beside a frozen one the callback trains nothing and tells how far the policy drifts,
     which matters where lengths come naturally.
     """
-    if arm not in ("adaptive", "random", *["frozen"] * (work.lengths is None)):
+    if arm not in ("adaptive", "random", "random-siblings", *["frozen"] * (work.lengths is None)):
         return []
     from tlt_lightning.drafter.module import DrafterModule
     from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
     from tlt_lightning.long_tail.budget import FixedBudget
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
-    is_random = arm == "random"
+    is_random = arm.startswith("random")
     lr = work.cold_drafter_lr if is_random else work.drafter_lr
     budget = FixedBudget(0.0) if arm == "frozen" else AdaptiveBudget()
     drafter = DrafterModule(

@@ -283,7 +283,7 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += stage_table(first, warmup, is_paired=False)
     lines += reward_table([run for run in natural if not run["error"]])
     lines += course_table([run for run in natural if run["iterations"]], "In the course of the run")
-    if any(run["arm"] == "random" for run in replayed):
+    if any(run["arm"].startswith("random") for run in replayed):
         lines += course_table(
             [run for run in replayed if run["iterations"]], "In the course of the run, lengths replayed"
         )

@@ -5,10 +5,11 @@
         --iterations 5 --warmup 1
 
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
-an `adaptive` one, trained along; an adaptive one from `random` weights; `trl`, GRPOTrainer with colocated vLLM and no
-speculation; in mode `natural` also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and
-`frozen+partial`. In mode `replay` all arms write responses of the same recorded lengths; the first plain run records
-them. In mode `natural` end tokens decide, over `--seeds`: reward at equal steps and at equal time.
+an `adaptive` one, trained along; an adaptive one from `random` weights, alone or beside siblings as in
+recipes/adaptive_drafter.yaml (`random-siblings`); `trl`, GRPOTrainer with colocated vLLM and no speculation; in mode
+`natural` also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`. In mode
+`replay` all arms write responses of the same recorded lengths; the first plain run records them. In mode `natural` end
+tokens decide, over `--seeds`: reward at equal steps and at equal time.
 
 Each run has a process of its own. What is finished is on disk, and `--previous` goes on from it; on several GPUs, start
 a command for each with seeds and a `--name` of its own, and let one without `--modes` join their files.
@@ -37,7 +38,7 @@ from benchmarks.end_to_end.report import render
 from benchmarks.end_to_end.work import SETTINGS, Diary, Work, write_random
 from benchmarks.peers.trl_grpo import run_peer
 
-ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "trl")
+ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "random-siblings", "trl")
 WITH_HEAD = ("frozen", "adaptive")
 SCHEDULED = (
     *(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial")),

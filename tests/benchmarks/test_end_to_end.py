@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from benchmarks.common.arguments import ASSETS, RESULTS
+from benchmarks.common.arguments import ASSETS, RESULTS, ROOT
 from benchmarks.end_to_end import report as end_to_end_report
 from benchmarks.end_to_end import run as end_to_end
 from benchmarks.end_to_end.work import SETTINGS, Diary, Work, score
@@ -101,6 +102,19 @@ def test_a_random_head_learns_even_where_a_padded_one_must_not_move(size: str) -
         rates.append(callback.drafter.optimizer([torch.zeros(1, requires_grad=True)]).param_groups[0]["lr"])
     assert rates[0] == (1e-9 if size == "7b" else 3e-4)
     assert 3e-4 < rates[1] < 1e-2
+
+
+def test_a_head_beside_siblings_is_chosen_among_the_drafters_of_the_recipe() -> None:
+    from benchmarks.end_to_end.arm import speculation_of
+
+    recipe = yaml.safe_load((ROOT / "recipes/adaptive_drafter.yaml").read_text())
+    given = recipe["data"]["engine"]["init_args"]["speculation"]
+    made = speculation_of("random-siblings", None, tiny_work())
+    assert made is not None
+    assert made.siblings
+    assert made.cold_head
+    drafters = {arm.drafter for arm in made.selector.arms(1) if not arm.is_off}
+    assert drafters == set(given["selector"]["init_args"]["drafters"])
 
 
 # Processes
