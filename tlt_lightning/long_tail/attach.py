@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,6 +13,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.guard.temporary_folder import TemporaryFolder
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.speculation import arms_by_batch
 from tlt_lightning.speculation.strategy import Strategy
@@ -36,7 +36,7 @@ class ServedHead:
         self.version = 0
         """Publications that the engine has, 0 for the head that it was loaded with."""
         self._engine: RolloutEngine | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
 
     @property
     def is_attached(self) -> bool:
@@ -52,8 +52,8 @@ class ServedHead:
         """Set the drafter as the head that the engine loads; MisconfigurationException if it does not fit."""
         vllm, speculation = check_engine(engine, self.drafter, policy)
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # one per rank: none waits for another
-        attach_to_engine(vllm, speculation, self.drafter, Path(self._folder.name))
+            self._folder = TemporaryFolder("tlt-drafter-")  # one per rank: none waits for another
+        attach_to_engine(vllm, speculation, self.drafter, self._folder.path)
         self._engine, self.version = engine, 0
 
     def push(self, publisher: DrafterPublisher) -> None:
