@@ -43,6 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ended = run_ranks("tests.support.ranks.tensor_parallel", out, policy, other, head, better, str(out))
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    found[0]["sockets"] = [path.name for path in out.iterdir() if path.is_socket()]
     texts = {name: greedy_texts(path, 64) for name, path in (("greedy", policy), ("other", other))}
     found[0]["expected"] = {
         name: [text[len(PROMPTS[0]) :][: 64 - 5 * i] for i in range(12) for text in [whole[i % 4]]]
@@ -109,6 +110,11 @@ def test_a_rank_that_is_held_up_between_steps_is_waited_for(ranks: list[dict[str
     assert late["warnings"] == []
     assert len(other["warnings"]) == 1
     assert re.search(r"Rank 0 has waited \d s between two steps .* held up", other["warnings"][0])
+
+
+def test_closed_engines_leave_no_sockets_behind(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["open sockets"] == 2, "where vLLM makes them"
+    assert ranks[0]["sockets"] == []
 
 
 class Meetings(Agreement):

@@ -146,6 +146,7 @@ def leave(policy: str, rank: int) -> str:
 
 def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
+    os.environ["VLLM_RPC_BASE_PATH"] = out
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     selector = ClockSelector(rank)
     calibration.MAX_SECONDS = 600.0  # enough for steps to be measured on a busy machine
@@ -159,7 +160,7 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
         compare_steps=True,
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"open sockets": sum(path.is_socket() for path in Path(out).iterdir())}
     engine.update_weights(stream_weights(load_policy(other_policy)), 0)
     found["other"] = write(engine, siblings() if rank == 0 else siblings()[:5])  # each has requests of its own
     engine.update_weights(stream_weights(load_policy(policy)), 1)

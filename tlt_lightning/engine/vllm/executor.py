@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,15 @@ class RankExecutor(UniProcExecutor):
         own = self._usable_memory()
         return own if self.vllm_config.parallel_config.tensor_parallel_size == 1 else [_group().smallest(min(own))]
 
+    @override
+    def shutdown(self) -> None:
+        """Stop the worker, and remove the files of its group's sockets: neither vLLM nor ZeroMQ does."""
+        queue = _group_of_vllm().mq_broadcaster if reach(parallel_state, "model_parallel_is_initialized")() else None
+        if queue is not None and queue._is_writer:  # the ranks have long been connected
+            for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        super().shutdown()
+
     def join(
         self, engine: LLMEngine, graphs: PlannedGraphs | None, compare: bool
     ) -> tuple[Agreement, StepComparison | None]:
@@ -93,7 +103,11 @@ class RankExecutor(UniProcExecutor):
 
 def _group() -> RankGroup:
     """Return the ranks that are this engine, once it has started."""
-    return RankGroup(reach(parallel_state, "get_tp_group")().cpu_group)
+    return RankGroup(_group_of_vllm().cpu_group)
+
+
+def _group_of_vllm() -> Any:
+    return reach(parallel_state, "get_tp_group")()
 
 
 def _note(group: RankGroup, output: SchedulerOutput) -> None:

@@ -39,13 +39,16 @@ REQUIRED: dict[str, str] = {
     "v1.engine.core_client.InprocClient": "engine_core; shutdown(timeout)",
     "v1.engine.core.EngineCore": "scheduler; model_executor",
     "v1.executor.uniproc_executor.UniProcExecutor": (
-        "driver_worker; _distributed_args(); determine_available_memory(); get_kv_cache_specs()"
+        "driver_worker; shutdown(); _distributed_args(); determine_available_memory(); get_kv_cache_specs()"
     ),
     "v1.worker.worker_base.WorkerWrapperBase": "worker",
     "v1.worker.gpu_worker.Worker": "model_runner; vllm_config; sleep(level)",
     "v1.kv_cache_interface.FullAttentionSpec": "max_memory_usage_bytes(vllm_config); page_size_bytes",
-    "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group()",
-    "distributed.parallel_state.GroupCoordinator": "cpu_group",
+    "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group(); "
+    "model_parallel_is_initialized()",
+    "distributed.parallel_state.GroupCoordinator": "cpu_group; mq_broadcaster",
+    "distributed.device_communicators.shm_broadcast.MessageQueue": "handle; _is_writer",
+    "distributed.device_communicators.shm_broadcast.Handle": "local_subscribe_addr; local_notify_addr",
     "v1.core.sched.scheduler.Scheduler": (
         "running; waiting; requests; max_num_running_reqs; kv_cache_manager; block_size; dynamic_sd_lookup; "
         "schedule(throttle_prefills); update_draft_token_ids(draft_token_ids); "
