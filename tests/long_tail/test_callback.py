@@ -196,6 +196,20 @@ def test_states_are_asked_for_where_the_drafter_trains(
     assert [loop.begin_iteration(epoch) for epoch in range(len(expected))] == expected
 
 
+def test_the_drafter_of_an_earlier_run_is_kept(
+    random_head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(make_callback(random_head, dirpath=str(tmp_path)))
+    loop.trainer.is_global_zero = True
+    for run in range(3):
+        loop.callback.on_train_end(loop.trainer, loop.module)
+        (tmp_path / "final" / "README.md").write_text(f"run {run}")
+        assert ("held the drafter of an earlier run, kept in earlier_" in caplog.text) is (run > 0)
+    for folder, run in (("final", 2), ("earlier_0/final", 0), ("earlier_1/final", 1)):
+        assert (tmp_path / folder / "README.md").read_text() == f"run {run}"
+        assert (tmp_path / folder / "model.safetensors").is_file()
+
+
 def texts_of(number: int, length: int = 40) -> list[PolicyText]:
     states = torch.randn(length, 4 * 128).bfloat16()
     return [PolicyText(torch.arange(length).roll(n), states[:, :384], states[:, 384:], 4) for n in range(number)]

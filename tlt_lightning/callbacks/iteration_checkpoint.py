@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from itertools import count
 from pathlib import Path
 
 import lightning as L
@@ -13,8 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least
-
-log = logging.getLogger(__name__)
+from tlt_lightning.guard.files import set_aside
 
 
 class IterationCheckpoint(ModelCheckpoint):
@@ -70,16 +67,6 @@ class IterationCheckpoint(ModelCheckpoint):
         folder, resumed = Path(str(self.dirpath)), Path(trainer.ckpt_path or "").resolve()
         goes_on = resumed.parent == folder or resumed.name.startswith("hpc_ckpt_")  # SLURM's requeue saves above it
         earlier = [] if goes_on else [*folder.glob("*.ckpt"), *folder.glob("*.ckpt.ranks")]
-        if trainer.is_global_zero and earlier:
-            kept = next(path for number in count() if not (path := folder / f"earlier_{number}").exists())
-            kept.mkdir()
-            for path in earlier:
-                path.rename(kept / path.name)
-            log.warning(
-                "%s held checkpoints of an earlier run, which are kept in %s: remove what you do not need. Give a run "
-                "a folder of its own (`--trainer.default_root_dir`), or let it go on from the earlier one "
-                "(`--ckpt_path`).",
-                folder,
-                kept.name,
-            )
+        if trainer.is_global_zero:
+            set_aside(folder, earlier, "checkpoints")
         trainer.strategy.barrier("earlier checkpoints")

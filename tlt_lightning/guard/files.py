@@ -1,13 +1,18 @@
-"""Write a file completely or not at all."""
+"""Write a file completely or not at all, and keep those of earlier runs."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 PART = ".part"
 """Ending of a file that is being written; its name begins with a dot."""
@@ -37,6 +42,27 @@ def write_whole(state: Any, target: Path) -> None:
             f"The checkpoint {str(target)!r} could not be written: {reason}. Earlier ones are whole; make room "
             "or give another folder, and resume."
         ) from error
+
+
+def set_aside(folder: Path, paths: Sequence[Path], what: str) -> None:
+    """Move what an earlier run has left in a folder to `earlier_0`, or the next number, in it.
+
+    Args:
+        folder: Of this run, too.
+        paths: Files and folders in it; none are moved if none are there.
+        what: Names them in the warning.
+    """
+    if not (there := [path for path in paths if path.exists() or path.is_symlink()]):
+        return
+    kept = next(path for number in count() if not (path := folder / f"earlier_{number}").exists())
+    kept.mkdir()
+    for path in there:
+        path.rename(kept / path.name)
+    log.warning(
+        "%s held %s of an earlier run, kept in %s from now on: remove what you do not need. Give a run a folder of its "
+        "own (`--trainer.default_root_dir`), or let it go on from the earlier one (`--ckpt_path`).",
+        *(folder, what, kept.name),
+    )
 
 
 def _sync_folder(folder: Path) -> None:

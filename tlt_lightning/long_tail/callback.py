@@ -22,6 +22,7 @@ from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.vocabulary import count_tokens
 from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.guard.files import set_aside
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
@@ -57,7 +58,7 @@ class LongTailIdleCallback(RolloutCallback):
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
-    In the end `dirpath` holds the published head. A run goes on from a checkpoint, also within an iteration up to its
+    `dirpath/final` is the head published last. A run goes on from a checkpoint, also within an iteration up to its
     last step, exactly with a `FixedBudget` and no idle windows, which depend on the clock; on another number of workers
     it goes on inexactly. docs/metrics.md lists the metrics, `drafter/...`.
 
@@ -289,11 +290,11 @@ class LongTailIdleCallback(RolloutCallback):
         self.drafter.refresh_target(pl_module.policy)
         self._publish()
         pl_module.hidden_state_request = None
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and (self.drafter.head_path is not None or self.publisher.version > 0):
             folder = self.dirpath or Path(trainer.default_root_dir) / "drafter"
-            if self.drafter.head_path is not None or self.publisher.version > 0:
-                with self.publisher.loaded() as drafter:
-                    drafter.export(folder / "final", self._quality)
+            set_aside(folder, [folder / "final"], "the drafter")
+            with self.publisher.loaded() as drafter:
+                drafter.export(folder / "final", self._quality)
 
     # Checkpoints
 
