@@ -242,9 +242,36 @@ def test_sampling_no_tokens_is_refused():
         DrafterBuffer(10).sample(0, generator())
 
 
-def test_it_asks_for_the_tokens_that_it_can_hold_and_for_those_held_out_besides():
-    request = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0.2).request((1, 2, 3), HIDDEN, 0.4, 7)
-    assert request == HiddenStateRequest((1, 2, 3), 1000, pytest.approx(0.5), 7)
+def test_it_asks_for_the_tokens_that_it_can_hold_beside_the_previous_and_for_those_held_out_besides():
+    request = DrafterBuffer(1000 * TOKEN_BYTES, 0.2, previous_share=0.25).request((1, 2, 3), HIDDEN, 0.4, 7)
+    assert request == HiddenStateRequest((1, 2, 3), 800, pytest.approx(0.5), 7)
+
+
+@pytest.mark.parametrize("max_tokens", [2500, 6000, 100_000])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_every_text_that_it_asked_for_is_held(max_tokens, share):
+    buffer = DrafterBuffer(max_tokens * TOKEN_BYTES)
+    for version in range(20):
+        lengths = long_tailed(60, seed=version)
+        rows = buffer.request((1, 2, 3), HIDDEN, share, version).rows(lengths)
+        buffer.add([sequence(lengths[row], 15 * version + row // 4, version) for row in rows])
+        newest = [item for item in buffer.training if item.policy_version == version]
+        assert lengths_of(newest + buffer.held_out) == sorted(lengths[row] for row in rows)
+        assert buffer.nbytes <= buffer.max_bytes
+
+
+def test_of_texts_that_do_not_fit_some_of_every_length_are_held():
+    lengths = long_tailed(400)
+    half_mass = next(n for i, n in enumerate(sorted(lengths)) if sum(sorted(lengths)[:i]) > sum(lengths) / 2)
+    held, trained = list[int](), list[int]()
+    for seed in range(10):
+        random.Random(seed).shuffle(lengths)
+        buffer = DrafterBuffer(sum(lengths) // 5 * TOKEN_BYTES)
+        buffer.add([sequence(length, i // 4) for i, length in enumerate(lengths)])
+        held += lengths_of(buffer.held_out)
+        trained += lengths_of(buffer.training)
+    for part in (held, trained):
+        assert sum(n for n in part if n > half_mass) / sum(part) == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize(("num_prompts", "num_held"), [(1, 0), (2, 1), (3, 1), (4, 2), (12, 3)])

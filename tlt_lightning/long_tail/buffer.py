@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_lightning.arguments import check_positive, check_share
 from tlt_lightning.drafter.packing import num_entries
-from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText
+from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText, choose_rows
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class DrafterBuffer:
     def add(self, sequences: Sequence[PolicyText]) -> None:
         """Take one iteration's sequences; keep long ones of the iteration before, and none older.
 
-        Sequences that do not fit are dropped, the last first, and so are those too short for a draft. No sequences
-        change nothing. With a single prompt, sequences of it are held out. Tensors must not be views of larger ones, or
-        the bound would not hold.
+        Some of every length are kept where not all fit, as those of `request` do; those too short for a draft are
+        dropped. No sequences change nothing. With a single prompt, sequences of it are held out. Tensors must not be
+        views of larger ones, or the bound would not hold.
         """
         sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
@@ -105,7 +105,13 @@ class DrafterBuffer:
     def request(self, layer_ids: tuple[int, ...], hidden_size: int, share: float, seed: int) -> HiddenStateRequest:
         """Request states of the tokens that fit, at most `share` of an iteration and the held-out."""
         bytes_per_token = 4 * 2 * hidden_size + 8  # four bfloat16 states, and the token
-        return HiddenStateRequest(layer_ids, self.max_bytes // bytes_per_token, share / (1 - self.held_out_share), seed)
+        max_tokens = (self.max_bytes - self._previous_bytes) // bytes_per_token
+        return HiddenStateRequest(layer_ids, max_tokens, share / (1 - self.held_out_share), seed)
+
+    @property
+    def _previous_bytes(self) -> int:
+        """Bytes that the previous iteration may take from the newest."""
+        return int(self.previous_share * (1 - self.held_out_share) * self.max_bytes)
 
     def sample(self, num_tokens: int, generator: torch.Generator) -> list[PolicyText]:
         """Draw whole sequences of all lengths, all alike likely, none twice before each came once.
@@ -139,11 +145,11 @@ class DrafterBuffer:
         """Hold what fits of each part; parts that this method chose before stay as they are."""
         # Something must be held out, or nobody can tell whether the drafter improves.
         smallest = min((sequence.nbytes for sequence in held_out), default=0)
-        bound = min(max(int(self.held_out_share * self.max_bytes), smallest), self.max_bytes)
+        left_over = self.max_bytes - _total_bytes(newest)
+        bound = min(max(int(self.held_out_share * self.max_bytes), smallest, left_over), self.max_bytes)
         self._held_out = _fitting(held_out, bound)
         free = self.max_bytes - _total_bytes(self._held_out)
-        longest_first = sorted(previous, key=len, reverse=True)
-        self._previous = _fitting(longest_first, max(int(self.previous_share * free), free - _total_bytes(newest)))
+        self._previous = _longest(previous, min(max(self._previous_bytes, free - _total_bytes(newest)), free))
         self._newest = _fitting(newest, free - _total_bytes(self._previous))
 
 
@@ -175,9 +181,15 @@ def _hash(ids: Tensor) -> bytes:
 
 
 def _fitting(sequences: Sequence[PolicyText], max_bytes: int) -> list[PolicyText]:
-    """Return the sequences that fit, taken in their order."""
+    """Return sequences that fit, in their order: all, or some of every length."""
+    sizes = [sequence.nbytes for sequence in sequences]
+    return [sequences[row] for row in choose_rows(sizes, max_bytes, torch.Generator().manual_seed(0))]
+
+
+def _longest(sequences: Sequence[PolicyText], max_bytes: int) -> list[PolicyText]:
+    """Return the longest sequences that fit, the longest first."""
     kept: list[PolicyText] = []
-    for sequence in sequences:
+    for sequence in sorted(sequences, key=len, reverse=True):
         if sequence.nbytes <= max_bytes:
             kept.append(sequence)
             max_bytes -= sequence.nbytes
