@@ -259,6 +259,7 @@ class RLModule(L.LightningModule):
     def on_train_start(self) -> None:
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
         self._finish_iteration()
+        optimization.fuse_on_gpu(self.trainer.optimizers[0], self.device)
         if self._saved is not None:
             optimization.apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
             if self._saved["is_within"]:

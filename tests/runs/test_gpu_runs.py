@@ -24,6 +24,7 @@ def test_an_engine_that_sleeps_leaves_its_memory_and_another_follows_it(prompts_
     settings = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "limit_val_batches": 1.0}
     trainer, module = make_trainer(tmp_path, **settings), make_module(policy)
     trainer.fit(module, data)
+    assert trainer.optimizers[0].param_groups[0]["fused"] is True
     peaks = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("memory/")}
     assert peaks["memory/peak_rollout"] > 2.0
     assert peaks["memory/peak_validate"] > 2.0

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
 from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback
 from tlt_lightning.objectives import GRPO, PPO
+from tlt_lightning.training import optimization
 
 Paths = tuple[str, str, Path]
 STEPS = 4  # optimizer steps an iteration: two passes over two steps
@@ -87,6 +88,18 @@ def uninterrupted(policy_path: str, prompts_path: str, tmp_path_factory: pytest.
     saves = [SaveAt(folder / f"{hook}{number}.ckpt", hook, number) for hook, number in MOMENTS]
     whole, history, _ = run((policy_path, prompts_path, folder), *saves)
     return folder, whole, history
+
+
+def test_a_fused_optimizer_goes_on_from_one_that_was_not(
+    uninterrupted: Any, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimization, "fuse_on_gpu", optimization.fuse_adam)
+    folder, whole, _ = uninterrupted
+    moved, _, trainer = run(paths, ckpt=folder / "batch4.ckpt")
+    (optimizer,) = trainer.optimizers
+    assert optimizer.param_groups[0]["fused"] is True
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3 * STEPS}
+    assert moved.keys() == whole.keys()
 
 
 QUICK = (("progress", 1), ("scored", 1), ("batch", 1), ("batch", 4), ("validation", 1))

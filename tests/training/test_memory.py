@@ -17,6 +17,7 @@ from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_shapes, toke
 from tlt_lightning.training import memory
 from tlt_lightning.training.critic import CriticConfig
 from tlt_lightning.training.memory import GIB, Passes, TrainedModel, check_fits, check_memory, forecast, kept_bytes
+from tlt_lightning.training.optimization import fuse_on_gpu
 
 PASSES = Passes(micro_batch_tokens=96, longest=64, is_autocast=False, is_checkpointed=False)
 
@@ -91,6 +92,13 @@ def test_optimizers_count_by_their_state(build, state: float, policy_path: str) 
     trained = sum(p.numel() for p in load_policy(policy_path).parameters())
     assert plan.held["optimizer"] == pytest.approx(state * trained, rel=5e-3)
     assert plan.held["gradients"] == plan.held["policy"] == 4 * trained
+
+
+def test_a_step_that_is_not_fused_counts_with_its_copy(policy_path: str) -> None:
+    trained = sum(p.numel() for p in load_policy(policy_path).parameters())
+    kinds = [torch.optim.AdamW, lambda parameters: torch.optim.AdamW(parameters, foreach=True), torch.optim.SGD]
+    plans = [forecast({"policy": TrainedModel(policy_path)}, PASSES, build, {}) for build in kinds]
+    assert [plan.step for plan in plans] == [0, 4 * trained, 4 * trained]
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(policy_path: str) -> None:
@@ -186,6 +194,7 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    fuse_on_gpu(optimizer, torch.device("cuda"))
     for _ in range(2):
         starts = torch.arange(0, 8193, 1024, dtype=torch.int32, device="cuda")
         ids = torch.randint(20, (8192,), device="cuda")

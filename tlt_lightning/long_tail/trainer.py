@@ -28,6 +28,7 @@ from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.host_residence import HostResidence
 from tlt_lightning.metrics import IterationLog
+from tlt_lightning.training.optimization import fuse_on_gpu
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +114,10 @@ class DrafterTrainer:
     def renew_optimizer(self) -> None:
         """Make a fresh optimizer, without the gradients of the past."""
         self.optimizer: Any = self.drafter.configure_optimizers()
-        self._fuse_optimizer()
+        fuse_on_gpu(self.optimizer, self.device)
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
         rising = COLD_WARMUP_STEPS if self.drafter.head_path is None else WARMUP_STEPS
         self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / rising))
-
-    def _fuse_optimizer(self) -> None:
-        if self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.Adam):
-            fuse_adam(self.optimizer, self.device)
 
     def on_device(self) -> AbstractContextManager[None]:
         """Bring weights and optimizer to the device, if they are in host memory, until it is left."""
@@ -328,19 +325,8 @@ class DrafterTrainer:
         """Go on from what `state_dict` saved."""
         self.load_weights(state_dict["weights"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self._fuse_optimizer()
+        fuse_on_gpu(self.optimizer, self.device)
         self._warmup.load_state_dict(state_dict["warmup"])
         self._most_steps = state_dict.get("most_steps")  # older checkpoints have none: whole drafts
         self.buffer.load_state_dict(state_dict["buffer"])
         self.seen_version, self.num_pending = state_dict["seen_version"], state_dict["num_pending"]
-
-
-def fuse_adam(optimizer: torch.optim.Adam, device: torch.device) -> None:
-    """Let Adam read and write weights and state once a step, unless its settings say how; `device` is where it runs."""
-    for group in optimizer.param_groups:
-        if group["fused"] is None and group["foreach"] is None:
-            group["fused"] = True
-        if group["fused"]:
-            for parameter in group["params"]:
-                if state := optimizer.state.get(parameter):
-                    state["step"] = state["step"].to(device)  # else it is counted on the host

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tlt_lightning.packed_pass import without_mask
 from tlt_lightning.policy import CHUNK_SIZE, LoRA, causal_lm, load_shapes
 from tlt_lightning.sharding.units import layers_of
+from tlt_lightning.training.optimization import fuse_adam
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def _optimizer_bytes(build: OptimizerCallable) -> tuple[float, float]:
     """Return bytes of state, and temporary bytes of a step, for each trained number."""
     group, states = _sample_step(build)
     state = sum(map(_stored_bytes, states)) / group["params"][0].numel()
-    # torch's `foreach` steps, the default on CUDA, hold one more copy of the parameters.
+    # torch's `foreach` steps, its default on CUDA, hold one more copy of the parameters.
     is_foreach = "foreach" in group and group["foreach"] is not False and not group.get("fused")
     return state, 4.0 if is_foreach else 0.0
 
@@ -248,10 +249,11 @@ def has_composed_states(build: OptimizerCallable) -> bool:
 
 
 def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the group and the states of an optimizer that has moved one parameter."""
+    """Return the group and the states of an optimizer that has moved one parameter, as it would on a GPU."""
     parameter = nn.Parameter(torch.zeros(2**18))
     parameter.grad = torch.ones_like(parameter)
     optimizer = build([{"params": [parameter]}])
+    fuse_adam(optimizer, parameter.device)
     with torch.compiler.set_stance("force_eager"):  # 8-bit ones would be compiled, for this one step
         optimizer.step()
     states = optimizer.state[parameter].values()

@@ -49,6 +49,33 @@ def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None) -> An
     return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "monitor": monitor}]
 
 
+def fuse_on_gpu(optimizer: Optimizer, device: torch.device) -> None:
+    """Fuse Adam on a GPU alone, for results are rounded otherwise; a checkpoint that is loaded may undo it."""
+    if device.type == "cuda":
+        fuse_adam(optimizer, device)
+
+
+def fuse_adam(optimizer: Optimizer, device: torch.device) -> None:
+    """Let Adam read and write weights and state once a step, unless its settings say how.
+
+    Its state stays the same, so that each reads the other's checkpoints. Its constructor is not told, for PyTorch would
+    leave the unscaling of gradients to it, too.
+
+    Args:
+        optimizer: Any; all but Adam and AdamW stay as they are.
+        device: Where it runs.
+    """
+    if not isinstance(optimizer, torch.optim.Adam):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] is None and group["foreach"] is None:
+            group["fused"] = True
+        if group["fused"]:
+            for parameter in group["params"]:
+                if state := optimizer.state.get(parameter):
+                    state["step"] = state["step"].to(device)  # else it is counted on the host
+
+
 def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
     """Clip each group's gradient by its own norm: a critic's must not shrink the policy's."""
     clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_

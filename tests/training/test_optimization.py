@@ -1,0 +1,79 @@
+"""Adam in one pass over the memory: where, and that each kind goes on from the other."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tlt_lightning.training.optimization import fuse_adam, fuse_on_gpu, settings_of
+
+
+def adamw(parameter: nn.Parameter, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1, **options)
+
+
+def learn(optimizer: torch.optim.Optimizer) -> None:
+    (weight,) = optimizer.param_groups[0]["params"]
+    for number in range(3):
+        weight.grad = torch.tensor([1.0, -3.0, 0.1 * number])
+        if isinstance(weight, DTensor):
+            weight.grad = distribute_tensor(weight.grad, weight.device_mesh, weight.placements)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": False}], ids=str)
+def test_adam_is_fused_unless_its_settings_say_how_and_goes_on_from_one_that_was_not(options: dict[str, Any]) -> None:
+    first, second = (adamw(nn.Parameter(torch.ones(3)), **options) for _ in range(2))
+    learn(first)
+    learn(second)
+    fuse_adam(second, torch.device("cpu"))
+    assert second.param_groups[0]["fused"] is (options.get("fused", None if options else True))
+    learn(first)
+    learn(second)
+    torch.testing.assert_close(second.state_dict()["state"], first.state_dict()["state"])
+    torch.testing.assert_close(second.param_groups[0]["params"], first.param_groups[0]["params"])
+
+
+@pytest.fixture
+def shards() -> Iterator[nn.Parameter]:
+    """A parameter of three numbers as FSDP2 leaves it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield nn.Parameter(distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_saved_fused", [False, True])
+def test_a_sharded_adam_goes_on_from_either_kind(is_saved_fused: bool, shards: nn.Parameter) -> None:
+    plain, saved = (adamw(nn.Parameter(torch.ones(3))) for _ in range(2))
+    fused = adamw(shards)
+    if is_saved_fused:
+        fuse_adam(saved, torch.device("cpu"))
+    for optimizer in (plain, saved, fused):
+        learn(optimizer)
+    state = saved.state_dict()
+    mesh, placements = shards.device_mesh, shards.placements
+    state["state"][0] |= {
+        n: distribute_tensor(state["state"][0][n], mesh, placements) for n in ("exp_avg", "exp_avg_sq")
+    }
+    fused.load_state_dict(state)
+    fuse_adam(fused, torch.device("cpu"))
+    assert fused.param_groups[0]["fused"] is True
+    learn(plain)
+    learn(fused)
+    torch.testing.assert_close(shards.full_tensor(), plain.param_groups[0]["params"][0])
+
+
+def test_adam_is_fused_on_a_gpu_alone_and_other_optimizers_stay_as_they_are() -> None:
+    optimizer = adamw(nn.Parameter(torch.ones(3)))
+    fuse_on_gpu(optimizer, torch.device("cpu"))
+    assert optimizer.param_groups[0]["fused"] is None
+    fuse_on_gpu(optimizer, torch.device("cuda"))
+    assert optimizer.param_groups[0]["fused"] is True
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    before = settings_of(other)
+    fuse_on_gpu(other, torch.device("cuda"))
+    assert settings_of(other) == before
