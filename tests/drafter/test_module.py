@@ -215,7 +215,9 @@ def test_an_exported_head_is_loaded_again(name: str, request: pytest.FixtureRequ
     batch = alone(random_sequence(60))
     source.refresh_target(load_policy(source.target))  # an earlier test moved it
     path = source.export(tmp_path / "run" / "head", quality_on(source, [batch]))
+    noise = torch.get_rng_state()
     loaded = make_drafter(source.target, head=str(path))
+    assert torch.equal(torch.get_rng_state(), noise), "weights were drawn"
     assert loaded.follows_target
     assert loaded.layer_ids == source.layer_ids
     assert loaded.loss(batch)[0] == source.loss(batch)[0]

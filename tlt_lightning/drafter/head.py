@@ -105,6 +105,7 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
     """
     from safetensors.torch import load_file
     from transformers import AutoConfig
+    from transformers.initialization import no_init_weights
 
     config = json.loads((Path(path) / "config.json").read_text())
     if found := [name for name in _UNSUPPORTED if config.get(name)]:
@@ -113,7 +114,9 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
     if layer.get("num_hidden_layers", 1) != 1:
         raise ValueError(f"`head` {path!r} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
     layer_config = AutoConfig.for_model(layer.pop("model_type"), **layer)
-    head = _empty_head(settings, layer_config, norm_before_residual=bool(config.get("norm_before_residual")))
+    with no_init_weights():  # all are read below or from the target; random ones take seconds at 7B
+        head = _empty_head(settings, layer_config, norm_before_residual=bool(config.get("norm_before_residual")))
+    nn.init.constant_(head.lm_head.weight, torch.nan)  # by which `attach_target` knows that the file has none
     tensors: dict[str, Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         tensors.update({canonical_name(name): tensor for name, tensor in load_file(file).items()})
