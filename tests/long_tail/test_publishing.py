@@ -12,7 +12,7 @@ from tests.long_tail.test_buffer import sequence
 from tests.long_tail.test_trainer import OneWeight, Ranks, make_buffer, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import publishing
-from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged, compare
+from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged, clusters_of, compare
 
 
 def publisher_of(drafter: Any = None, sum_over_ranks: Any = None, **buffer: int) -> DrafterPublisher:
@@ -294,6 +294,40 @@ def test_ranks_decide_together_on_the_held_out_text_of_all() -> None:
     assert decisions[0].is_published
     assert decisions[0].after.num_steps == 9  # three texts of each
     assert [publisher.version for publisher in publishers] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_clusters"),
+    [
+        ([[1] * 6], 6),  # all there is, so texts have to do
+        ([[1, 1, 2, 2]], 2),
+        ([[1, 1, 1], [2, 2, 2]], 2),  # one of each rank's
+        ([[1, 1, 1], []], 3),
+        ([[1, 1], [1, 1], [1, 1]], 6),
+        ([[1, 1, 1], [2, 3]], 3),
+    ],
+)
+def test_a_prompt_is_one_piece_of_evidence_whichever_rank_holds_it(
+    prompts: list[list[int]], num_clusters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "NUM_CLUSTERS", 1 << 16)  # so that none meet
+    ranks = Ranks(len(prompts))
+    found: dict[int, list[int]] = {}
+
+    def work(rank: int) -> None:
+        texts = [sequence(10, prompt, answer=10 * rank + number) for number, prompt in enumerate(prompts[rank])]
+        found[rank] = clusters_of(texts, ranks.sum_for(rank), torch.device("cpu"))
+
+    ranks.run(work)
+    assert [len(found[rank]) for rank in range(len(prompts))] == list(map(len, prompts))
+    assert len({cluster for clusters in found.values() for cluster in clusters}) == num_clusters
+
+
+def test_two_prompts_whose_clusters_are_the_same_are_not_told_apart_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "NUM_CLUSTERS", 1)
+    texts = [sequence(10, prompt, answer=answer) for prompt in (1, 2) for answer in range(3)]
+    monkeypatch.setattr(publishing, "text_key", lambda text: pytest.fail("by text"))
+    assert clusters_of(texts, None, torch.device("cpu")) == [0] * 6
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class DrafterBuffer:
         held = _hold_out(keys, self.held_out_share)
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]
-        previous = [sequence for sequence in self._newest if not held & {prompt_key(sequence), _key(sequence)}]
+        previous = [sequence for sequence in self._newest if not held & {prompt_key(sequence), text_key(sequence)}]
         self._fill(newest, previous, held_out)
         if not self._newest:
             shortest = min(sequence.nbytes for sequence in newest)
@@ -156,7 +156,7 @@ class DrafterBuffer:
 def keys_of(sequences: Sequence[PolicyText]) -> list[bytes]:
     """Return a key of each sequence: of its prompt, or of its text if all have one prompt."""
     keys = [prompt_key(sequence) for sequence in sequences]
-    return keys if len(set(keys)) > 1 else [_key(sequence) for sequence in sequences]
+    return keys if len(set(keys)) > 1 else [text_key(sequence) for sequence in sequences]
 
 
 def _hold_out(keys: Sequence[bytes], share: float) -> set[bytes]:
@@ -172,7 +172,8 @@ def prompt_key(sequence: PolicyText) -> bytes:
     return _hash(sequence.input_ids[: sequence.prompt_length])
 
 
-def _key(sequence: PolicyText) -> bytes:
+def text_key(sequence: PolicyText) -> bytes:
+    """Return a key of the whole sequence."""
     return _hash(sequence.input_ids)
 
 

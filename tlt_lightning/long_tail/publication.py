@@ -16,7 +16,7 @@ class Publication:
         before: Quality of the published weights on held-out text of now.
         after: Quality of the trained weights on the same text.
         gain: Tokens per engine step that the trained weights gain, on all pooled text.
-        bound: Lower bound of that gain, 90% certain; minus infinity with text of a single prompt.
+        bound: Lower bound of that gain, 90% certain; minus infinity with a single text.
         is_published: True if the trained weights are in force from now on.
         has_diverged: True if training starts over from the published weights.
     """

@@ -23,9 +23,9 @@ from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.long_tail.buffer import keys_of, prompt_key
+from tlt_lightning.long_tail.buffer import prompt_key, text_key
 from tlt_lightning.long_tail.publication import Publication
-from tlt_lightning.long_tail.trainer import DrafterTrainer
+from tlt_lightning.long_tail.trainer import DrafterTrainer, SumOverRanks
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +62,12 @@ class DrafterPublisher:
         if not self.trainer.num_pending:
             return None
         with self.trainer.on_device():
-            after = self._measure()
+            held_out = choose_judged(self.trainer.buffer.held_out)
+            clusters = clusters_of(held_out, self.trainer.sum_over_ranks, self.trainer.device)
+            after = self._measure(held_out, clusters)
             if after[:, 1].sum():
                 with self.loaded():
-                    before = self._measure()
+                    before = self._measure(held_out, clusters)
                 return self._decide(before, after)
         log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
         return None
@@ -107,11 +109,9 @@ class DrafterPublisher:
         )
         return Publication(old, new, gain, gain - error, is_published, has_diverged)
 
-    def _measure(self) -> Tensor:
+    def _measure(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor:
         """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
-        trainer, held_out = self.trainer, choose_judged(self.trainer.buffer.held_out)
-        # The last bytes: texts are held out by the order of their keys, so the first bytes are much the same.
-        clusters = [int.from_bytes(key[8:], "little") % NUM_CLUSTERS for key in keys_of(held_out)]
+        trainer = self.trainer
         sums = torch.zeros(NUM_CLUSTERS, 6, trainer.drafter.num_draft_tokens, dtype=torch.float64)
         with trainer.autocast():
             for plan in plan_packs([len(text) for text in held_out], trainer.pack_tokens):
@@ -178,6 +178,23 @@ def choose_judged(texts: Sequence[PolicyText]) -> list[PolicyText]:
         kept.append(text)
         num_tokens += len(text)
     return kept
+
+
+def clusters_of(texts: Sequence[PolicyText], sum_over_ranks: SumOverRanks | None, device: torch.device) -> list[int]:
+    """Return the cluster of each text: its prompt's, or its own if all ranks' texts are of one prompt; a collective."""
+    keys = [prompt_key(text) for text in texts]
+    seen = torch.zeros(NUM_CLUSTERS + 1)
+    seen[list(map(_cluster, keys))] = 1
+    seen[-1] = len(set(keys)) > 1  # their clusters may be the same
+    if sum_over_ranks is not None:
+        seen = sum_over_ranks(seen.to(device)).cpu()
+    is_one_prompt = not seen[-1] and seen.count_nonzero() == 1
+    return [_cluster(text_key(text) if is_one_prompt else key) for text, key in zip(texts, keys, strict=True)]
+
+
+def _cluster(key: bytes) -> int:
+    # The last bytes: texts are held out by the order of their keys, so the first bytes are much the same.
+    return int.from_bytes(key[8:], "little") % NUM_CLUSTERS
 
 
 def compare(pair: Tensor) -> tuple[float, float]:
