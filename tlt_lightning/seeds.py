@@ -24,6 +24,9 @@ def run_seed() -> int:
 def seed_of(*parts: int | str) -> int:
     """Return a seed for one use of random numbers, the same in every run.
 
+    It has 32 bits, as many as a generator takes on a CPU. Of four billion pairs of uses about one shares it, which
+    repeats a sample only where prompt and weights are the same, too.
+
     Args:
         parts: Tell this use from others: the run's seed, what is chosen, iteration, rank.
     """
