@@ -34,7 +34,7 @@ from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.networks import Networks, Scoring, load_networks
 from tlt_lightning.training.reference import Reference
-from tlt_lightning.training.resume import Requeue, UpdateState, check_lora, hand_over, is_within, take_up
+from tlt_lightning.training.resume import Requeue, UpdateState, check_networks, hand_over, is_within, take_up
 from tlt_lightning.training.throughput import log_work
 
 
@@ -344,7 +344,7 @@ class RLModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_together(checkpoint)
-        check_lora(checkpoint["policy"]["lora"], self.lora)
         put_back(self._frozen, checkpoint, self)
+        check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._saved = take_up(checkpoint) | checkpoint.get(OWN, {}).get("module", {})

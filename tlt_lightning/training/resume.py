@@ -78,11 +78,24 @@ def _rewind(loops: dict[str, Any], num_batches: int, *, is_last: bool) -> None:
             progress.update(dict.fromkeys(_COUNTS, progress["processed"]))
 
 
-def check_lora(saved: Mapping[str, Any] | None, now: LoRA | None) -> None:
-    """Raise ValueError if the checkpoint's adapters are of another kind."""
-    was = None if saved is None else LoRA(**{item.name: saved[item.name] for item in fields(LoRA)})
-    if was != now:
-        raise ValueError(f"The checkpoint was written with `lora` {was}, this run has {now}; make them equal.")
+def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the checkpoint's adapters are `lora`, and its tensors have the names and shapes of `now`.
+
+    The rows of a sharded tensor have no shape.
+    """
+    policy, saved = checkpoint["policy"], checkpoint["state_dict"]
+    was = None if policy["lora"] is None else LoRA(**{item.name: policy["lora"][item.name] for item in fields(LoRA)})
+    if was != lora:
+        raise ValueError(f"The checkpoint was written with `lora` {was}, this run has {lora}; make them equal.")
+    shapes = {name: (getattr(saved[name], "shape", None), now[name].shape) for name in saved.keys() & now.keys()}
+    differing = {name for name, (before, after) in shapes.items() if before is not None and before != after}
+    differing |= saved.keys() ^ now.keys()
+    if differing:
+        raise ValueError(
+            f"`ckpt_path` holds other networks than `policy` and `objective` ask for: {len(differing)} tensors differ "
+            f"in name or shape, among them {min(differing)!r}. Resume with those of the run that wrote it, of policy "
+            f"{policy['path']!r}."
+        )
 
 
 def check_update(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: int) -> None:
@@ -92,12 +105,12 @@ def check_update(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: in
     """
     if num_ranks < saved["number of workers"]:
         raise ValueError(
-            f"The checkpoint was saved after an error, within an iteration's update, by {num_ranks} of "
+            f"`ckpt_path` was saved after an error, within an iteration's update, by {num_ranks} of "
             f"{saved['number of workers']} workers; the others' are lost. Resume from an earlier one."
         )
     if changes := _changes(saved, now):
         raise ValueError(
-            f"The checkpoint was saved within an iteration's update, which these settings split otherwise: {changes}. "
+            f"`ckpt_path` was saved within an iteration's update, which these settings split otherwise: {changes}. "
             "Set them back until that iteration is over, or resume from a checkpoint of an iteration's end."
         )
 
