@@ -184,6 +184,20 @@ def test_heads_that_are_more_than_linear_are_refused(
         load_policy(path)
 
 
+def test_what_is_no_causal_language_model_is_refused(policy_path: str, tmp_path: Path) -> None:
+    shutil.copytree(policy_path, tmp_path / "policy")
+    (tmp_path / "policy" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ValueError, match=r"`policy` '.*' cannot be trained as a causal language model: .*T5Config"):
+        load_policy(str(tmp_path / "policy"))
+
+
+def test_adapters_of_no_layer_are_refused_with_the_names_of_layers(policy_path: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"`lora.target_modules` \['qkv'\] must name some of \['down_proj', .*'v_proj'\]"
+    ):
+        load_policy(policy_path, lora=LoRA(target_modules=["qkv"]))
+
+
 def test_weights_that_are_no_numbers_are_refused(policy_path: str, tmp_path: Path) -> None:
     shutil.copytree(policy_path, tmp_path / "policy")
     tensors = load_file(tmp_path / "policy" / "model.safetensors")

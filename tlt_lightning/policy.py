@@ -100,9 +100,13 @@ def load_policy(
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype if sharding is None else "auto", attn_implementation=attn_implementation
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype if sharding is None else "auto", attn_implementation=attn_implementation
+        )
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"`policy` {path!r} cannot be trained as a causal language model: {reason}") from error
     _switch_dropout_off(model)
     fuse_layers(model)
     fuse_rotary(model)
@@ -128,7 +132,11 @@ def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    adapted: Any = get_peft_model(model, config)
+    try:
+        adapted: Any = get_peft_model(model, config)
+    except ValueError as error:
+        known = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        raise ValueError(f"`lora.target_modules` {lora.target_modules!r} must name some of {sorted(known)}.") from error
     fuse_adapters(adapted)
     return adapted
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 WAY_OUT = (
-    "`data.engine: tlt_lightning.TransformersEngine` rolls out with the trainer's own model, slower, whatever the "
-    "architecture"
+    "`data.engine: tlt_lightning.TransformersEngine` rolls out with the trainer's own model, slower, if its logits are "
+    "the output of its head alone"
 )
 
 
