@@ -75,11 +75,15 @@ def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -
     io.save_checkpoint({"weights": torch.zeros(1000)}, tmp_path / "epoch=1.ckpt")
     beside = r"Beside it lie .*epoch=1.ckpt\."
     (tmp_path / "epoch=2.ckpt").touch()
-    with pytest.raises(ValueError, match=f"epoch=2.ckpt' is empty: its writing was cut off. {beside}"):
-        io.load_checkpoint(tmp_path / "epoch=2.ckpt")
-    (tmp_path / "epoch=2.ckpt").write_bytes((tmp_path / "epoch=1.ckpt").read_bytes()[:2000])
+    for content in (b"", (tmp_path / "epoch=1.ckpt").read_bytes()[:2000], b'{"prompt": "1 + 1"}'):
+        (tmp_path / "epoch=2.ckpt").write_bytes(content)
+        with pytest.raises(ValueError, match=f"epoch=2.ckpt' is no whole checkpoint: its writing was .*{beside}"):
+            io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
+    (tmp_path / "epoch=2.ckpt").write_bytes((tmp_path / "epoch=1.ckpt").read_bytes().replace(b"data.pkl", b"data.pki"))
     with pytest.raises(ValueError, match=f"epoch=2.ckpt' cannot be read: .*{beside}"):
         io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match="is a folder; name a checkpoint in it"):
+        io.load_checkpoint(tmp_path)
     (tmp_path / "epoch=2.ckpt").unlink()
     with pytest.raises(FileNotFoundError, match=f"epoch=2.ckpt' does not exist. {beside}"):
         io.load_checkpoint(tmp_path / "epoch=2.ckpt")

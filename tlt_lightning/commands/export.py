@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, check_readable
 from tlt_lightning.guard.shards import make_whole
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_tokenizer
 
@@ -32,8 +32,7 @@ def export_policy(
         `output_dir`.
     """
     source, target = Path(ckpt_path), Path(output_dir)
-    if not source.is_file():
-        raise FileNotFoundError(f"`ckpt_path` {ckpt_path!r} does not exist.")
+    check_readable(source)
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"`output_dir` {output_dir!r} is not empty; choose another or remove it.")
     if dtype not in ("bfloat16", "float16", "float32"):

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -166,32 +167,37 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return checkpoint if part is None else checkpoint | {OWN: part}
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(
-                f"The checkpoint {str(path)!r} cannot be read: {str(error).splitlines()[0]}{_others(Path(path))}"
+                f"`ckpt_path` {str(path)!r} cannot be read: {str(error).splitlines()[0]}{_others(Path(path))}"
             ) from error
 
     def _shards_of(self, path: Any, checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
         parts = [read_part(path, checkpoint[TOKEN], rank) for rank in range(1, checkpoint[SHARDS])]
         if missing := [rank for rank, part in enumerate(parts, 1) if part is None]:
             raise FileNotFoundError(
-                f"The checkpoint {str(path)!r} is of {checkpoint[SHARDS]} shards, and those of ranks {missing} are not "
+                f"`ckpt_path` {str(path)!r} is of {checkpoint[SHARDS]} shards, and those of ranks {missing} are not "
                 f"beside it: its folder {Path(path).name}.ranks belongs to it."
             )
         return [part[SHARDS] for part in parts if part is not None]
 
 
 def check_readable(path: Any) -> None:
-    """Raise FileNotFoundError or ValueError if a checkpoint is missing or empty; name others."""
+    """Raise FileNotFoundError or ValueError if a checkpoint is missing or not whole; name others."""
     file = Path(path)
-    if "://" in str(path) or file.is_dir():
+    if "://" in str(path):
         return
+    if file.is_dir():
+        raise ValueError(f"`ckpt_path` {str(path)!r} is a folder; name a checkpoint in it{_others(file / 'any')}")
     if file.is_symlink() and not file.exists():
         raise FileNotFoundError(
-            f"The checkpoint {str(path)!r} is a link to {os.readlink(file)!r}, which is missing{_others(file)}"
+            f"`ckpt_path` {str(path)!r} is a link to {os.readlink(file)!r}, which is missing{_others(file)}"
         )
     if not file.exists():
-        raise FileNotFoundError(f"The checkpoint {str(path)!r} does not exist{_others(file)}")
-    if not file.stat().st_size:
-        raise ValueError(f"The checkpoint {str(path)!r} is empty: its writing was cut off{_others(file)}")
+        raise FileNotFoundError(f"`ckpt_path` {str(path)!r} does not exist{_others(file)}")
+    if not zipfile.is_zipfile(file):
+        raise ValueError(
+            f"`ckpt_path` {str(path)!r} is no whole checkpoint: its writing was cut off, or it is another kind of file"
+            f"{_others(file)}"
+        )
 
 
 def replace_link(filepath: str, linkpath: str) -> None:
