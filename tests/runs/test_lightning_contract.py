@@ -1,6 +1,7 @@
 """Whatever a user of Lightning tries first works as in Lightning, or is refused before anything loads."""
 
 import json
+import warnings
 from argparse import ArgumentError
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +80,17 @@ def test_overfitting_takes_the_same_prompts_every_iteration(given: float, kept: 
     make_trainer(root, recorder, overfit_batches=given).fit(make_module(policy_path), data)
     first, second = recorder.rollouts
     assert set(prompts_of(first)) == set(prompts_of(second)) == kept
+
+
+def test_a_healthy_run_warns_of_nothing(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    with warnings.catch_warnings(record=True) as caught:
+        for iterations, last in ((1, None), (2, root / "last.ckpt")):
+            saver = ModelCheckpoint(root, "last", enable_version_counter=False)
+            trainer = make_trainer(root, saver, max_epochs=iterations, enable_checkpointing=True)
+            trainer.fit(make_module(policy_path), make_data(prompts_path), ckpt_path=last)
+        trainer.predict(make_module(policy_path), make_data(prompts_path))
+    assert {str(warning.message) for warning in caught} == set()
 
 
 def test_limits_of_held_out_batches_count_prompts(paths: Paths) -> None:

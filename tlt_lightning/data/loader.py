@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -41,3 +42,15 @@ def num_held_out_batches(trainer: L.Trainer) -> int:
     else:
         batches = trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches
     return int(batches[0])
+
+
+def ignore_needless_warnings() -> None:
+    """Ignore Lightning's warnings of a healthy run that ask for nothing."""
+    for message in (
+        ".*sync_dist=True.*",  # what is logged has been combined over the ranks
+        "Total length of `list`.*",  # held-out prompts may be left out
+        "Couldn't infer the batch indices.*",  # completions bring their own
+        "Checkpoint directory .* exists and is not empty.*",  # in every run that is resumed
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # Lightning's own line under torch 2.13
+    ):
+        warnings.filterwarnings("ignore", message=message)

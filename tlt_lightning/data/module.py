@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -30,7 +29,7 @@ from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
-from tlt_lightning.data.loader import RolloutLoader, num_held_out_batches
+from tlt_lightning.data.loader import RolloutLoader, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
@@ -160,8 +159,7 @@ class RolloutDataModule(L.LightningDataModule):
         log.info("Loading %s for %s", type(self.engine).__name__, policy)
         engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
-        # What is logged has been combined over the ranks as Lightning advises; held-out prompts may be left out.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*|Total length of `list`.*")
+        ignore_needless_warnings()
 
     def _check(self, stage: str, max_model_len: int) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
