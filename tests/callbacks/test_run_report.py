@@ -34,6 +34,7 @@ def test_summary_holds_the_run_and_the_files_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    tmp_path /= "my run"
     fit(tmp_path, logger=[CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="tensorboard")])
     summary = read_summary(tmp_path / "demo")
     assert 0 < summary.pop("seconds") < 300
@@ -52,8 +53,8 @@ def test_summary_holds_the_run_and_the_files_are_named(
     lines = [line for line in capsys.readouterr().out.splitlines()[1:] if "metrics" not in line]
     printed = dict(line.split(maxsplit=1) for line in lines if not line.startswith("  to "))
     assert [line.split(str(tmp_path))[0] for line in lines if line.startswith("  to ")] == [
-        "  to go on    fit ... --ckpt_path ",
-        "  to serve    python -m tlt_lightning export --ckpt_path ",
+        "  to go on    fit ... --ckpt_path '",
+        "  to serve    python -m tlt_lightning export --ckpt_path '",
     ]
     assert set(printed) == {"checkpoint", "summary", "report"}
     assert all(Path(path).is_file() for path in printed.values())

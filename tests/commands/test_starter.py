@@ -9,7 +9,7 @@ from tlt_lightning.commands.starter import read_recipes, run_init, run_recipes
 
 
 def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    run_recipes()
+    run_recipes([])
     lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == list(read_recipes())
     assert all(line.endswith(".") and len(line.split()) > 3 for line in lines)
@@ -38,13 +38,13 @@ def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[st
 def test_init_writes_what_its_commands_name(
     name: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_init([str(tmp_path / "run"), "--recipe", name])
+    run_init([str(tmp_path / "my run"), "--recipe", name])
     change, *commands = (line.strip() for line in capsys.readouterr().out.split("\n\n")[1].splitlines())
-    assert change == f"cd {tmp_path / 'run'}"
+    assert change == f"cd '{tmp_path / 'my run'}'"
     assert commands == expected
     files = [word for command in commands for word in command.split() if word.endswith((".yaml", ".py"))]
-    assert [file for file in files if not (tmp_path / "run" / file).is_file()] == []
-    ast.parse((tmp_path / "run/my_reward.py").read_text())
+    assert [file for file in files if not (tmp_path / "my run" / file).is_file()] == []
+    ast.parse((tmp_path / "my run/my_reward.py").read_text())
 
 
 @pytest.mark.parametrize(

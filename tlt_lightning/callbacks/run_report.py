@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -228,9 +229,10 @@ class RunReport(RolloutCallback):
         if self._num_unwritten:
             lines += [f"  the report could not be written {self._num_unwritten} times: what it shows may be old"]
         if checkpoints := _checkpoints(trainer):
+            path = shlex.quote(checkpoints[-1])
             lines += [
-                f"  to go on    fit ... --ckpt_path {checkpoints[-1]} --trainer.max_epochs <more>",
-                f"  to serve    python -m tlt_lightning export --ckpt_path {checkpoints[-1]} --output_dir <new folder>",
+                f"  to go on    fit ... --ckpt_path {path} --trainer.max_epochs <more>",
+                f"  to serve    python -m tlt_lightning export --ckpt_path {path} --output_dir <new folder>",
             ]
         say("\n".join(lines))
 

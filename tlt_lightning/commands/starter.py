@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,9 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
 
 
-def run_recipes() -> None:
-    """Print the name and the purpose of each recipe."""
+def run_recipes(args: list[str]) -> None:
+    """Print the name and the purpose of each recipe; `args` may ask for help alone."""
+    argparse.ArgumentParser("python -m tlt_lightning recipes", description="List the recipes.").parse_args(args)
     recipes = read_recipes()
     width = max(map(len, recipes))
     for recipe in recipes.values():
@@ -108,4 +110,4 @@ def run_init(args: list[str]) -> None:
         parser.error(f"`folder` {str(options.folder)!r} exists already; name a new one.")
     commands = write_start(options.folder, recipes[options.recipe])
     print(f"{options.folder}/ holds the recipe, the files it reads, and yours: mine.yaml and my_reward.py. Next:\n")
-    print(*(f"    {line}" for line in (f"cd {options.folder}", *commands)), sep="\n")
+    print(*(f"    {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *commands)), sep="\n")
