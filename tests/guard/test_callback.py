@@ -82,7 +82,7 @@ def test_a_folder_in_which_another_run_writes_is_refused(tmp_path: Path) -> None
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     fit(tmp_path / "sgd")
-    with pytest.raises(ValueError, match=r"checkpoint's optimizer is no Adam: it has .*momentum.* and no .*betas"):
+    with pytest.raises(ValueError, match=r"checkpoint's `optimizer` is no Adam: it has .*momentum.* and no .*betas"):
         fit(tmp_path / "adam", torch.optim.Adam, tmp_path / "sgd" / "checkpoints" / "epoch=2.ckpt")
 
 

@@ -105,7 +105,7 @@ def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Row]:
                 raise csv.Error(f"it has not the {len(reader.fieldnames or ())} columns of the first line")
             yield row
     except csv.Error as error:
-        raise ValueError(f"Line {reader.line_num} of {str(path)!r} cannot be read: {error}.") from error
+        raise ValueError(f"Line {reader.line_num} of `path` {str(path)!r} cannot be read: {error}.") from error
 
 
 def _read_json(path: Path, file: IO[str]) -> Iterator[Row]:
@@ -120,10 +120,10 @@ def _read_json(path: Path, file: IO[str]) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             line = number + error.lineno - 1
             raise ValueError(
-                f"Line {line} of {str(path)!r} is no JSON: {error.msg} at column {error.colno}."
+                f"Line {line} of `path` {str(path)!r} is no JSON: {error.msg} at column {error.colno}."
             ) from error
         for row in value if is_list else [value]:
             if not isinstance(row, dict):
                 where = "An entry" if is_list else f"Line {number}"
-                raise ValueError(f"{where} of {str(path)!r} must be a JSON object, got {json.dumps(row):.80}.")
+                raise ValueError(f"{where} of `path` {str(path)!r} must be a JSON object, got {json.dumps(row):.80}.")
             yield row

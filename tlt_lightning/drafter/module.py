@@ -341,6 +341,6 @@ class DrafterModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         mine, saved = self._built.d2t, checkpoint["d2t"]
         if (mine is None) != (saved is None) or (mine is not None and not torch.equal(mine.cpu(), saved.cpu())):
-            raise ValueError("The checkpoint's head drafts other tokens than this one; resume with the same data.")
+            raise ValueError("The head of `ckpt_path` drafts other tokens than this one; resume with the same data.")
         self.load_trainable(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}

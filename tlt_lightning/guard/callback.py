@@ -168,6 +168,6 @@ class RunGuard(RolloutCallback):
         missing, surplus = optimizer.defaults.keys() - saved, saved - optimizer.defaults.keys()
         if missing and surplus:  # one alone is a setting that a version of torch has added or dropped
             raise ValueError(
-                f"The checkpoint's optimizer is no {type(optimizer).__name__}: it has {', '.join(sorted(surplus))} and "
-                f"no {', '.join(sorted(missing))}. Resume with the optimizer of the run that wrote the checkpoint."
+                f"The checkpoint's `optimizer` is no {type(optimizer).__name__}: it has {', '.join(sorted(surplus))} "
+                f"and no {', '.join(sorted(missing))}. Resume with the optimizer of the run that wrote the checkpoint."
             )
