@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import logging
 import os
 import re
@@ -25,6 +27,11 @@ Options of a command: `fit --help`; of a class: `fit --model.objective.help GRPO
 Environment: TLT_TRACEBACK=1 shows where errors come from, VLLM_LOGGING_LEVEL=WARNING what vLLM warns of.
 """
 
+COMMANDS = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
+
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a place where nothing can be written or read."""
+
 
 def main() -> None:
     """Run the command line of the process."""
@@ -34,7 +41,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tlt_lightning").setLevel(logging.INFO)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it reads that itself
     logging.getLogger("lightning").propagate = False  # it has a handler of its own
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         _run(sys.argv[1:])
@@ -54,10 +63,14 @@ def _run(arguments: list[str]) -> None:
             from tlt_lightning.commands.export import run_export
 
             run_export(arguments)
-        case ["recipes"]:
+        case [command, *_] if command not in COMMANDS and not command.startswith("-"):
+            near = "".join(f" Did you mean `{known}`?" for known in difflib.get_close_matches(command, COMMANDS, n=1))
+            print(f"error: {command!r} is no command.{near}\n\n{HELP}", end="", file=sys.stderr)
+            sys.exit(2)
+        case ["recipes", *arguments]:
             from tlt_lightning.commands.starter import run_recipes
 
-            run_recipes()
+            run_recipes(arguments)
         case ["init", *arguments]:
             from tlt_lightning.commands.starter import run_init
 
@@ -72,16 +85,26 @@ def _run(arguments: list[str]) -> None:
             run_cli()
 
 
+def is_no_tip(record: logging.LogRecord) -> bool:
+    """Return False for what Lightning's log recommends to buy or install."""
+    return not record.getMessage().startswith("💡 Tip:")
+
+
 def sentence_of(error: Exception) -> str | None:
     """Return the sentence of an error in what the user gave; None for what needs its traceback.
 
-    Sentences of this package name their argument in backticks. jsonargparse wraps those of a constructor into a list,
-    one a type that the argument may have, and puts what a package asks for, which is not installed, below its class.
+    Sentences of this package and of Lightning name their argument in backticks. jsonargparse wraps those of a
+    constructor into a list, one a type that the argument may have, and puts what a package asks for, which is not
+    installed, below its class.
     """
-    is_users = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return str(error)
+    is_about_settings = type(error).__name__ == "MisconfigurationException"
+    is_users = is_about_settings or isinstance(error, ValueError | TypeError | OSError)
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     room = frames[-1].partition(".")[0] if frames else ""
-    if not is_users or "`" not in str(error) or room not in ("tlt_lightning", "jsonargparse"):
+    is_sentence = "`" in str(error) or (is_about_settings and room == "lightning")
+    if not (is_users and is_sentence and room in ("tlt_lightning", "jsonargparse", "lightning")):
         return None
     lines = r"^\s*- (.*`.*|Problem with .*:\n +[^- ].*`.*)$"
     listed = re.findall(lines, str(error), re.MULTILINE) if room == "jsonargparse" else []

@@ -1,15 +1,17 @@
 """The command line as a user sees it: whole runs, and what mistakes end with."""
 
+import errno
 import json
 import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from lightning_utilities.core.imports import RequirementCache
 
-from tlt_lightning.__main__ import HELP, main
+from tlt_lightning.__main__ import COMMANDS, HELP, main, sentence_of
 from tlt_lightning.commands.cli import follow_root, get_close_options, run_cli
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,8 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--data.group_sise=8"], "Did you mean `--data.group_size`?"),
         (["--trainer.max_epoch=1"], "Did you mean `--trainer.max_epochs`?"),
         (["--data.sampling.temprature=1"], "Did you mean `--data.sampling.temperature`?"),
-        (["--ckpt_path=nowhere/last.ckpt"], "The checkpoint 'nowhere/last.ckpt' does not exist"),
+        (["--ckpt_path=nowhere/last.ckpt"], "`ckpt_path` 'nowhere/last.ckpt' does not exist"),
+        (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is no whole checkpoint"),
     ],
 )
 def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
@@ -90,6 +93,7 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
         ("--data.train.path=nowhere.jsonl", "error: `path` 'nowhere.jsonl' does not exist"),
         ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
         ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' has to be a folder that `save_pretrained` wrote"),
+        ("--trainer.accelerator=gpus", "error: You selected an invalid accelerator name: `accelerator='gpus'`."),
         (
             "--trainer.logger=lightning.pytorch.loggers.WandbLogger",
             "error: Problem with given class_path 'lightning.pytorch.loggers.WandbLogger': Requirement 'wandb-nowhere' "
@@ -128,6 +132,43 @@ def test_an_error_of_the_package_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         main()
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "outputs"), "[Errno 13] Permission denied: 'outputs'"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "bug"), None),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_needs_no_traceback(error: OSError, sentence: str | None) -> None:
+    assert sentence_of(error) == sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["exprt"], "error: 'exprt' is no command. Did you mean `export`?\n"),
+        (["test"], "error: 'test' is no command.\n"),
+        (
+            ["export", "--ckpt_path=nowhere.ckpt", "--output_dir=new"],
+            "error: `ckpt_path` 'nowhere.ckpt' does not exist",
+        ),
+        (["recipes", "quickstart"], "error: unrecognized arguments: quickstart"),
+        (["drafter", "fit"], "error: the following arguments are required: fit.model.target, fit.data.completions\n"),
+    ],
+)
+def test_a_wrong_command_ends_with_a_sentence_alone(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)  # `main` changes it
+    monkeypatch.setattr(sys, "argv", ["tlt-lightning", *arguments])
+    with pytest.raises(SystemExit) as raised, warnings.catch_warnings(record=True) as caught:
+        main()
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+    assert [str(warning.message) for warning in caught] == []
+
+
 def test_the_trainer_s_test_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_cli(["test"])
@@ -143,8 +184,7 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     code += "print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"{HELP}False\n"
-    commands = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
-    assert all(f"\n  {command} " in HELP for command in commands)
+    assert all(f"\n  {command} " in HELP for command in COMMANDS)
 
 
 def test_the_script_finds_files_of_the_working_directory(tmp_path: Path) -> None:

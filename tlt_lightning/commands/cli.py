@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,7 @@ def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> Light
     from tlt_lightning.drafter.data import DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule
 
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # they are the command line's
     return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, args, run)
 
 
