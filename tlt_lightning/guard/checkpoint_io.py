@@ -186,7 +186,7 @@ def check_readable(path: Any) -> None:
     if "://" in str(path):
         return
     if file.is_dir():
-        raise ValueError(f"`ckpt_path` {str(path)!r} is a folder; name a checkpoint in it{_others(file / 'any')}")
+        raise ValueError(f"`ckpt_path` {str(path)!r} is a folder; name a checkpoint in it, such as 'last.ckpt'.")
     if file.is_symlink() and not file.exists():
         raise FileNotFoundError(
             f"`ckpt_path` {str(path)!r} is a link to {os.readlink(file)!r}, which is missing{_others(file)}"
