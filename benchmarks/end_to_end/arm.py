@@ -193,7 +193,7 @@ def trainer_of(
         gradient_clip_val=1.0,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        logger=loggers or False,  # type: ignore[arg-type]
+        logger=loggers or False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -44,8 +44,10 @@ SCHEDULED = (
     *(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial")),
     "siblings+earlier",
 )
-GIVEN = ("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices")
-GIVEN += ("strategy", "gradient_checkpointing", "lora_rank")
+GIVEN = (
+    *("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices"),
+    *("strategy", "gradient_checkpointing", "lora_rank"),
+)
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
 

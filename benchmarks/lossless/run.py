@@ -59,7 +59,8 @@ def load_trainer(setup: Setup) -> torch.nn.Module:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, setup.dtype)
-    return AutoModelForCausalLM.from_pretrained(setup.policy, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    policy = AutoModelForCausalLM.from_pretrained(setup.policy, dtype=dtype, attn_implementation="sdpa")
+    return policy.to(device).eval()  # type: ignore[arg-type]
 
 
 def render(results: dict[str, Any]) -> list[str]:

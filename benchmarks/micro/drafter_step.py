@@ -21,7 +21,6 @@ import json
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,8 +83,8 @@ def make_texts(lengths: Sequence[int], shape: dict[str, Any], device: torch.devi
     for number, length in enumerate(lengths):
         ids = torch.cat([prompts[number // GROUP_SIZE], torch.randint(shape["vocab_size"], (length,))])
         size = (len(ids), shape["hidden_size"])
-        states = [torch.randn(size[0], n * size[1], dtype=torch.bfloat16, device=device).cpu() for n in (3, 1)]
-        texts.append(PolicyText(ids, *states, PROMPT_LENGTH))
+        states, last = (torch.randn(size[0], n * size[1], dtype=torch.bfloat16, device=device).cpu() for n in (3, 1))
+        texts.append(PolicyText(ids, states, last, PROMPT_LENGTH))
     return texts
 
 
@@ -127,10 +126,10 @@ def kernels_of(run: Callable[[], object], *, on_cpu: bool) -> list[tuple[str, in
 
 def by_group(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
     """Return the milliseconds of each group."""
-    spent = Counter(dict.fromkeys(GROUPS, 0.0))
+    spent = dict.fromkeys(GROUPS, 0.0)
     for name, _, milliseconds in kernels:
         spent[next(group for group, pattern in GROUPS.items() if re.search(pattern, name.lower()))] += milliseconds
-    return dict(spent)
+    return spent
 
 
 def measure(trainer: DrafterTrainer, vocabulary: int, device: torch.device) -> list[dict[str, Any]]:
@@ -188,8 +187,8 @@ def measure(trainer: DrafterTrainer, vocabulary: int, device: torch.device) -> l
 
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
-    columns = ("vocabulary", "stage", "drafts", "tokens", "first_s", "seconds", "us_a_token", "tflops", "of_peak")
-    columns = (*columns, "peak_gib", "busy", "num_kernels")
+    columns = ["vocabulary", "stage", "drafts", "tokens", "first_s", "seconds", "us_a_token", "tflops", "of_peak"]
+    columns += ["peak_gib", "busy", "num_kernels"]
     lines = heading("A head beside its policy", results["about"])
     lines += ["Operations a token as in `python -m benchmarks drafter_step --help`; the first run compiles.", ""]
     lines += table([name.replace("_", " ") for name in columns], [[row[n] for n in columns] for row in results["rows"]])

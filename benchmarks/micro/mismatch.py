@@ -57,7 +57,7 @@ def measure(kept: list[str] | None, args: Any) -> dict[str, float]:
         sleep=False,
         quantization=quantization,
     )
-    policy = load_policy(args.policy).to(device, torch.bfloat16)
+    policy = load_policy(args.policy).to(device, torch.bfloat16)  # type: ignore[arg-type]
     engine.setup(args.policy, max_model_len=512 + args.max_tokens, seed=args.seed)
     engine.update_weights(stream_weights(policy), 0)
     responses = list(engine.generate(requests, Sampling(max_tokens=args.max_tokens), seed=args.seed))

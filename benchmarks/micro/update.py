@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
     fuse_layers(model)
     fuse_rotary(model)
-    model = with_adapters(model, lora).to(device).train()
+    model = with_adapters(model, lora).to(device).train()  # type: ignore[arg-type]
     batch = draw_batch(*((12, 20, 96) if args.tiny else (128, 139, 4116)), device)
     title = f"{'tiny' if args.tiny else args.shape} shape, {f'all weights, {build.__name__}' if args.full else 'LoRA'}"
     results: dict[str, Any] = {"about": about(title, args.note, args.seed, on_cpu=args.tiny), "ways": []}

@@ -51,7 +51,10 @@ class Stages:
         """Listen to TRL's timers, which otherwise report to trackers alone."""
         from trl.extras.profiling import ProfilingContext
 
-        ProfilingContext._log_metrics = lambda context, seconds: self.took(context.name, seconds)
+        def log(context: ProfilingContext, duration: float) -> None:
+            self.took(context.name, duration)
+
+        ProfilingContext._log_metrics = log  # type: ignore[method-assign, assignment]
 
     def took(self, name: str, seconds: float) -> None:
         """Add the seconds of a block of TRL's that has ended."""
@@ -92,9 +95,10 @@ def dataset(work: Work) -> Any:
     return Dataset.from_list([{"prompt": prompt.text, "row": json.dumps(prompt.row)} for prompt in chosen])
 
 
-def reward(prompts: list[str], completions: list[str], row: list[str], **_: Any) -> list[float]:
+def reward(prompts: list[str], completions: list[str], row: list[str], **_: Any) -> list[float | None]:
     """Return the same reward in the form that TRL calls."""
-    return [score(*each, json.loads(text)) for *each, text in zip(prompts, completions, row, strict=True)]
+    each = zip(prompts, completions, row, strict=True)
+    return [score(prompt, completion, json.loads(text)) for prompt, completion, text in each]
 
 
 def settings(work: Work, folder: str) -> Any:
@@ -168,7 +172,8 @@ def callback(work: Work, stages: Stages, diary: Diary) -> Any:
                 torch.cuda.synchronize()
             self.times = stages.end_iteration()
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            logs = given["logs"]
             if "reward" not in logs:
                 return  # the summary at the end
             metrics = {ours: float(logs[name]) for name, ours in LOGGED.items() if logs.get(name) is not None}
@@ -205,7 +210,8 @@ def reload_on_cpu(trainer: Any) -> None:
 
     def sync_weights() -> None:
         with patched():
-            reload_policy(generation.llm.llm_engine, generation._iter_named_params())
+            tensors = list(generation._iter_named_params())
+            reload_policy(generation.llm.llm_engine, tensors, [name for name, _ in tensors])
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights

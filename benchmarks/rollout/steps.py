@@ -38,7 +38,7 @@ def summarize(rows: Sequence[Row], num_requests: int, seconds: float, tokens: in
     `seconds` is its makespan, from the first request handed over to the last response taken.
     """
     start = next((i for i, row in enumerate(rows) if row.waiting == 0 and row.tokens >= num_requests), len(rows) - 1)
-    found = {
+    found: dict[str, Any] = {
         "seconds": round(seconds, 4),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1),

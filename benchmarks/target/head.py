@@ -26,7 +26,7 @@ ROWS, MEASURED_ROWS = 2, 8  # of text, in a batch and to measure on
 
 def load_policy(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load the policy at `path`, for inference."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
 
 
 def write_rows(seed: int, rows: int, length: int) -> Tensor:
@@ -43,7 +43,7 @@ def draft_sequences(policy: PreTrainedModel, ids: Tensor, layer_ids: Sequence[in
     """
     ids = ids.to(policy.device)
     last: list[Tensor] = []
-    trunk = policy.base_model
+    trunk: Any = policy.base_model
     handle = trunk.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
     states = trunk(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     handle.remove()

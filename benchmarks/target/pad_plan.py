@@ -52,7 +52,7 @@ class Padding:
 
     def __init__(self, config: Qwen2Config, shape: Shape, device: str, dtype: torch.dtype, seed: int) -> None:
         self.config, self.shape, self.device, self.dtype = config, shape, device, dtype
-        small = (config.num_attention_heads, config.num_key_value_heads)
+        small = (config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads)
         wide = (shape.num_attention_heads, shape.num_key_value_heads)
         self.head_dim = config.hidden_size // small[0]
         if config.num_hidden_layers > shape.num_hidden_layers or config.vocab_size > shape.vocab_size:

@@ -78,7 +78,7 @@ def pad_policy(plan: Padding, policy: Path, out: Path) -> None:
         **vars(plan.shape),
         max_position_embeddings=small.max_position_embeddings,
         rms_norm_eps=small.rms_norm_eps,
-        rope_parameters=dict(small.rope_parameters),
+        rope_parameters=dict(small.rope_parameters or {}),
         hidden_act=small.hidden_act,
         tie_word_embeddings=False,
         bos_token_id=small.bos_token_id,

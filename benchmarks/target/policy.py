@@ -226,7 +226,7 @@ def train_policy(scale: Scale, held_out: Collection[Key], seconds: float, device
     for stream in streams.values():
         next(stream)  # the workers are forked before CUDA is touched
     torch.manual_seed(seed)
-    model = make_policy(scale).to(device).train()
+    model = make_policy(scale).to(device).train()  # type: ignore[arg-type]
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     if device == "cuda":
         for layer in model.model.layers:

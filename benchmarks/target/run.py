@@ -71,8 +71,8 @@ def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     responses = list(engine.generate(requests, Sampling(max_tokens=scale.max_tokens), seed=args.seed))
     engine.close()
     lengths = sorted(len(response.token_ids) for response in responses)
-    texts = ((rows[each.request_id], tokenizer.decode(each.token_ids, skip_special_tokens=True)) for each in responses)
-    rewards = [countdown("", text, row) for row, text in texts]
+    texts = (tokenizer.decode(list(each.token_ids), skip_special_tokens=True) for each in responses)
+    rewards = [countdown("", str(text), rows[each.request_id]) for each, text in zip(responses, texts, strict=True)]
     logps = [logp for response in responses for logp in response.logps]
     return {
         "responses": len(responses),
