@@ -73,6 +73,13 @@ def test_at_temperature_zero_a_draft_is_accepted_or_not() -> None:
     assert rates.tolist() == pytest.approx([1, 0])
 
 
+def test_a_token_that_neither_distribution_holds_is_a_rejection() -> None:
+    logits = torch.tensor([[0.0, 1.0]] * 2)
+    rates, matches = AcceptanceRule(samples_drafts=True, temperature=0).judge(logits, logits, torch.tensor([-1, 0]))
+    assert rates.tolist() == [0, 1]
+    assert matches.tolist() == [0, 0]
+
+
 def test_quality_is_the_mean_over_steps_and_positions() -> None:
     sums = torch.tensor([[6, 2], [8, 8], [5, 4], [10, 6], [20, 40], [10, 8]])
     quality = quality_of(sums)

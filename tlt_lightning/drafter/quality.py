@@ -15,6 +15,7 @@ from torch import Tensor
 from tlt_lightning.fused.compiled import compiled_on_gpu
 
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
+_TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class AcceptanceRule:
 @compiled_on_gpu
 def _judge_samples(logits: Tensor, targets: Tensor, token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
-    matches = (q.gather(-1, token[:, None]) / p.gather(-1, token[:, None])).clamp(max=1)[:, 0]
+    written_p, written_q = (values.gather(-1, token[:, None])[:, 0] for values in (p, q))
+    matches = (written_q / written_p.clamp(min=_TINY)).clamp(max=1)
     return torch.minimum(p, q).sum(-1), matches
 
 
