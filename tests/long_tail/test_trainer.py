@@ -260,6 +260,19 @@ def test_one_step_is_tried_before_the_run_and_changes_nothing() -> None:
     assert trainer.num_pending == trainer.num_passes == 0
 
 
+def test_drafts_are_judged_before_the_run_so_that_no_decision_pays_for_compiling() -> None:
+    class Judged(OneWeight):
+        num_judged = 0
+
+        def measure(self, batch: PackedBatch) -> Tensor:
+            self.num_judged += batch.input_ids.numel()
+            return super().measure(batch)
+
+    trainer = make_trainer(Judged(), pack_tokens=256)
+    trainer.try_step()
+    assert trainer.drafter.num_judged == 256
+
+
 def test_passes_are_counted_anew_whenever_packs_are_drawn_anew() -> None:
     trainer = make_trainer()
     trainer.train(lambda: trainer.num_passes < 2)

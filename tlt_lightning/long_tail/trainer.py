@@ -192,9 +192,10 @@ class DrafterTrainer:
         return burst
 
     def try_step(self) -> None:
-        """Compute the gradients of one pack of random text and drop them.
+        """Compute the gradients of one pack of random text and drop them; judge its drafts.
 
-        MisconfigurationException means that the device has no memory for a pack.
+        So nothing is compiled in the time that training and decisions are charged with. MisconfigurationException means
+        that the device has no memory for a pack.
         """
         length, width = self.pack_tokens + 2, self.drafter.target_config.hidden_size
         generator = torch.Generator().manual_seed(0)
@@ -203,7 +204,10 @@ class DrafterTrainer:
         text = PolicyText(ids, states[:, : 3 * width], states[:, 3 * width :], prompt_length=1)
         try:
             with self.on_device():
-                self._backward(next(packs_of([text], self.pack_tokens, self.device)))
+                pack = next(packs_of([text], self.pack_tokens, self.device))
+                self._backward(pack)
+                with self.autocast():
+                    self.drafter.measure(pack)
         except torch.OutOfMemoryError as error:
             raise MisconfigurationException(
                 f"`LongTailIdleCallback(pack_tokens={self.pack_tokens})`: a training step of the drafter does not fit "
