@@ -231,6 +231,7 @@ def test_the_readme_says_what_was_measured(drafter: DrafterModule, tmp_path: Pat
     assert "| 2 | 62.0% | 80.0% | 90.0% |" in text
     assert "1234 engine steps" in text
     assert "Not measured" in (drafter.export(tmp_path) / "README.md").read_text()
+    assert "then serve that one, as\n`python -m tlt_lightning export` writes it" in text  # trained meanwhile
 
 
 def test_heads_of_other_makers_keep_their_own_output(policy_path: str, tmp_path: Path) -> None:

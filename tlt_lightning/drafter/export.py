@@ -23,6 +23,9 @@ An EAGLE-3 head: it drafts tokens that `{target}` then verifies, which changes i
     vllm serve {target} --speculative-config \\
       '{{"method": "eagle3", "model": "<this directory>", "num_speculative_tokens": {num_draft_tokens}}}'
 
+A head that learned while its target was trained drafts for the policy that came out of it: then serve that one, as
+`python -m tlt_lightning export` writes it, in the place of `{target}`.
+
 It reads layers {layer_ids}, drafts {vocabulary}, and shares the embedding{head} of its target, which vLLM fills in.
 
 ## Measured acceptance
