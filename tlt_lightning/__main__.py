@@ -97,7 +97,7 @@ def sentence_of(error: Exception) -> str | None:
     constructor into a list, one a type that the argument may have, and puts what a package asks for, which is not
     installed, below its class.
     """
-    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+    if any(isinstance(each, OSError) and each.errno in _UNWRITABLE for each in (error, error.__cause__)):
         return str(error)
     is_about_settings = type(error).__name__ == "MisconfigurationException"
     is_users = is_about_settings or isinstance(error, ValueError | TypeError | OSError)

@@ -142,6 +142,9 @@ def test_an_error_of_the_package_keeps_its_traceback(monkeypatch: pytest.MonkeyP
 )
 def test_a_place_that_cannot_be_written_to_needs_no_traceback(error: OSError, sentence: str | None) -> None:
     assert sentence_of(error) == sentence
+    checkpoint = RuntimeError("The checkpoint could not be written.")
+    checkpoint.__cause__ = error
+    assert sentence_of(checkpoint) == (sentence and str(checkpoint))
 
 
 @pytest.mark.parametrize(
