@@ -65,6 +65,7 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--trainer.max_epoch=1"], "Did you mean `--trainer.max_epochs`?"),
         (["--data.sampling.temprature=1"], "Did you mean `--data.sampling.temperature`?"),
         (["--ckpt_path=nowhere/last.ckpt"], "`ckpt_path` 'nowhere/last.ckpt' does not exist"),
+        (["--data.rewards=[tlt_lightning.rewards.countdown]"], "Name a reward as `{function: tlt_lightning.rewards.c"),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is no whole checkpoint"),
     ],
 )
@@ -83,6 +84,14 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     assert message in "\n".join(lines)
     assert "--help" in lines[-1]
     assert len(lines) < 10
+
+
+def test_a_path_in_the_place_of_a_source_is_told_its_key(
+    policy_path: str, prompts_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_cli(["fit", *options(policy_path, prompts_path, tmp_path), f"--data.val={prompts_path}"])
+    assert f"Name a file or a hub data set as `{{path: {prompts_path}}}`." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

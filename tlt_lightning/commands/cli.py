@@ -61,6 +61,13 @@ def _run(
     )
 
 
+_REMEDIES = {
+    r"Import path (\S+) does not correspond to a subclass of RewardTerm": "Name a reward as `{{function: {}}}`.",
+    r'Parser key "data\.(?:train|val)":.*Given value: ([^\s{{]+)$': "Name a file or a hub data set as `{{path: {}}}`.",
+}
+"""By a pattern of the parser's errors: what to write instead, with what the user wrote."""
+
+
 class _Parser(LightningArgumentParser):
     """Names the error and the way to help, without the usage of some 600 options before it."""
 
@@ -71,6 +78,9 @@ class _Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         for known in get_close_options(message, _options(self)):
             message += f"\n  Did you mean `{known}`?"
+        for pattern, remedy in _REMEDIES.items():
+            if found := re.search(pattern, message, re.DOTALL):
+                message += f"\n  {remedy.format(found[1])}"
         self.exit(2, f"error: {message}\nOptions are listed by: {parser.prog.replace(' [options]', '')} --help\n")
 
 
