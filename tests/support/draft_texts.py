@@ -48,11 +48,14 @@ def make_drafter(policy: str, **arguments: object) -> DrafterModule:
 
 
 def train(drafter: DrafterModule, batches: Sequence[PackedBatch], num_steps: int, lr: float = 3e-3) -> list[float]:
-    """The loss of each step."""
+    """The loss of each step; on a GPU in bfloat16."""
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr)
     losses = []
     for step in range(num_steps):
-        loss, _ = drafter.loss(batches[step % len(batches)])
+        batch = batches[step % len(batches)]
+        # Of this step alone: autocast keeps weights that it has cast until it is left.
+        with torch.autocast(batch.states.device.type, torch.bfloat16, enabled=batch.states.is_cuda):
+            loss, _ = drafter.loss(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
