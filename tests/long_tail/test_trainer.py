@@ -170,6 +170,18 @@ def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts
     assert rates == [pytest.approx(7 / COLD_WARMUP_STEPS)]
 
 
+def test_an_optimizer_that_is_not_the_checkpoints_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    (saved := make_trainer()).train(steps(3))
+    drafter = OneWeight()
+    drafter.configure_optimizers = lambda: torch.optim.SGD([drafter.fc], lr=0.1)  # type: ignore[method-assign]
+    resumed = make_trainer(drafter)
+    resumed.load_state_dict(saved.state_dict())
+    assert "The drafter's optimizer begins anew: it is SGD, that of the checkpoint was Adam." in caplog.text
+    assert weight(resumed) == weight(saved)
+    resumed.train(steps(1))
+    assert weight(resumed) > weight(saved)
+
+
 @pytest.mark.parametrize(("head_path", "num_tokens", "draft_length"), [(None, 256, 8), ("given", 1024, None)])
 def test_a_head_that_was_random_learns_from_packs_of_a_quarter(
     head_path: str | None, num_tokens: int, draft_length: int | None
