@@ -16,6 +16,7 @@ BENCHMARKS = {
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
     "drafter_step": "benchmarks.micro.drafter_step",
+    "cold_head": "benchmarks.micro.cold_head",
     "schedules": "benchmarks.schedules.run",
 }
 
