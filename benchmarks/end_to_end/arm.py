@@ -130,12 +130,13 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
     is_random = arm.startswith("random")
-    lr = work.cold_drafter_lr if is_random else work.drafter_lr
     budget = FixedBudget(0.0) if arm == "frozen" else AdaptiveBudget()
     drafter = DrafterModule(
         work.policy,
         head=None if is_random else head,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0),
+        optimizer=None
+        if is_random
+        else lambda parameters: torch.optim.AdamW(parameters, lr=work.drafter_lr, weight_decay=0.0),
     )
     return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=budget)]
 

@@ -36,7 +36,6 @@ class Work:
         kv_cache_gib: KV cache instead, on a CPU.
         sleep: Whether the engine gives its memory back while the policy is trained.
         drafter_lr: Learning rate of a drafter that is trained on from a good head.
-        cold_drafter_lr: That of one that begins with random weights.
         pack_tokens: Tokens of one training step of the drafter.
         draft_sampling: How a head drafts, as in `Speculation`.
         devices: Devices of the run, one process each.
@@ -62,7 +61,6 @@ class Work:
     kv_cache_gib: float | None = None
     sleep: bool = False
     drafter_lr: float = 3e-4
-    cold_drafter_lr: float = 3e-3
     pack_tokens: int = 4096
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     devices: int = 1
@@ -146,7 +144,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "prompts": 16,
         "lr": 1e-9,
         "drafter_lr": 1e-9,
-        "cold_drafter_lr": 4e-4,  # no weight of it is padded: 3e-3 by the ratio of the widths
         "micro_batch_size": 4,
         "lora_rank": 32,
         "gpu_memory_utilization": 0.6,

@@ -11,7 +11,9 @@ trained and the published weights. Per token of a pack, operations are
     training: 4 fc + K (6 layer + 4 output) + 2 output,    judging: 2 fc + K (2 layer + 2 output) + 2 output
 
 of the weights of the head's first projection, its layer and its output head at K drafts; the last term is the target's
-own distribution. Attention counts nothing. `--tiny` runs a small one on a CPU.
+own distribution. Attention counts nothing. The optimizer's part of a young step is timed by itself, too: five
+Newton-Schulz iterations of each matrix of m x n weights, m <= n, 5 (4 m n + 2 m m) m operations. `--tiny` runs a small
+head on a CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from tlt_lightning.training.throughput import peak_flops
 
 NUM_DRAFTS = 7  # the longest of `CostModelSelector`
 NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH = 16, 8, 20
-STEPS = {"young": 8, "whole": 3}
+STEPS = {"young": 8, "optimizer": 8, "whole": 3}
 MOST_KERNELS = 25
 GROUPS = {  # the first that a kernel's name matches, on a CPU an operation's
     "copies from and to the host": r"htod|dtoh",
@@ -92,10 +94,7 @@ def build(
     target: Path, draft_vocab_size: int, buffer: DrafterBuffer, pack_tokens: int, device: torch.device
 ) -> DrafterTrainer:
     """Return the trainer of a new head, as the callback makes it; a reduced one drafts the lowest token ids."""
-    optimizer: Any = partial(torch.optim.AdamW, lr=1e-4)
-    drafter = DrafterModule(
-        str(target), optimizer=optimizer, draft_vocab_size=draft_vocab_size, num_draft_tokens=NUM_DRAFTS
-    )
+    drafter = DrafterModule(str(target), draft_vocab_size=draft_vocab_size, num_draft_tokens=NUM_DRAFTS)
     drafter.acceptance = AcceptanceRule(samples_drafts=True)
     drafter.configure_model()
     return DrafterTrainer(drafter, buffer, pack_tokens=pack_tokens, device=device)
@@ -108,6 +107,12 @@ def flops_per_token(drafter: DrafterModule, num_drafts: int, *, trains: bool) ->
     fc, output = head.fc.weight.numel(), head.lm_head.weight.numel()
     once, each_draft = (4 * fc, 6 * layer + 4 * output) if trains else (2 * fc, 2 * (layer + output))
     return float(once + num_drafts * each_draft + 2 * output)
+
+
+def flops_of_orthogonalization(optimizer: torch.optim.Optimizer) -> float:
+    """Count operations of a step of Muon by the equation above."""
+    sizes = [sorted(p.shape) for group in optimizer.param_groups for p in group["params"] if p.ndim == 2]
+    return float(sum(5 * (4 * short * long + 2 * short**2) * short for short, long in sizes))
 
 
 def kernels_of(run: Callable[[], object], *, on_cpu: bool) -> list[tuple[str, int, float]]:
@@ -133,7 +138,7 @@ def by_group(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
 
 
 def measure(trainer: DrafterTrainer, vocabulary: int, device: torch.device) -> list[dict[str, Any]]:
-    """Time young steps, a decision and whole steps, each after a first one."""
+    """Time young steps, the optimizer alone, a decision and whole steps, each after a first one."""
     publisher, buffer, results = DrafterPublisher(trainer), trainer.buffer, []
     drafter, on_cpu = trainer.drafter, device.type == "cpu"
 
@@ -146,15 +151,22 @@ def measure(trainer: DrafterTrainer, vocabulary: int, device: torch.device) -> l
         trainer.num_pending = max(1, trainer.num_pending)
         publisher.publish_if_better()
 
-    for stage in ("young", "decision", "whole"):
+    def step() -> None:
+        for _ in range(STEPS["optimizer"]):
+            trainer.optimizer.step()  # by the gradients of the last young step
+        if not on_cpu:
+            torch.cuda.synchronize()
+
+    for stage in ("young", "optimizer", "decision", "whole"):
         if stage == "whole":
             trainer.note_quality(float(NUM_DRAFTS))
-        trains = stage != "decision"
-        run = partial(train, STEPS[stage]) if trains else decide
-        tokens = STEPS[stage] * trainer.step_tokens if trains else 2 * sum(map(len, choose_judged(buffer.held_out)))
-        num_drafts = 3 if stage == "young" else NUM_DRAFTS
+        trains = stage in ("young", "whole")
+        run = {"optimizer": step, "decision": decide}.get(stage) or partial(train, STEPS[stage])
+        judged = 2 * sum(map(len, choose_judged(buffer.held_out)))
+        tokens = STEPS[stage] * trainer.step_tokens if stage in STEPS else judged
+        num_drafts = NUM_DRAFTS if stage in ("decision", "whole") else 3
         began = time.perf_counter()
-        train(2) if trains else decide()
+        train(2) if trains else run()
         first = time.perf_counter() - began
         if not on_cpu:
             torch.cuda.reset_peak_memory_stats()
@@ -163,7 +175,10 @@ def measure(trainer: DrafterTrainer, vocabulary: int, device: torch.device) -> l
         seconds = time.perf_counter() - began
         peak = None if on_cpu else torch.cuda.max_memory_allocated() / GIB
         kernels = kernels_of(run, on_cpu=on_cpu)
-        flops, most = tokens * flops_per_token(drafter, num_drafts, trains=trains), peak_flops(device)
+        flops = flops_of_orthogonalization(trainer.optimizer) * STEPS.get(stage, 0)
+        if stage != "optimizer":
+            flops += tokens * flops_per_token(drafter, num_drafts, trains=trains)
+        most = peak_flops(device)
         results.append(
             {
                 "vocabulary": vocabulary,

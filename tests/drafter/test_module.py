@@ -39,6 +39,15 @@ def reduced(policy_path: str) -> DrafterModule:
     return drafter
 
 
+def test_a_new_head_is_trained_by_muon_and_one_that_drafts_gently_by_adam(policy_path: str, tmp_path: Path) -> None:
+    new = make_drafter(policy_path)
+    given = DrafterModule(policy_path, head=str(new.export(tmp_path / "head")))
+    given.configure_model()
+    assert type(new.configure_optimizers()).__name__ == "MuonWithAuxAdam"
+    optimizer = given.configure_optimizers()
+    assert (type(optimizer).__name__, optimizer.param_groups[0]["lr"]) == ("AdamW", 1e-4)
+
+
 # What it shares with its target
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from typing_extensions import override
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.export import write_head
+from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
 from tlt_lightning.drafter.target import live_weights, read_target, read_weights
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 _NUM_DRAFT_TOKENS = 3
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
+_FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)
+"""Builds the optimizer of a head that drafts, and goes on."""
 _NO_TEXTS = "`draft_vocab_size` {size} needs texts to choose by: train with a DrafterDataModule, or set it to {all}."
 POLICY_ROWS = "lm_head.weight"
 """Name of a head's rows of the policy's output head, sent to the engine but never trained."""
@@ -49,7 +53,8 @@ class DrafterModule(L.LightningModule):
         loss: Distance of the head's distribution from the target's: `kl_div` (soft cross-entropy), `rkl`, `jsd`, `ce`
             (the target's likeliest token), `tv` (total variation: the rate of rejection), `nla` (negative
             log-acceptance) or `lk_hybrid` (KL that turns into TV); or several of them with their weights.
-        optimizer: Builds the optimizer from the head's parameters.
+        optimizer: Builds the optimizer from the head's parameters. None is `MuonWithAuxAdam` for a new head, AdamW at a
+            learning rate of 1e-4 for one that drafts.
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
         draft_vocab_size: Tokens of the target that a new head drafts: those that end texts, and the commonest in the
@@ -72,7 +77,7 @@ class DrafterModule(L.LightningModule):
         head: str | None = None,
         teaching: Teaching = Teaching(),  # noqa: B008 - frozen
         loss: str | dict[str, float] = "kl_div",
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable | None = None,
         layer_ids: tuple[int, int, int] | None = None,
         draft_vocab_size: int | None = None,
         num_draft_tokens: int | None = None,
@@ -88,7 +93,7 @@ class DrafterModule(L.LightningModule):
         self.acceptance = AcceptanceRule()
         """Rule of the engine that quality is measured for; `LongTailIdleCallback` sets that of its engine."""
         self.loss_spec = loss if isinstance(loss, str) else json.dumps(loss)
-        self.optimizer = optimizer
+        self.optimizer = optimizer or (MuonWithAuxAdam if head is None else _FOLLOWING)
         self.seed = seed
         self.export_dir = export_dir
         self.most_steps: int | None = None

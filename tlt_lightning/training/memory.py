@@ -249,8 +249,8 @@ def has_composed_states(build: OptimizerCallable) -> bool:
 
 
 def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the group and the states of an optimizer that has moved one parameter, as it would on a GPU."""
-    parameter = nn.Parameter(torch.zeros(2**18))
+    """Return the group and the states of an optimizer that has moved one matrix, as it would on a GPU."""
+    parameter = nn.Parameter(torch.zeros(512, 512))  # some optimizers keep less of matrices
     parameter.grad = torch.ones_like(parameter)
     optimizer = build([{"params": [parameter]}])
     fuse_adam(optimizer, parameter.device)
