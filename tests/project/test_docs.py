@@ -8,7 +8,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,19 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert extras
             assert set(",".join(extras).split(",")) <= EXTRAS.keys()
         case ["tlt-lightning", *arguments] | ["python", "-m", "tlt_lightning", *arguments]:
-            expected: type[BaseException] | None = {"export": FileNotFoundError}.get(arguments[0], SystemExit)
+            status: int | None = None
             if arguments[0] in ("fit", "validate", "predict", "drafter"):
-                arguments.append("--print_config")  # parses, prints and exits
-            elif arguments[0] != "export":  # which parses, and then finds no checkpoint
-                expected = None
+                arguments, status = [*arguments, "--print_config"], 0  # parses, prints and exits
+            elif arguments[0] == "export":
+                status = 2  # parses, and then finds no checkpoint
             monkeypatch.setattr(sys, "argv", ["tlt_lightning", *arguments])
-            with nullcontext() if expected is None else pytest.raises(expected) as raised:
+            with (
+                nullcontext() if status is None else pytest.raises(SystemExit) as raised,
+                redirect_stderr(StringIO()) as said,
+            ):
                 main()
-            assert expected is not SystemExit or raised.value.code in (0, None)  # type: ignore[union-attr]
+            assert status is None or (raised.value.code or 0) == status  # type: ignore[union-attr]
+            assert status != 2 or "does not exist" in said.getvalue()
 
 
 def test_every_language_of_a_snippet_is_checked() -> None:
