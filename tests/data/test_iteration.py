@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling, TailBatching
+from tlt_lightning.data import iteration
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.prompts import PromptCursor
@@ -71,6 +72,14 @@ class Answers:
             group = arguments["first_group"] + place
             rollouts.append(Rollout(prompts[place], course.responses[number], "", group, {"score": reward}, reward))
         return rollouts
+
+
+@pytest.fixture(autouse=True)
+def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Prompts that rank 0 draws where rank 1 draws so many; as many unless a test says otherwise."""
+    needs: dict[int, int] = {}
+    monkeypatch.setattr(iteration, "gather_over_ranks", lambda _, number: [needs.get(number, number), number])
+    return needs
 
 
 class OneRank:
@@ -154,6 +163,15 @@ def test_a_rank_draws_what_is_dealt_to_it_by_earlier_answers() -> None:
     ((_, course, _),) = rank.collector.calls
     assert [(group.prompt, group.draw) for group in course.groups] == [(order[2], 2), (order[3], 3)]
     assert rank.cursor.position == 4
+
+
+def test_ranks_that_lack_unequally_many_skip_no_prompt(needs_of_others: dict[int, int]) -> None:
+    needs_of_others[2] = 1
+    rank = OneRank()
+    list(rank.steps())
+    ((_, course, _),) = rank.collector.calls
+    assert [group.draw for group in course.groups] == [1, 2]  # rank 0 has 0
+    assert rank.cursor.position == 3
 
 
 @pytest.mark.parametrize("schedule", [None, TailBatching(1.0), PartialRollout(1.0)])

@@ -11,18 +11,23 @@ from tlt_lightning.schedules.deal import deal
 
 
 def test_ranks_get_equally_many_prompts_and_alike_tokens() -> None:
-    shares = deal([800.0, 100.0, 90.0, 110.0, 700.0, 120.0], 2)
+    shares = deal([800.0, 100.0, 90.0, 110.0, 700.0, 120.0], [3, 3])
     assert shares == [[0, 2, 3], [1, 4, 5]]
-    assert deal([5.0, 1.0, 1.0, 1.0], 2) == [[0, 3], [1, 2]]  # not one against three
+    assert deal([5.0, 1.0, 1.0, 1.0], [2, 2]) == [[0, 3], [1, 2]]  # not one against three
 
 
 def test_ranks_take_turns_where_nothing_is_known() -> None:
-    assert deal([0.0] * 6, 2) == [[0, 2, 4], [1, 3, 5]]
-    assert deal([0.0] * 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert deal([0.0] * 6, [3, 3]) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_a_rank_gets_its_number_of_prompts() -> None:
+    assert deal([0.0] * 7, [3, 2, 2]) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert deal([9.0, 1.0, 8.0, 2.0], [3, 0, 1]) == [[0, 1, 3], [], [2]]
+    assert deal([], [0, 0]) == [[], []]
 
 
 def test_an_unknown_prompt_counts_as_the_mean_of_the_others() -> None:
-    assert deal([10.0, 0.0, 50.0, 90.0], 2) == deal([10.0, 50.0, 50.0, 90.0], 2) == [[0, 3], [1, 2]]
+    assert deal([10.0, 0.0, 50.0, 90.0], [2, 2]) == deal([10.0, 50.0, 50.0, 90.0], [2, 2]) == [[0, 3], [1, 2]]
 
 
 def compare(num_ranks: int, per_rank: int, room: int, median: int = 139, longest: int = 4096) -> dict[str, float]:
@@ -33,7 +38,7 @@ def compare(num_ranks: int, per_rank: int, room: int, median: int = 139, longest
     for seed in range(24):
         lengths, history = draw_lengths(num_prompts, random.Random(seed), median=median, longest=longest)
         deals = {
-            "dealt": deal(history, num_ranks),
+            "dealt": deal(history, [per_rank] * num_ranks),
             "in turns": [everything[rank::num_ranks] for rank in range(num_ranks)],
             "shared": [everything],
         }

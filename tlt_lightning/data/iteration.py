@@ -202,15 +202,14 @@ class PolicyIteration:
     def _begin(self, demand: Demand) -> list[OpenGroup]:
         """Take up groups that were put aside, and draw those that the schedule wants besides."""
         groups, num_fresh = self.backlog.begin(demand, self.log) if demand.wanted else ([], 0)
-        # All ranks draw as many as the neediest lacks, so that their cursors stay the same.
-        num_drawn = max_over_ranks(self.trainer, num_fresh) * self.trainer.world_size
-        fresh = self._fresh(num_drawn, demand.iteration)[:num_fresh]
-        self.cursor.take(num_drawn)
+        numbers = gather_over_ranks(self.trainer, num_fresh)
+        fresh = self._fresh(numbers, demand.iteration)
+        self.cursor.take(sum(numbers))
         return [*groups, *fresh]
 
-    def _fresh(self, num_drawn: int, iteration: int) -> list[OpenGroup]:
-        """Return this rank's groups of the next `num_drawn` prompts, which stay to be drawn."""
-        prompts = self.cursor.coming(num_drawn)
+    def _fresh(self, numbers: Sequence[int], iteration: int) -> list[OpenGroup]:
+        """Return this rank's groups of the next prompts, of which each rank gets its number; they stay to be drawn."""
+        prompts = self.cursor.coming(sum(numbers))
         lengths = [self.history.mean_lengths.get(prompt, 0.0) for prompt in prompts]
         return [
             OpenGroup(
@@ -220,7 +219,7 @@ class PolicyIteration:
                 begun=iteration,
                 expected_tokens=lengths[place],
             )
-            for place in deal(lengths, self.trainer.world_size)[self.trainer.global_rank]
+            for place in deal(lengths, numbers)[self.trainer.global_rank]
         ]
 
     def _twins(self, written: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
@@ -244,7 +243,7 @@ class PolicyIteration:
         waiting = [*self.backlog.aside, *course.put_aside()]
         twins = self._twins(texts_by_seed({each.draw: each.responses for each in waiting}))
         requests: list[Request] = []
-        for place, group in enumerate([*aside, *self._fresh(num_fresh * world_size, number + 1)]):
+        for place, group in enumerate([*aside, *self._fresh([num_fresh] * world_size, number + 1)]):
             for member in range(num_ahead):
                 seed = response_seed(group.draw, member)
                 if not shares_noise:
