@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.conftest import save_policy
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
-from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback
+from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback, TailBatching
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.policy import load_policy
 from tlt_lightning.training import optimization
@@ -246,12 +246,16 @@ def test_settings_that_change_what_comes_are_named_on_resume(paths: Paths, caplo
     assert "prompts" not in caplog.text
 
 
-def test_other_prompts_are_named_on_resume(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
-    path = checkpoint_of(paths)
+def test_other_prompts_are_named_on_resume_and_take_no_response_of_those_before(
+    paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint_of(paths, data={"schedule": TailBatching(1.0)})
     other = paths[2] / "other.jsonl"
     other.write_text("".join(line + "\n" for line in reversed(Path(paths[1]).read_text().splitlines())))
     with caplog.at_level(logging.WARNING):
-        run((paths[0], str(other), paths[2]), ckpt=path)
+        _, history, _ = run((paths[0], str(other), paths[2]), ckpt=path, data={"schedule": TailBatching(1.0)})
+    assert history[2]["schedule/put_aside"] == 4  # drawn anew
+    assert "4 prompts that a schedule had put aside are dropped" in caplog.text
     assert "checksum of the training prompts was" in caplog.text
     assert "number of training prompts" not in caplog.text
 

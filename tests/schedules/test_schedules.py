@@ -177,17 +177,57 @@ def test_a_run_that_returns_to_the_synchronous_schedule_answers_what_waits() -> 
     assert partial.backlog.aside == []
 
 
+def load_backlog(
+    backlog: Backlog,
+    saved: list[Any],
+    rank: int = 0,
+    world_size: int = 1,
+    group_size: int = SIZE,
+    max_tokens: int = 10**6,
+) -> None:
+    backlog.load(saved, rank, world_size, group_size=group_size, max_tokens=max_tokens)
+
+
 def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> None:
     backlog = run(PartialRollout(0.5), 2).backlog
     saved, held = backlog.state_dict(), backlog.aside
     assert any(response.token_ids for group in held for response in group.responses)
-    backlog.load([saved], 0, 1)
+    load_backlog(backlog, [saved])
     assert backlog.aside == held
     parts = []
     for rank in range(3):
-        backlog.load([saved[:1], saved[1:]], rank, 3)
+        load_backlog(backlog, [saved[:1], saved[1:]], rank, 3)
         parts += backlog.aside
     assert sorted(group.draw for group in parts) == sorted(group.draw for group in held)
+
+
+def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    backlog = run(PartialRollout(0.5), 2).backlog
+    saved, held = backlog.state_dict(), backlog.aside
+    lengths = [max(len(response.token_ids) for response in group.responses) for group in held]
+    limit = sorted(lengths)[1]
+    load_backlog(backlog, [saved], group_size=2, max_tokens=10**6)
+    assert backlog.aside == [replace(group, responses=group.responses[:2]) for group in held]
+    course = RolloutCourse(backlog.schedule, Demand(wanted=2, iteration=3), backlog.aside, 2)
+    assert [course.responses[number].token_ids for number in range(2 * len(held))] == [
+        response.token_ids for group in held for response in group.responses[:2]
+    ]
+    assert not caplog.text
+    load_backlog(backlog, [saved], max_tokens=limit)
+    assert [bool(group.responses) for group in backlog.aside] == [length < limit for length in lengths]
+    assert "responses beyond `sampling.max_tokens`" in caplog.text
+
+
+def test_a_run_with_larger_groups_writes_what_they_lack() -> None:
+    for schedule in (PartialRollout(0.5), TailBatching(0.5)):
+        backlog, log = run(schedule, 1).backlog, IterationLog()
+        demand = Demand(wanted=len(backlog.aside), iteration=1)
+        groups, _ = backlog.begin(demand, log)
+        course = RolloutCourse(schedule, demand, groups, SIZE + 1)
+        for number in course.open_ids:
+            course.add(Response(number, [5], [0.0], "stop", (1,)))
+        assert len(course.taken) == len(groups) * (SIZE + 1)
+        backlog.end(course, log)
 
 
 def test_what_a_schedule_cannot_work_with_is_refused_before_it_starts() -> None:

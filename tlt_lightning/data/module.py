@@ -45,7 +45,7 @@ from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory import Passes, check_memory
-from tlt_lightning.training.resume import check_update, warn_of_changes
+from tlt_lightning.training.resume import PROMPTS, check_update, warn_of_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -261,24 +261,26 @@ class RolloutDataModule(L.LightningDataModule):
             "data.num_minibatches": self.num_minibatches,
             "data.inner_epochs": self.inner_epochs,
             "number of training prompts": len(self.train_prompts),
-            "checksum of the training prompts": zlib.crc32(prompts),
+            PROMPTS: zlib.crc32(prompts),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert self.cursor is not None, "`load_state_dict` before `setup`"
-        ranks, rank = state_dict["ranks"], self._trainer.global_rank
+        ranks, rank, num_ranks = state_dict["ranks"], self._trainer.global_rank, self._trainer.world_size
         self.cursor.position = state_dict["cursor"]
         self.history.load_state_dict(state_dict["answers"])
-        self.backlog.load([state["aside"] for state in ranks], rank, self._trainer.world_size)
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
             return
         saved, now = state_dict["settings"], self._kept_settings
+        # Prompts are known by number: those of other data are others.
+        aside = [state["aside"] for state in ranks] if saved[PROMPTS] == now[PROMPTS] else []
+        self.backlog.load(aside, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
         if any(state["iteration"] is not None for state in ranks):
             check_update(saved, now, len(ranks))
             self._saved_iteration = ranks[rank]["iteration"]
-        warn_of_changes(saved, now, len(ranks))
+        warn_of_changes(saved, now, ranks)
 
     # Loaders
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from tlt_lightning.engine.base import RolloutEngine, Sampling
     from tlt_lightning.metrics import IterationLog
     from tlt_lightning.objectives.base import PolicyObjective
+
+log = logging.getLogger(__name__)
 
 
 class RolloutCourse:
@@ -207,22 +210,37 @@ class Backlog:
         for number in course.taken:
             response, group = course.responses[number], course.groups[number // course.group_size]
             log.mean("schedule/continued", float(len(response.segments) > 1))
-            old = self._dropped.get(group.draw, ())
-            if old and (tokens := old[number % course.group_size].token_ids):
-                same = [a == b for a, b in zip(tokens, response.token_ids, strict=False)]
-                log.mean("schedule/repeated", [*same, False].index(False) / len(tokens))
+            member = number % course.group_size
+            for old in self._dropped.get(group.draw, ())[member : member + 1]:  # none if the group has grown
+                if tokens := old.token_ids:
+                    same = [a == b for a, b in zip(tokens, response.token_ids, strict=False)]
+                    log.mean("schedule/repeated", [*same, False].index(False) / len(tokens))
 
     def state_dict(self, aside: Sequence[OpenGroup] | None = None) -> list[dict[str, Any]]:
         """Return `aside`, None those put aside now, as primitives."""
         return [asdict(group) for group in (self.aside if aside is None else aside)]
 
-    def load(self, ranks: Sequence[Sequence[dict[str, Any]]], rank: int, world_size: int) -> None:
-        """Load the groups that the ranks have saved; another number of ranks deals them out anew."""
+    def load(
+        self, ranks: Sequence[Sequence[dict[str, Any]]], rank: int, world_size: int, *, group_size: int, max_tokens: int
+    ) -> None:
+        """Load the groups that the ranks have saved; another number of ranks deals them out anew.
+
+        Of larger groups the first `group_size` responses are kept, and none of a group that holds one which has
+        outgrown `max_tokens`.
+        """
         saved = ranks[rank] if len(ranks) == world_size else [state for own in ranks for state in own][rank::world_size]
-        self.aside = [
-            OpenGroup(**{**state, "responses": tuple(Response(**response) for response in state["responses"])})
-            for state in saved
-        ]
+        self.aside, num_outgrown = [], 0
+        for state in saved:
+            responses = tuple(Response(**response) for response in state["responses"][:group_size])
+            is_outgrown = any(len(each.token_ids) + each.is_unfinished > max_tokens for each in responses)
+            num_outgrown += is_outgrown
+            self.aside.append(OpenGroup(**{**state, "responses": () if is_outgrown else responses}))
+        if num_outgrown:
+            log.warning(
+                "%d prompts that a schedule had put aside have responses beyond `sampling.max_tokens` %d, and are "
+                "answered anew.",
+                *(num_outgrown, max_tokens),
+            )
 
 
 def response_seed(draw: int, member: int) -> int:

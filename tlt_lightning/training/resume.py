@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,9 @@ from typing_extensions import override
 from tlt_lightning.policy import LoRA
 
 log = logging.getLogger(__name__)
+
+PROMPTS = "checksum of the training prompts"
+"""Setting of a checkpoint by which a resumed run knows whether prompts have the numbers that they had."""
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
@@ -115,14 +118,22 @@ def check_update(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: in
         )
 
 
-def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: int) -> None:
-    """Warn of each changed setting, and of workers without a saved state, that make the resumed run go on otherwise."""
-    if num_ranks < saved["number of workers"]:
+def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of each changed setting, and of workers without a saved state, that make the resumed run go on otherwise.
+
+    `ranks` are the states of the workers.
+    """
+    if len(ranks) < saved["number of workers"]:
         log.warning(
             "The checkpoint was saved after an error, by %d of %d workers: what a schedule had put aside on the "
             "others is lost, and its prompts are not drawn again in this pass over the data.",
-            num_ranks,
+            len(ranks),
             saved["number of workers"],
+        )
+    num_aside = sum(len(state["aside"]) for state in ranks)
+    if num_aside and saved[PROMPTS] != now[PROMPTS]:
+        log.warning(
+            "%d prompts that a schedule had put aside are dropped, for the training prompts are others.", num_aside
         )
     if changes := _changes(saved, now):
         log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", changes)
