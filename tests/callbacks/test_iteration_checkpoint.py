@@ -3,6 +3,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
@@ -87,3 +88,32 @@ def test_a_run_that_goes_on_from_another_folder_keeps_what_is_in_its_own(tmp_pat
     with pytest.warns(UserWarning, match="dirpath has changed"):
         fit_into(tmp_path / "second", 3, ckpt_path=tmp_path / "first" / "last.ckpt")
     assert (tmp_path / "second" / "earlier_0" / "epoch=2.ckpt").is_file()
+
+
+def test_what_another_callback_has_saved_in_this_run_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    best = ModelCheckpoint(tmp_path / "all", "best-{step}", every_n_train_steps=2)
+    callbacks = [RunGuard(), best, IterationCheckpoint(str(tmp_path / "all"), every_minutes=0.0)]
+    trainer = make_trainer(tmp_path, callbacks, max_epochs=1, enable_checkpointing=True, limit_val_batches=0)
+    trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]))
+    assert Path(best.best_model_path).is_file()
+    assert "earlier run" not in caplog.text
+
+
+def test_a_kill_amid_the_moves_leaves_no_parts_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints"
+    fit_into(folder, 1)
+    (folder / "epoch=0.ckpt.ranks").mkdir()
+    rename, moved = Path.rename, []
+
+    def die_after_the_first(path: Path, target: Path) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", die_after_the_first)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit_into(folder, 1)
+    monkeypatch.undo()
+    fit_into(folder, 1)
+    assert [path.name for path in tmp_path.rglob("*.ranks")] == ["epoch=0.ckpt.ranks"]

@@ -46,11 +46,15 @@ class IterationCheckpoint(ModelCheckpoint):
         self._owns_folder = False
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._keep_earlier(trainer)
+
+    @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_due = time.monotonic() - self._saved_at >= 60 * self.every_minutes
         if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
-            self._keep_earlier(trainer)
             super().on_train_epoch_end(trainer, pl_module)
             self._saved_at = time.monotonic()
 
@@ -60,13 +64,14 @@ class IterationCheckpoint(ModelCheckpoint):
             super().on_train_end(trainer, pl_module)
 
     def _keep_earlier(self, trainer: L.Trainer) -> None:
-        """Set aside what another run has saved here, before this one saves for the first time; a collective."""
+        """Set aside what another run has saved here, before any callback of this one saves; a collective."""
         if self._owns_folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._owns_folder = True
         folder, resumed = Path(str(self.dirpath)), Path(trainer.ckpt_path or "").resolve()
         goes_on = resumed.parent == folder or resumed.name.startswith("hpc_ckpt_")  # SLURM's requeue saves above it
-        earlier = [] if goes_on else [*folder.glob("*.ckpt"), *folder.glob("*.ckpt.ranks")]
+        # Parts first: a run that is killed meanwhile leaves none without a checkpoint, for the next one to remove.
+        earlier = [] if goes_on else [*folder.glob("*.ckpt.ranks"), *folder.glob("*.ckpt")]
         if trainer.is_global_zero:
             set_aside(folder, earlier, "checkpoints")
         trainer.strategy.barrier("earlier checkpoints")
