@@ -64,10 +64,11 @@ def portions(texts: Sequence[Text], num_tokens: int, count: int) -> list[list[Te
     return dealt[:count] if held >= num_tokens else dealt[:-1][:count]
 
 
-def quality(drafter: DrafterModule, held_out: Sequence[PackedBatch]) -> float:
+def quality(trainer: DrafterTrainer, held_out: Sequence[PackedBatch]) -> float:
     """Return the tokens per step that are expected on the held-out packs."""
-    drafter.most_steps = None
-    return quality_of(torch.cat([drafter.measure(batch) for batch in held_out]).sum(0)).acceptance_length
+    with trainer.autocast():
+        sums = torch.cat([trainer.drafter.measure(batch) for batch in held_out]).sum(0)
+    return quality_of(sums).acceptance_length
 
 
 def learn(
@@ -89,7 +90,7 @@ def learn(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = DrafterTrainer(drafter, DrafterBuffer(MAX_BYTES), pack_tokens=args.pack_tokens, device=device)
     packs = list(packs_of(held_out, args.pack_tokens, device))
-    found, seconds, num_tokens = [(0, quality(drafter, packs))], 0.0, 0
+    found, seconds, num_tokens = [(0, quality(trainer, packs))], 0.0, 0
     for number, part in enumerate(parts):
         trainer.buffer = DrafterBuffer(MAX_BYTES, held_out_share=0.0)
         trainer.buffer.add(part)
@@ -99,7 +100,7 @@ def learn(
         trainer.train(lambda left=left: next(left, None) is not None)  # type: ignore[misc]
         seconds += time.perf_counter() - started
         num_tokens += trainer.num_seen
-        found.append((num_tokens, quality(drafter, packs)))
+        found.append((num_tokens, quality(trainer, packs)))
         trainer.note_quality(found[-1][1])
     print(f"{optimizer}, seed {seed}: {found[-1][1]:.3f} tokens per step after {num_tokens:,} tokens", flush=True)
     return {"optimizer": optimizer, "seed": seed, "seconds": seconds, "curve": found}
