@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--completions", type=Path, nargs="+", required=True, help="text of the policy, by `predict`")
     parser.add_argument("--policy", default=str(ASSETS / "policy"), help="that wrote it")
-    parser.add_argument("--optimizers", nargs="+", default=["muon=0.04", "adamw=0.003"], help="NAME=RATE of each arm")
+    parser.add_argument("--optimizers", nargs="+", default=["muon=0.03", "adamw=0.003"], help="NAME=RATE of each arm")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the heads' weights")
     parser.add_argument("--pack-tokens", type=int, default=2048, help="of `LongTailIdleCallback`")
     parser.add_argument("--draft-vocab-size", type=int, help="tokens that heads draft")

@@ -29,11 +29,11 @@ def test_each_optimizer_is_followed_from_random_weights_on_the_same_text(tmp_pat
     completions.write_text("\n".join(map(json.dumps, rows)))
     cold_head.main(["--tiny", "--completions", str(completions), "--out", str(tmp_path)])
     muon, adamw = json.loads((tmp_path / "cold_head_quickstart.json").read_text())["runs"]
-    assert [muon["optimizer"], adamw["optimizer"]] == ["muon=0.04", "adamw=0.003"]
+    assert [muon["optimizer"], adamw["optimizer"]] == ["muon=0.03", "adamw=0.003"]
     tokens = [tokens for tokens, _ in muon["curve"]]
     assert tokens[0] == 0
     assert all(abs(each - 1024 * number) < 256 for number, each in enumerate(tokens))
     assert muon["curve"][0] == adamw["curve"][0]
     assert muon["curve"][1:] != adamw["curve"][1:]
-    assert "| muon=0.04 | 0 |" in (tmp_path / "cold_head_quickstart.md").read_text()
+    assert "| muon=0.03 | 0 |" in (tmp_path / "cold_head_quickstart.md").read_text()
     assert (tmp_path / "cold_head_quickstart.png").stat().st_size > 0

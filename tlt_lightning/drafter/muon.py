@@ -31,7 +31,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.04,
+        lr: float = 0.03,
         momentum: float = 0.8,
         vector_lr: float = 3e-3,
     ) -> None:
