@@ -4,19 +4,20 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_lightning.ranks import gather_over_ranks, max_over_ranks, sum_over_ranks
+from tlt_lightning.ranks import gather_over_ranks, sum_over_ranks
 
 
 class Strategy:
-    """Two ranks that have the same: the sum is twice as much, the largest is one's own."""
+    """Two ranks that have the same: the sum is twice as much."""
 
     root_device = torch.device("cpu")
 
     def reduce(self, value: torch.Tensor, reduce_op: str) -> torch.Tensor:
-        return value.mul_(2) if reduce_op == "sum" else value
+        assert reduce_op == "sum"
+        return value.mul_(2)
 
 
-def test_ranks_add_up_take_the_largest_or_learn_all_and_one_alone_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_add_up_or_learn_all_and_one_alone_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(ranks: list[Any], own: Any) -> None:
         ranks[:] = [own, "the other's"]
 
@@ -25,9 +26,7 @@ def test_ranks_add_up_take_the_largest_or_learn_all_and_one_alone_has_its_own(mo
     value = torch.tensor([1.5, 2.0])
     assert sum_over_ranks(trainer, value).tolist() == [3.0, 4.0]
     assert value.tolist() == [1.5, 2.0]
-    assert max_over_ranks(trainer, 3) == 3
     assert gather_over_ranks(trainer, "own") == ["own", "the other's"]
     trainer.world_size, trainer.strategy = 1, None
     assert sum_over_ranks(trainer, value) is value
-    assert max_over_ranks(trainer, 3) == 3
     assert gather_over_ranks(trainer, "own") == ["own"]

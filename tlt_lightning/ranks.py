@@ -19,13 +19,6 @@ def sum_over_ranks(trainer: L.Trainer, value: Tensor) -> Tensor:
     return trainer.strategy.reduce(summed, reduce_op="sum").to(value)
 
 
-def max_over_ranks(trainer: L.Trainer, value: int) -> int:
-    """Return the largest of every rank's `value`."""
-    if trainer.world_size == 1:
-        return value
-    return int(trainer.strategy.reduce(torch.tensor(value, device=trainer.strategy.root_device), reduce_op="max"))
-
-
 def gather_over_ranks(trainer: L.Trainer, own: T) -> list[T]:
     """Return every rank's `own`, which can be pickled, in their order."""
     ranks = [own] * trainer.world_size

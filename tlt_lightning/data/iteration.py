@@ -23,7 +23,7 @@ from tlt_lightning.engine.base import Request, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
-from tlt_lightning.ranks import gather_over_ranks, max_over_ranks, sum_over_ranks
+from tlt_lightning.ranks import gather_over_ranks, sum_over_ranks
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed, texts_by_seed
 from tlt_lightning.schedules.deal import deal
@@ -152,7 +152,7 @@ class PolicyIteration:
         own, num_begun = Answered(), 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
-            if not max_over_ranks(self.trainer, missing):
+            if not any(gather_over_ranks(self.trainer, missing)):
                 break
             demand = Demand(wanted=missing, iteration=self.trainer.current_epoch, is_first=number == 0)
             seed = iteration_seed(self.trainer, f"train {number}")
