@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.base import Request, Response
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
+from tlt_lightning.schedules.saved_group import pack, unpack
 from tlt_lightning.schedules.synchronous import SynchronousSchedule
 from tlt_lightning.seeds import run_seed, seed_of
 
@@ -217,8 +218,8 @@ class Backlog:
                     log.mean("schedule/repeated", [*same, False].index(False) / len(tokens))
 
     def state_dict(self, aside: Sequence[OpenGroup] | None = None) -> list[dict[str, Any]]:
-        """Return `aside`, None those put aside now, as primitives."""
-        return [asdict(group) for group in (self.aside if aside is None else aside)]
+        """Return `aside`, None those put aside now, as tensors and primitives."""
+        return [pack(group) for group in (self.aside if aside is None else aside)]
 
     def load(
         self, ranks: Sequence[Sequence[dict[str, Any]]], rank: int, world_size: int, *, group_size: int, max_tokens: int
@@ -230,11 +231,11 @@ class Backlog:
         """
         saved = ranks[rank] if len(ranks) == world_size else [state for own in ranks for state in own][rank::world_size]
         self.aside, num_outgrown = [], 0
-        for state in saved:
-            responses = tuple(Response(**response) for response in state["responses"][:group_size])
+        for group in map(unpack, saved):
+            responses = group.responses[:group_size]
             is_outgrown = any(len(each.token_ids) + each.is_unfinished > max_tokens for each in responses)
             num_outgrown += is_outgrown
-            self.aside.append(OpenGroup(**{**state, "responses": () if is_outgrown else responses}))
+            self.aside.append(replace(group, responses=() if is_outgrown else responses))
         if num_outgrown:
             log.warning(
                 "%d prompts that a schedule had put aside have responses beyond `sampling.max_tokens` %d, and are "

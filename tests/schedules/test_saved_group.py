@@ -1,0 +1,41 @@
+"""A group in a checkpoint: all of it, in few pieces."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tlt_lightning.engine import Response
+from tlt_lightning.schedules.base import OpenGroup
+from tlt_lightning.schedules.saved_group import pack, unpack
+
+LENGTH = 1000
+RESPONSES = (
+    Response(
+        request_id=3,
+        token_ids=list(range(LENGTH)),
+        logps=[-1 / (1 + n) for n in range(LENGTH)],
+        finish_reason="unfinished",
+        policy_versions=(4, 6),
+        drafts=[(n, ("ngram", "learned")[n % 2], 3, n % 4) for n in range(0, LENGTH, 3)],
+        version_tokens=(LENGTH - 1, 1),
+    ),
+    Response(4, [], [], "unfinished", (6,)),
+)
+GROUP = OpenGroup(prompt=7, draw=19, drawn=2, begun=3, deferrals=1, responses=RESPONSES, expected_tokens=8.5)
+
+
+def test_a_group_comes_back_whole_from_a_file(tmp_path: Path) -> None:
+    torch.save(pack(GROUP), tmp_path / "group")
+    group = unpack(torch.load(tmp_path / "group", weights_only=True))
+    assert group == GROUP
+    assert [response.drafts for response in group.responses] == [response.drafts or [] for response in RESPONSES]
+
+
+def test_a_group_is_saved_in_few_pieces() -> None:
+    assert len(tree_leaves(pack(GROUP))) < 30  # each is copied and read by itself
+
+
+def test_a_group_that_was_saved_in_lists_is_read() -> None:
+    assert unpack(asdict(GROUP)) == GROUP
