@@ -147,9 +147,10 @@ def test_ranks_that_follow_take_the_steps_of_the_one_that_measures(num_steps: li
         """Hands what the first rank decides to the second."""
 
         def __init__(self, index: int) -> None:
-            self.index = index
+            self.index, self.met = index, list[bool]()
 
         def decide(self, choose: Callable[[], object]) -> object:
+            self.met.append(self.in_rollout)
             if self.is_first:
                 decided.put(choose())
                 return None
@@ -157,22 +158,28 @@ def test_ranks_that_follow_take_the_steps_of_the_one_that_measures(num_steps: li
 
     decided: Queue[object] = Queue()
     taken: list[list[tuple[int, int]]] = [[], []]
+    ranks = Shared(0), Shared(1)
 
     def decode(rank: int, size: int) -> Generator[object, None, None]:
-        for step in range(100):
-            taken[rank].append((size, step))
-            yield
-            assert step < 50
+        ranks[rank].enter_rollout()
+        try:
+            for step in range(100):
+                taken[rank].append((size, step))
+                yield
+                assert step < 50
+        finally:
+            ranks[rank].leave_rollout()
 
-    led = lead(partial(decode, 0), Shared(0))
+    led = lead(partial(decode, 0), ranks[0])
     for size, number in enumerate(num_steps, start=3):
         with closing(led(size)) as steps:
             for _ in range(number):
                 next(steps)
-    decided.put(0)
-    follow(partial(decode, 1), Shared(1))
+    ranks[0].decide(lambda: 0)
+    follow(partial(decode, 1), ranks[1])
     assert taken[1] == taken[0] == [(size, step) for size, n in enumerate(num_steps, start=3) for step in range(n)]
     assert decided.empty()
+    assert ranks[0].met == ranks[1].met  # a rank that has met in a rollout more often is no longer waited for
 
 
 def test_prompts_are_the_same_in_every_run_and_of_tokens_that_every_vocabulary_has() -> None:

@@ -115,13 +115,13 @@ def lead(decode: Decode, agreement: Agreement) -> Decode:
 
     def led(number: int) -> Generator[object, None, None]:
         agreement.decide(lambda: number)
-        try:
-            with closing(decode(number)) as steps:
+        with closing(decode(number)) as steps:
+            try:
                 while True:
                     agreement.decide(lambda: True)
                     yield next(steps, None)
-        finally:
-            agreement.decide(lambda: False)
+            finally:
+                agreement.decide(lambda: False)  # in the rollout, as it is for those that follow: meetings are counted
 
     return led
 
