@@ -191,6 +191,23 @@ def test_a_requeue_amid_an_optimizer_step_resumes_exactly(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
+def test_a_requeue_before_a_resumed_run_has_gone_on_resumes_exactly(
+    uninterrupted: Any, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Preempted(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    folder, whole, _ = uninterrupted
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    run(paths, Preempted(), ckpt=folder / "batch2.ckpt", plugins=[SLURMEnvironment(auto_requeue=True)])
+    monkeypatch.delenv("SLURM_JOB_ID")
+    resumed, _, trainer = run(paths, ckpt=paths[2] / "hpc_ckpt_1.ckpt")
+    assert trainer.global_step == 3 * STEPS
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
 @pytest.mark.parametrize("scheduled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_learning_rate_on_resume_is_used_and_said(
     scheduled: bool, paths: Paths, caplog: pytest.LogCaptureFixture

@@ -144,10 +144,10 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 class Requeue(L.Callback):
-    """Holds SLURM's requeue back until an optimizer step ends: amid a step nothing is whole."""
+    """Holds SLURM's requeue back where nothing is whole: amid an optimizer step, and while a resumed run begins."""
 
     def __init__(self) -> None:
-        self._is_busy = False
+        self._is_busy = True
         self._waiting: Callable[[], None] | None = None
 
     @classmethod
@@ -169,12 +169,19 @@ class Requeue(L.Callback):
 
         connector._slurm_sigusr_handler_fn = handle  # type: ignore[method-assign,assignment]
 
+    def on_rollout_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Let a requeue save from the run's first rollout on; a run resumed within an update begins with a step."""
+        self._let_save()
+
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._is_busy = True
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._let_save()
+
+    def _let_save(self) -> None:
         self._is_busy = False
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
