@@ -1,10 +1,13 @@
 """How far each rank of an engine has come, told in a store."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tlt_lightning.engine.rank_group import RankGroup
 from tlt_lightning.engine.rank_progress import RankProgress
 
 
@@ -50,3 +53,17 @@ def test_a_rank_tells_of_itself_while_it_waits_and_when_it_leaves() -> None:
         mine.num_meetings = other.num_meetings
         other.end()
         assert mine.num_steps == other.num_steps
+
+
+def test_a_rank_has_come_to_a_meeting_once_that_has_begun() -> None:
+    group: Any = RankGroup.__new__(RankGroup)
+    group.in_rollout, group._progress = True, RankProgress(dist.HashStore(), 0, 2)
+    before: list[int] = []
+
+    def start() -> Any:
+        before.append(group._progress.num_meetings)
+        return SimpleNamespace(wait=lambda *_: True)
+
+    group._meet(start)
+    assert before == [0]
+    assert group._progress.num_meetings == 1

@@ -133,8 +133,8 @@ class RankGroup(Agreement):
         if not self.in_rollout:
             start().wait()
             return
-        self._progress.num_meetings += 1
         work, began, is_told = start(), time.monotonic(), False
+        self._progress.num_meetings += 1  # once it has begun: a rank that is held up before has not come
         while not _ends_within(_STEP_SECONDS, work):
             if parted := self._progress.find_parted():
                 if _ends_within(_LAST_SECONDS, work):
