@@ -263,14 +263,22 @@ def test_settings_that_change_what_comes_are_named_on_resume(paths: Paths, caplo
     assert "prompts" not in caplog.text
 
 
-def test_other_prompts_are_named_on_resume_and_take_no_response_of_those_before(
+def test_other_prompts_are_named_on_resume_and_take_nothing_of_those_before(
     paths: Paths, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = checkpoint_of(paths, data={"schedule": TailBatching(1.0)})
+    known: list[dict[int, float]] = []
+
+    class Known(RolloutCallback):
+        def on_rollout_start(self, trainer: Any, *_: Any) -> None:
+            known.append(trainer.datamodule.history.mean_lengths)
+
+    data = {"schedule": TailBatching(1.0)}
+    path = checkpoint_of(paths, data=data)
     other = paths[2] / "other.jsonl"
     other.write_text("".join(line + "\n" for line in reversed(Path(paths[1]).read_text().splitlines())))
     with caplog.at_level(logging.WARNING):
-        _, history, _ = run((paths[0], str(other), paths[2]), ckpt=path, data={"schedule": TailBatching(1.0)})
+        _, history, _ = run((paths[0], str(other), paths[2]), Known(), ckpt=path, data=data)
+    assert known[0] == {}
     assert history[2]["schedule/put_aside"] == 4  # drawn anew
     assert "4 prompts that a schedule had put aside are dropped" in caplog.text
     assert "checksum of the training prompts was" in caplog.text

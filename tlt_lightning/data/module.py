@@ -269,14 +269,14 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None, "`load_state_dict` before `setup`"
         ranks, rank, num_ranks = state_dict["ranks"], self._trainer.global_rank, self._trainer.world_size
         self.cursor.position = state_dict["cursor"]
-        self.history.load_state_dict(state_dict["answers"])
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
             return
         saved, now = state_dict["settings"], self._kept_settings
-        # Prompts are known by number: those of other data are others.
-        aside = [state["aside"] for state in ranks] if saved[PROMPTS] == now[PROMPTS] else []
-        self.backlog.load(aside, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
+        if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
+            self.history.load_state_dict(state_dict["answers"])
+            aside = [state["aside"] for state in ranks]
+            self.backlog.load(aside, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
         if any(state["iteration"] is not None for state in ranks):
             check_update(saved, now, len(ranks))
             self._saved_iteration = ranks[rank]["iteration"]
