@@ -1,4 +1,4 @@
-"""Orthogonalize the steps of a head's matrices, from which a new head learns with a third of the tokens."""
+"""Orthogonalize the steps of a head's matrices: a new head then needs two fifths of the tokens that Adam needs."""
 
 from __future__ import annotations
 
