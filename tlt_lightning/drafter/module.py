@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 _NUM_DRAFT_TOKENS = 3
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
-_FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)
-"""Builds the optimizer of a head that drafts, and goes on."""
+_FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
 _NO_TEXTS = "`draft_vocab_size` {size} needs texts to choose by: train with a DrafterDataModule, or set it to {all}."
 POLICY_ROWS = "lm_head.weight"
 """Name of a head's rows of the policy's output head, sent to the engine but never trained."""
