@@ -47,6 +47,17 @@ def test_functions_see_prompt_response_and_row(make_pool) -> None:
     assert seen == ["p", "r", {"answer": 1}]
 
 
+def test_what_a_reward_does_to_its_row_reaches_no_other_call(make_pool) -> None:
+    def use_up(prompt: str, response: str, row: dict) -> float:
+        return row["numbers"].pop() + row.pop("answer")
+
+    pool, row = make_pool(use_up), {"numbers": [1, 2], "answer": 3}
+    pool.submit(0, "p", "r", row)
+    pool.submit(1, "p", "r", row)
+    assert pool.collect() == {0: {"use_up": 5.0}, 1: {"use_up": 5.0}}
+    assert row == {"numbers": [1, 2], "answer": 3}
+
+
 def test_order_does_not_depend_on_timing(make_pool) -> None:
     def last_first(prompt: str, response: str, row: dict) -> float:
         time.sleep(0.05 / (1 + row["n"]))

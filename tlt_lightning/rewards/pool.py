@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
@@ -104,7 +105,7 @@ class RewardPool:
             key: Identifies the response in what `collect` returns.
             prompt: The question.
             response: The response as text.
-            row: The row of the data file; rewards share it and must not change it.
+            row: The row of the data file; each call gets a copy of its own.
         """
         if self._closed:
             raise RuntimeError("`submit` was called on a reward pool that is closed.")
@@ -227,7 +228,7 @@ def describe(call: Call) -> str:
 
 def run(call: Call, timeout: float) -> float:
     """Call the reward function, to the end of its coroutine if any, and return a finite score."""
-    value: Any = call.term.function(call.prompt, call.response, call.row)
+    value: Any = call.term.function(call.prompt, call.response, deepcopy(call.row))
     if inspect.isawaitable(value):
         value = asyncio.run(finish(value, timeout))
     if value is None:
