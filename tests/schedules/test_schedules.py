@@ -328,3 +328,36 @@ def test_what_was_drawn_and_not_begun_ages_from_its_beginning_and_is_not_dropped
     assert partial.num_steps > num_steps
     assert {age for r in partial.learned[-1][drawn[0].draw] for age in r.policy_versions} == {3}
     assert partial.log.read()["schedule/dropped"] == ("mean", 0)
+
+
+class Wrong(SynchronousSchedule):
+    """Begins and chooses what it is told to."""
+
+    stops = True
+
+    def __init__(self, num_fresh: int, chosen: list[int] | None) -> None:
+        self.num_fresh, self.chosen = num_fresh, chosen
+
+    def begin(self, demand: Demand, aside: Any) -> tuple[list[OpenGroup], int]:
+        return [], self.num_fresh
+
+    def choose(self, demand: Demand, groups: Any, complete: Any) -> list[int] | None:
+        return self.chosen if len(complete) == 2 else None
+
+
+@pytest.mark.parametrize(
+    ("num_fresh", "chosen", "message"),
+    [
+        (1, [0, 1], r"`Wrong\.begin` takes up 0 groups and draws 1, and the rollout has to bring 2"),
+        (-1, [0, 1], r"`Wrong\.begin` takes up 0 groups and draws -1"),
+        (2, None, r"`Wrong\.choose` returned None to the end, with 2 of 2 groups complete"),
+        (2, [0], r"`Wrong\.choose` returned \[0\]: .* 2, different places out of `complete`, \[[01], [01]\]"),
+        (2, [0, 0], r"`Wrong\.choose` returned \[0, 0\]"),
+        (2, [0, 7], r"`Wrong\.choose` returned \[0, 7\]"),
+    ],
+)
+def test_what_a_schedule_of_ones_own_does_wrong_is_said_by_class_and_method(
+    num_fresh: int, chosen: list[int] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(Wrong(num_fresh, chosen), 1, wanted=2)

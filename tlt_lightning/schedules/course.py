@@ -115,7 +115,8 @@ class RolloutCourse:
             return
         self.complete.append(place)
         if self.chosen is None:
-            self.chosen = self.schedule.choose(self.demand, self.groups, self.complete)
+            self.chosen = self.schedule.choose(self.demand, self.groups, tuple(self.complete))
+            check_choice(self.schedule, self.demand, self.chosen, self.complete)
 
     @property
     def taken(self) -> list[int]:
@@ -182,6 +183,11 @@ class Backlog:
     def begin(self, demand: Demand, log: IterationLog) -> tuple[list[OpenGroup], int]:
         """Take up groups as the schedule says; return them, and how many to draw besides."""
         groups, num_fresh = self.schedule.begin(demand, self.aside)
+        if num_fresh < 0 or len(groups) + num_fresh < demand.wanted:
+            raise ValueError(
+                f"`{type(self.schedule).__name__}.begin` takes up {len(groups)} groups and draws {num_fresh}, and the "
+                f"rollout has to bring {demand.wanted} (`demand.wanted`): return at least as many in all."
+            )
         kept = {group.draw: group for group in groups}
         before = [group for group in self.aside if group.draw in kept]
         self.aside = [group for group in self.aside if group.draw not in kept]
@@ -199,7 +205,16 @@ class Backlog:
         return [group for group in groups if not group.responses], num_fresh
 
     def end(self, course: RolloutCourse, log: IterationLog) -> None:
-        """Put aside the groups that the rollout has not taken, and log those that it has, where any may wait."""
+        """Put aside the groups that the rollout has not taken, and log those that it has, where any may wait.
+
+        Raise ValueError if it has taken none.
+        """
+        if course.demand.wanted and course.chosen is None:
+            raise ValueError(
+                f"`{type(self.schedule).__name__}.choose` returned None to the end, with {len(course.complete)} of "
+                f"{len(course.groups)} groups complete: choose `demand.wanted`, {course.demand.wanted}, once that many "
+                "are."
+            )
         self.aside = [*self.aside, *course.put_aside()]
         if not self.schedule.stops:
             return
@@ -242,6 +257,19 @@ class Backlog:
                 "answered anew.",
                 *(num_outgrown, max_tokens),
             )
+
+
+def check_choice(
+    schedule: RolloutSchedule, demand: Demand, chosen: Sequence[int] | None, complete: Sequence[int]
+) -> None:
+    """Raise ValueError unless as many groups are chosen as are wanted, each complete and chosen once."""
+    if chosen is None:
+        return
+    if len(chosen) != demand.wanted or len({*chosen}) != len(chosen) or not {*chosen} <= {*complete}:
+        raise ValueError(
+            f"`{type(schedule).__name__}.choose` returned {list(chosen)}: it has to return None, or "
+            f"`demand.wanted`, {demand.wanted}, different places out of `complete`, {list(complete)}."
+        )
 
 
 def response_seed(draw: int, member: int) -> int:
