@@ -8,9 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import RolloutCallback
+from tlt_lightning.hooks import check_hooks
 
 
 class Watcher(RolloutCallback):
@@ -152,3 +154,34 @@ def test_the_step_in_a_checkpoints_name_is_the_optimizers(paths: tuple[str, str,
     run(Watcher(), paths, checkpoints, enable_checkpointing=True, limit_val_batches=0)
     names = {path.name for path in paths[2].glob("*.ckpt")}
     assert names == {"epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "epoch=2-step=6.ckpt"}
+
+
+def hook_of(name: str, method: Any) -> L.Callback:
+    return type("Mine", (L.Callback,), {name: method})()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("on_rollout_finished", lambda *_: None, r"`Mine\.on_rollout_finished` is no hook.*on_rollout_end, "),
+        (
+            "on_rollout_end",
+            lambda self, trainer, module: None,
+            r"called with \(trainer, pl_module, rollouts\): too many",
+        ),
+        ("on_rollout_start", lambda self, trainer, module, step: None, "missing a required argument: 'step'"),
+        ("on_iteration_end", None, "None is not a callable object"),
+    ],
+)
+def test_a_method_that_cannot_be_the_hook_it_looks_like_is_refused(name: str, method: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        check_hooks(hook_of(name, method))
+    check_hooks(hook_of("on_rollout_end", lambda self, trainer, *rest: None))
+    check_hooks(hook_of("on_something_of_its_own", None))
+
+
+def test_an_async_hook_is_refused() -> None:
+    async def wait(*_: Any) -> None: ...
+
+    with pytest.raises(MisconfigurationException, match=r"`Mine\.on_rollout_end` is async.*drop `async`"):
+        check_hooks(hook_of("on_rollout_end", wait))

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
+from tlt_lightning.hooks import check_hooks
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory import has_composed_states
@@ -156,6 +157,7 @@ def check_has_data(trainer: L.Trainer) -> None:
 
 
 def _check_callback(callback: L.Callback) -> None:
+    check_hooks(callback)
     if isinstance(callback, StochasticWeightAveraging):
         raise MisconfigurationException(
             "`StochasticWeightAveraging` copies the module before the policy is loaded and would average nothing; use "

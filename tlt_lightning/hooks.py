@@ -6,12 +6,14 @@ every rank, on the main thread, between engine steps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
@@ -90,6 +92,7 @@ class RolloutCallback(L.Callback):
 
 
 ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))
+HOOK_PREFIXES = ("on_rollout_", "on_iteration_", "on_weights_", "on_hidden_states", "on_engine_")
 UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
 """Hooks that ranks call unequally often, in which no pass of a sharded policy can be made."""
 
@@ -103,3 +106,21 @@ def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
             if hook is not None:
                 call.callback = type(callback).__name__
                 hook(trainer, trainer.lightning_module, *args)
+
+
+def check_hooks(callback: L.Callback) -> None:
+    """Raise MisconfigurationException for a method that is named like a hook and is none, or that cannot be called."""
+    for method in (name for name in dir(type(callback)) if name.startswith(HOOK_PREFIXES)):
+        name = f"`{type(callback).__name__}.{method}`"
+        if method not in ROLLOUT_HOOKS:
+            raise MisconfigurationException(
+                f"{name} is no hook, and nothing would call it. Hooks: {', '.join(ROLLOUT_HOOKS)}."
+            )
+        hook = getattr(callback, method)
+        if inspect.iscoroutinefunction(hook):
+            raise MisconfigurationException(f"{name} is async, and hooks are called without `await`: drop `async`.")
+        _, *arguments = inspect.signature(getattr(RolloutCallback, method)).parameters
+        try:
+            inspect.signature(hook).bind(*arguments)
+        except TypeError as error:
+            raise MisconfigurationException(f"{name} is called with ({', '.join(arguments)}): {error}.") from error
