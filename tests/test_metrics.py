@@ -113,6 +113,19 @@ def test_a_number_is_reduced_in_one_way_only() -> None:
         log.sum("mine", 1.0)
 
 
+@pytest.mark.parametrize("value", [None, "0.5", torch.ones(2)])
+def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`mine` has to be a number, or a tensor that holds one, got"):
+        IterationLog().mean("mine", value)
+
+
+def test_the_log_keeps_no_graph_of_a_tensor_alive() -> None:
+    log = IterationLog()
+    log.mean("mine", torch.ones(1, requires_grad=True) * 2)
+    assert not log._numbers["mine"][1][0].requires_grad
+    assert log.read()["mine"] == ("mean", 2.0)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the time of logs, for the test to set."""

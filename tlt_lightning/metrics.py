@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from math import comb
-from typing import Any
+from typing import Any, SupportsFloat
 
 import lightning as L
 import torch
@@ -306,7 +306,10 @@ class IterationLog:
         known, values = self._numbers.setdefault(name, (kind, []))
         if known != kind:
             raise ValueError(f"`{name}` was logged as `{known}` and now as `{kind}`; choose one of them.")
-        values.append(value)
+        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
+        if not is_number:
+            raise TypeError(f"`{name}` has to be a number, or a tensor that holds one, got {value!r:.200}.")
+        values.append(value.detach() if isinstance(value, Tensor) else value)
 
 
 def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
