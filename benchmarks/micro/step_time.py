@@ -86,19 +86,20 @@ TINY_SCALE = Scale(
 
 
 class SetLength(StrategySelector):
-    """Drafts the set number of tokens, with the arms of a selector for these batch sizes."""
+    """Drafts the set number of tokens, with the arms of a selector for these batch sizes, or with all of `KS`."""
 
-    def __init__(self) -> None:
-        self.num_draft_tokens = 0
+    def __init__(self, *, has_all: bool) -> None:
+        self.num_draft_tokens, self.has_all = 0, has_all
 
     @override
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        ks = (3, 5, 7) if batch_size <= 8 else (1, 3, 5) if batch_size <= 32 else (1, 3)
-        return (OFF, *map(Strategy, ks))
+        ks = (0, 3, 5, 7) if batch_size <= 8 else (0, 1, 3, 5) if batch_size <= 32 else (0, 1, 3)
+        return tuple(Strategy(k) for k in (KS if self.has_all else ks))
 
     @override
     def select(self, state: SelectorState) -> Strategy:
-        return Strategy(self.num_draft_tokens) if self.num_draft_tokens else OFF
+        strategy = Strategy(self.num_draft_tokens)  # at first that of the batch size before
+        return strategy if strategy in self.arms(state.batch_size) else OFF
 
 
 def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
@@ -129,7 +130,7 @@ def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
 def run_part(part: str, scale: Scale) -> dict[str, Any]:
     """Measure one part in this process; its name may end in a type of 8 bit."""
     part, _, quantization = part.partition(" ")
-    selector, speculation = SetLength(), None
+    selector, speculation = SetLength(has_all=part == "full"), None
     max_model_len = scale.context + 8 * len(KS) * scale.rounds * (SETTLE + scale.steps + 1)  # were all drafts kept
     with tempfile.TemporaryDirectory() as folder:
         policy, head = save_configs(scale.shape, Path(folder))
@@ -145,8 +146,7 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
     for batch in scale.batches:
         prompts = [[draw.randrange(2, 512) for _ in range(scale.context)] for _ in range(batch)]
         requests = [Request(id=i, prompt_ids=prompt) for i, prompt in enumerate(prompts)]
-        reached = tuple(arm.num_draft_tokens for arm in selector.arms(batch))
-        ks = {"plain": (0,), "full": KS}.get(part, reached)
+        ks = (0,) if part == "plain" else [arm.num_draft_tokens for arm in selector.arms(batch)]
         script = step_times(selector, scale, batch, ks, result["step_ms"])
         engine.follow(requests, max_model_len - scale.context, script)
     if (controller := engine.inspect().controller) is not None and engine.num_ranks > 1:
