@@ -23,7 +23,7 @@ from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
-from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.objectives.base import PolicyObjective, loss_of
 from tlt_lightning.policy import LoRA, stream_weights
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training import optimization
@@ -215,7 +215,7 @@ class RLModule(L.LightningModule):
         logps, entropy, values = self.networks.forward(batch, needs_entropy_grad=wanted)
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
-        output = self.objective.loss(batch, logps, entropy, values)
+        output = loss_of(self.objective, batch, logps, entropy, values)
         self._parts.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 

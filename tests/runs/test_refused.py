@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import RLModule, Sampling
+from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
 
 
@@ -49,6 +50,24 @@ def test_an_objective_that_assumes_another_length_limit_is_refused(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=r"`objective.aggregation.max_tokens` 1024 .* is 8; make them"):
         make_trainer(tmp_path).fit(make_module(policy_path, objective=DrGRPO()), make_data(prompts_path))
+
+
+class BareAdvantages(GRPO):
+    def advantages(self, batch: RolloutBatch, reduce: Any) -> Any:
+        return torch.zeros_like(batch.response_mask)
+
+
+class BareLoss(GRPO):
+    def loss(self, batch: RolloutBatch, logps: torch.Tensor, entropy: torch.Tensor, values: Any) -> Any:
+        return logps.sum()
+
+
+@pytest.mark.parametrize(("objective", "method"), [(BareAdvantages(), "advantages"), (BareLoss(), "loss")])
+def test_an_objective_that_returns_something_else_is_refused(
+    objective: GRPO, method: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=rf"`{type(objective).__name__}\.{method}` has to return"):
+        make_trainer(tmp_path).fit(make_module(policy_path, objective=objective), make_data(prompts_path))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, spl
 from tlt_lightning.engine.base import Request, Sampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import log_rollouts
+from tlt_lightning.objectives.base import advantages_of
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks import gather_over_ranks, sum_over_ranks
 from tlt_lightning.schedules.base import Demand, OpenGroup
@@ -277,7 +278,7 @@ class PolicyIteration:
         if scoring is None or not scoring.fits(batch, self.module.hidden_state_request):  # a callback changed it
             scoring = self._begin_scoring(batch)
         batch = scoring.finish(batch)
-        batch.advantages, batch.returns = self.module.objective.advantages(batch, self._sum)
+        batch.advantages, batch.returns = advantages_of(self.module.objective, batch, self._sum)
         if batch.values is not None and batch.returns is not None:
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
             self.log.mean("train/explained_variance", explained)

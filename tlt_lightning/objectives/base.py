@@ -98,6 +98,40 @@ class PolicyObjective(ABC):
         """
 
 
+def advantages_of(objective: PolicyObjective, batch: RolloutBatch, reduce: Reduce) -> Advantages:
+    """Return what `objective.advantages` does; raise TypeError or ValueError unless that is as it says."""
+    found, name = objective.advantages(batch, reduce), f"`{type(objective).__name__}.advantages`"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(
+            f"{name} has to return a pair, advantages and the critic's targets (None without a critic), got {found!r}."
+        )
+    for what, tensor in zip(("advantages", "targets"), found, strict=True):
+        if tensor is None and what == "targets":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.shape != batch.response_mask.shape:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ValueError(
+                f"{name} has to return {what} for each token, of the shape of `batch.response_mask`, "
+                f"{tuple(batch.response_mask.shape)}, got {shape}."
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} returned {what} that hold NaN or infinite values.")
+    return found
+
+
+def loss_of(
+    objective: PolicyObjective, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None
+) -> ObjectiveOutput:
+    """Return what `objective.loss` does; raise TypeError unless that is an `ObjectiveOutput` of a scalar."""
+    output = objective.loss(batch, logps, entropy, values)
+    if not isinstance(output, ObjectiveOutput) or output.loss.ndim:
+        got = f"a loss of shape {tuple(output.loss.shape)}" if isinstance(output, ObjectiveOutput) else type(output)
+        raise TypeError(
+            f"`{type(objective).__name__}.loss` has to return an `ObjectiveOutput` whose `loss` is a scalar, got {got}."
+        )
+    return output
+
+
 def upcast(x: Tensor) -> Tensor:
     """Return `x` in float32, or in float64 if it is that: no half precision in the loss."""
     return x if x.dtype == torch.float64 else x.float()
