@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from tlt_lightning.arguments import check_count
 
 Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling", "twin"]
 """Drafters, each with what it drafts from:
@@ -20,6 +22,8 @@ sibling   the response's twin, or look-ups in other responses to the same prompt
 mixed     the head, and in its place the twin, and look-ups wherever they are expected to be accepted more often
 ========= ==========================================================================================================
 """
+
+DRAFTERS: tuple[Drafter, ...] = get_args(Drafter)
 
 LEARNED_DRAFTERS: tuple[Drafter, ...] = ("learned", "mixed")
 """Drafters in whose steps the learned head drafts."""
@@ -38,8 +42,9 @@ class Strategy:
     drafter: Drafter = "learned"
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 0:
-            raise ValueError(f"`num_draft_tokens` must be 0 (off) or positive, got {self.num_draft_tokens}.")
+        check_count("num_draft_tokens", self.num_draft_tokens, 0)
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"`drafter` must be one of {', '.join(DRAFTERS)}, got {self.drafter!r}.")
 
     @property
     def is_off(self) -> bool:

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -198,3 +199,16 @@ def test_selectors_are_made_from_yaml():
         assert type(parser.instantiate_classes(config).selector).__name__ == name
     with pytest.raises(SystemExit):
         parser.parse_string("selector: {class_path: FixedSelector, init_args: {drafter: bogus}}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1,), "`num_draft_tokens` must be at least 0, got -1"),
+        ((2.5,), r"`num_draft_tokens` must be a whole number of at least 0, got 2\.5"),
+        ((3, "magic"), "`drafter` must be one of earlier, learned, mixed, .* got 'magic'"),
+    ],
+)
+def test_a_strategy_that_nobody_can_follow_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Strategy(*arguments)
