@@ -52,6 +52,12 @@ def check_type(name: str, value: object, kind: type, remedy: str) -> None:
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {got}. {remedy}")
 
 
+def check_optional(name: str, value: object, kind: type, remedy: str) -> None:
+    """Raise TypeError unless argument `name` is an object of `kind` or None; `remedy` ends the message."""
+    if value is not None:
+        check_type(name, value, kind, remedy)
+
+
 def check_distinct(name: str, values: Sequence[object]) -> None:
     """Raise ValueError if argument `name` has no values or repeats one."""
     if not values:

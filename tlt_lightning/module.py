@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_type
+from tlt_lightning.arguments import check_optional, check_type
 from tlt_lightning.checks import SAVE, check_has_data, check_not_spawned, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
@@ -79,11 +79,11 @@ class RLModule(L.LightningModule):
         check_type("policy", policy, str, f"Give a folder or hub name. {SAVE}")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
-        check_type("lora", LoRA() if lora is None else lora, LoRA, "Give for example `LoRA(rank=16)`.")
+        check_optional("lora", lora, LoRA, "Give for example `LoRA(rank=16)`.")
+        check_optional("critic", critic, CriticConfig, "Give for example `CriticConfig()`.")
         if objective.needs_critic and critic is None:
             raise ValueError(
-                f"`objective` {type(objective).__name__} needs values: set `critic`, for example `critic: {{}}` for a "
-                "value head on the policy's trunk."
+                f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."
             )
         self.policy_path = policy
         self.objective = objective

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import RLModule, Sampling
+from tlt_lightning import RLModule, Sampling, TailBatching
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
 
@@ -76,12 +76,28 @@ def test_an_objective_that_returns_something_else_is_refused(
         ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a str, got a Linear\. .* `merge_and_unload\(\)`"),
         ({"objective": GRPO}, "`objective` must be a PolicyObjective, got the class GRPO itself"),
         ({"lora": {"rank": 4}}, r"`lora` must be a LoRA, got a dict\. Give for example"),
+        ({"critic": True}, r"`critic` must be a CriticConfig, got a bool\. Give for example"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
     ],
 )
 def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         RLModule(**{"policy": "some/model", "objective": GRPO(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": "TailBatching"}, r"`schedule` must be a RolloutSchedule, got a str\. Give for example"),
+        ({"schedule": TailBatching}, "`schedule` must be a RolloutSchedule, got the class TailBatching itself"),
+        ({"dynamic_sampling": True}, r"`dynamic_sampling` must be a DynamicSampling, got a bool\."),
+        ({"earlier_answers": True}, r"`earlier_answers` must be a EarlierAnswers, got a bool\."),
+        ({"val_sampling": {"temperature": 0}}, r"`val_sampling` must be a Sampling, got a dict\."),
+    ],
+)
+def test_data_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str, prompts_path: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_data(prompts_path, **arguments)
 
 
 def test_a_policy_may_be_a_path() -> None:

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_count
+from tlt_lightning.arguments import check_count, check_optional
 from tlt_lightning.checks import check_accumulation
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate
@@ -58,6 +58,8 @@ class IterationSettings:
         for item in fields(self):
             if item.type == "int":  # whatever was given
                 check_count(item.name, getattr(self, item.name))
+        remedy = "Give for example `DynamicSampling()`."
+        check_optional("dynamic_sampling", self.dynamic_sampling, DynamicSampling, remedy)
 
     def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
         """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""

@@ -70,9 +70,8 @@ class RolloutDataModule(L.LightningDataModule):
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
-        micro_batch_tokens: Most tokens, of prompts and responses, in one forward and backward pass on one rank. It
-            decides memory and speed, not what is learned: a step takes as many passes as it needs. The longest prompt
-            and response together have to fit.
+        micro_batch_tokens: Most tokens of a forward and backward pass on one rank, of prompts and responses. It decides
+            memory and speed, not what is learned; the longest prompt and response together have to fit.
         num_minibatches: Optimizer steps of one pass over an iteration's rollouts, each with an equal share of them.
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO): they teach nothing; None is off.
@@ -109,7 +108,8 @@ class RolloutDataModule(L.LightningDataModule):
         arguments = dict(locals())
         check_at_least("val_group_size", val_group_size, 1)
         check_type("engine", engine, RolloutEngine, "Give for example `VLLMEngine()`.")
-        check_type("sampling", sampling, Sampling, "Give for example `Sampling(max_tokens=512)`.")
+        for name, given in (("sampling", sampling), ("val_sampling", val_sampling or sampling)):
+            check_type(name, given, Sampling, "Give for example `Sampling(max_tokens=512)`.")
         if sampling.temperature == 0:
             raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
         self.engine = engine

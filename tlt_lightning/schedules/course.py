@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tlt_lightning.arguments import check_optional
 from tlt_lightning.engine.base import Request, Response
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
 from tlt_lightning.schedules.saved_group import pack, unpack
@@ -161,6 +162,7 @@ class Backlog:
     """
 
     def __init__(self, schedule: RolloutSchedule | None) -> None:
+        check_optional("schedule", schedule, RolloutSchedule, "Give for example `TailBatching(extra=0.25)`.")
         self.schedule = schedule or SynchronousSchedule()
         self.aside: list[OpenGroup] = []
         self._dropped: dict[int, tuple[Response, ...]] = {}  # what was thrown away of groups now written anew, by draw

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tlt_lightning.arguments import check_count
+from tlt_lightning.arguments import check_count, check_optional
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import RolloutEngine
@@ -85,6 +85,7 @@ class AnswerHistory:
     """
 
     def __init__(self, settings: EarlierAnswers | None = None) -> None:
+        check_optional("earlier_answers", settings, EarlierAnswers, "Give for example `EarlierAnswers()`.")
         self.settings = settings
         self.mean_lengths: dict[int, float] = {}
         self.texts: dict[int, list[array[int]]] = {}  # by prompt, least recently answered first

@@ -39,6 +39,15 @@ def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> No
         Speculation(selector=FixedSelector(3, "ngram"), **arguments)
 
 
+def test_a_selector_in_the_place_of_speculation_is_refused_in_words() -> None:
+    selector: Any = FixedSelector(3, "sibling")
+    with pytest.raises(TypeError, match=r"`speculation` must be a Speculation, got a FixedSelector\."):
+        VLLMEngine(speculation=selector)
+    kind: Any = FixedSelector
+    with pytest.raises(TypeError, match=r"`speculation\.selector` must be a StrategySelector, got the class FixedS"):
+        Speculation(selector=kind, siblings=True)
+
+
 def test_arms_that_cannot_run_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=r"draft 9 tokens at batch size 1, but .*max_draft_tokens. is 7"):
         Speculation(selector=FixedSelector(9, "ngram"), ngram=True).check(policy, 4)

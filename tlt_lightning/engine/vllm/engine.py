@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_positive
+from tlt_lightning.arguments import check_at_least, check_optional, check_positive
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.planned_memory import planned_memory, step_tokens
@@ -81,6 +81,7 @@ class VLLMEngine(RolloutEngine):
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
         check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
+        check_optional("speculation", speculation, Speculation, "Give `Speculation(selector=...)`.")
         self.dtype = dtype
         self.max_num_seqs = max_num_seqs
         self.gpu_memory_utilization = gpu_memory_utilization

@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_type
 from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
@@ -74,6 +74,7 @@ class Speculation:
     trace: str | None = None
 
     def __post_init__(self) -> None:
+        check_type("speculation.selector", self.selector, StrategySelector, "Give for example `CostModelSelector()`.")
         if not self.drafters:
             raise ValueError(
                 "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
