@@ -247,7 +247,7 @@ def measure(
     for count in DIFFICULTY:
         asked = [question for question in questions if len(question.numbers) == count]
         inputs = tokenizer([question.prompt for question in asked], return_tensors="pt").to(args.device)
-        outputs = model.generate(
+        outputs = model.generate(  # type: ignore[misc]
             **inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_RESPONSE
         )[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
