@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tlt_lightning.objectives import GRPO, TruncatedImportance
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
 
+PLUGINS = Path(__file__).parents[2] / "docs/your_plugins.md"
 SIZE = 4  # responses of a group
 
 
@@ -328,6 +330,16 @@ def test_what_was_drawn_and_not_begun_ages_from_its_beginning_and_is_not_dropped
     assert partial.num_steps > num_steps
     assert {age for r in partial.learned[-1][drawn[0].draw] for age in r.policy_versions} == {3}
     assert partial.log.read()["schedule/dropped"] == ("mean", 0)
+
+
+def test_the_example_of_a_custom_schedule_works() -> None:
+    names: dict[str, Any] = {}
+    exec(PLUGINS.read_text().split('title="my_schedule.py"\n')[1].split("```")[0], names)
+    done = run(names["OneMore"](), 6)
+    assert [len(iteration) for iteration in done.learned] == [8] * 6
+    draws = [draw for iteration in done.learned for draw in iteration]
+    left = [group.draw for group in done.backlog.aside]
+    assert sorted(draws + left) == list(range(6 * 8 + 1))
 
 
 class Wrong(SynchronousSchedule):
