@@ -294,13 +294,21 @@ def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:
         )
 
 
-def check_context(policy: str, max_model_len: int) -> None:
-    """Raise ValueError if prompt and response together may outgrow the policy's context."""
+def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
+    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation."""
     from transformers import AutoConfig
 
     limit = getattr(AutoConfig.from_pretrained(policy), "max_position_embeddings", None)
-    if limit is not None and max_model_len > limit:
-        raise ValueError(
-            f"`data.max_prompt_tokens` plus `data.sampling.max_tokens` is {max_model_len}, but `policy` {policy!r} has "
-            f"a context of {limit} tokens; lower one of them."
+    for name, max_tokens in (("sampling", sampling.max_tokens), ("val_sampling", val_sampling.max_tokens)):
+        if limit is not None and max_prompt_tokens + max_tokens > limit:
+            raise ValueError(
+                f"`data.max_prompt_tokens` {max_prompt_tokens} plus `data.{name}.max_tokens` {max_tokens} is "
+                f"{max_prompt_tokens + max_tokens}, but `policy` {policy!r} has a context of {limit} tokens; lower one "
+                "of them."
+            )
+    if val_sampling.max_tokens < sampling.max_tokens:
+        log.warning(
+            "`data.val_sampling.max_tokens` %d ends held-out responses before `data.sampling.max_tokens` %d does in "
+            "training. What `val_sampling` leaves out has its own default, not the value of `sampling`.",
+            *(val_sampling.max_tokens, sampling.max_tokens),
         )

@@ -1,5 +1,6 @@
 """Settings of module and data that do not fit are refused, or warned of, before anything is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import RLModule, Sampling, TailBatching
+from tlt_lightning.checks import check_lengths
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
 
@@ -22,6 +24,7 @@ from tlt_lightning.objectives import GRPO, DrGRPO
         ({"train": None}, r"data\.train"),
         ({"max_prompt_tokens": 2}, "No prompt"),
         ({"max_prompt_tokens": 250, "micro_batch_tokens": 300}, "context of 256"),
+        ({"val_sampling": Sampling(temperature=0)}, r"16 plus `data\.val_sampling\.max_tokens` 1024 .* context of 256"),
         ({"num_minibatches": 3}, "16 responses .* not divisible by `data.num_minibatches` 3"),
         ({"micro_batch_tokens": 23}, "`data.micro_batch_tokens` 23 is less .* set it to at least 24"),
     ],
@@ -127,3 +130,13 @@ def test_filters_of_the_distribution_are_warned_of(
     data = make_data(prompts_path, sampling=Sampling(max_tokens=4, top_k=5))
     make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
     assert "`top_k` 5) cuts the distribution" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"), [({"temperature": 0.0}, True), ({"temperature": 0.0, "max_tokens": 9}, False)]
+)
+def test_a_validation_that_cuts_off_before_training_does_is_warned_of(
+    given: dict, warned: bool, policy_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_lengths(policy_path, 16, Sampling(max_tokens=9), replace(Sampling(max_tokens=5), **given))
+    assert ("`data.val_sampling.max_tokens` 5 ends held-out responses before" in caplog.text) == warned

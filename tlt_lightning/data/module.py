@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_type
 from tlt_lightning.checks import (
-    check_context,
     check_engine_ranks,
+    check_lengths,
     check_models,
     check_sizes,
     check_trainer,
@@ -58,9 +58,8 @@ log = logging.getLogger(__name__)
 class RolloutDataModule(L.LightningDataModule):
     """Rolls out the policy on prompts, scores the responses, yields an iteration's minibatches.
 
-    A batch of validation is one held-out prompt with its responses: `Trainer(limit_val_batches)` counts prompts on each
-    rank. So do `overfit_batches`, which takes every iteration's from the first ones, and `fast_dev_run`, which makes
-    one iteration of so many.
+    A batch of validation is one held-out prompt with its responses: `limit_val_batches` counts prompts on each rank. So
+    do `overfit_batches`, which takes every iteration's from the first ones, and `fast_dev_run`, for its one iteration.
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
@@ -78,7 +77,8 @@ class RolloutDataModule(L.LightningDataModule):
         schedule: What is rolled out when, and what waits: TailBatching, PartialRollout; None is SynchronousSchedule.
         earlier_answers: Keep answers, and draft from them when their prompt is drawn again; None keeps no text.
         sampling: How responses are sampled in training.
-        val_sampling: How they are in validation and prediction, for example greedy; None is as in training.
+        val_sampling: How they are in validation and prediction, for example greedy; None is as in training. What it
+            leaves out has its default, not training's: give `max_tokens`, too.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
         max_prompt_tokens: Longest prompt; longer ones are left out, and the run says how many.
         reward_timeout: Seconds one call of a reward function may take.
@@ -142,7 +142,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         policy = self._module.policy_path
         max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
-        self._check(stage, max_model_len)
+        self._check(stage)
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
@@ -161,7 +161,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
         ignore_needless_warnings()
 
-    def _check(self, stage: str, max_model_len: int) -> None:
+    def _check(self, stage: str) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
         module = self._module
         check_trainer(self._trainer)
@@ -172,7 +172,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.history.check(self.engine, self._trainer.world_size)
             warn_of_filters(self.sampling)
-        check_context(module.policy_path, max_model_len)
+        check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self.val_sampling)
         for sampling in (self.sampling, self.val_sampling):
             self.engine.check_sampling(sampling)
 
