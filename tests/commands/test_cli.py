@@ -66,6 +66,9 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--data.sampling.temprature=1"], "Did you mean `--data.sampling.temperature`?"),
         (["--ckpt_path=nowhere/last.ckpt"], "`ckpt_path` 'nowhere/last.ckpt' does not exist"),
         (["--data.rewards=[tlt_lightning.rewards.countdown]"], "Name a reward as `{function: tlt_lightning.rewards.c"),
+        (["--data.engine=VLLMEngin"], "Did you mean `VLLMEngine`?"),
+        (["--model.objective=GRP0"], "Did you mean `GRPO`?"),
+        (["--model.objective=Mine"], "name one of your own with its module, as in `my_module.Mine`"),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is no whole checkpoint"),
     ],
 )

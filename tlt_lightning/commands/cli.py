@@ -13,6 +13,8 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
+import tlt_lightning
+from tlt_lightning import objectives
 from tlt_lightning.guard.checkpoint_io import check_readable
 
 
@@ -78,6 +80,8 @@ class _Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         for known in get_close_options(message, _options(self)):
             message += f"\n  Did you mean `{known}`?"
+        for name in dict.fromkeys(re.findall(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)):
+            message += f"\n  {advice_on_class(name)}"
         for pattern, remedy in _REMEDIES.items():
             if found := re.search(pattern, message, re.DOTALL):
                 message += f"\n  {remedy.format(found[1])}"
@@ -91,6 +95,14 @@ def get_close_options(message: str, options: set[str]) -> list[str]:
         unknown += [word.removeprefix("--").partition("=")[0] for word in rest[1].split() if word.startswith("--")]
     found = (difflib.get_close_matches(option, options, n=1, cutoff=0.8) for option in unknown)
     return [f"--{option}" for match in found for option in match]
+
+
+def advice_on_class(name: str) -> str:
+    """Return the known class closest to one that is none, or how a class of one's own is named."""
+    known = difflib.get_close_matches(name, [*tlt_lightning.__all__, *dir(objectives)], n=1)
+    if known:
+        return f"Did you mean `{known[0]}`?"
+    return f"`{name}` is no class of this package; name one of your own with its module, as in `my_module.{name}`."
 
 
 def _options(parser: LightningArgumentParser) -> set[str]:
