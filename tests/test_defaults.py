@@ -40,7 +40,7 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.PartialRollout: {"extra": 0.5, "max_policy_lag": 2},
     tlt.TailBatching: {"extra": 0.25},
     tlt.DrafterDataModule: {"num_tokens": 4096, "val_share": 0.1, "seed": 0},
-    AcceptanceRule: {"samples_drafts": False, "temperature": 1.0},
+    AcceptanceRule: {"samples_drafts": False, "temperature": 1.0, "shares_noise": False},
     Teaching: {"decay": 1.0, "regression_weight": 0.0},
     AdaptiveBudget: {"most": 1.0, "trial": 0.5, "overhead": 0.005, "horizon": 50},
     FixedBudget: {"share": 0.1, "every_n_iterations": 1},

@@ -10,6 +10,7 @@ from tests.support.speculation_engines import ScriptedSelector, engine_of, save_
 from tlt_lightning import Sampling
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.engine import Request
+from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -19,17 +20,29 @@ NUM_DRAFTS = 3
 SAMPLING = Sampling(max_tokens=48, temperature=0.7)
 
 
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(
+    ("draft_sampling", "siblings"),
+    [
+        ("greedy", False),
+        ("probabilistic", False),
+        pytest.param("probabilistic", True, marks=pytest.mark.gpu),  # the V2 runner shares the noise
+    ],
+)
 def test_measured_acceptance_is_what_the_engine_reaches_at_a_temperature(
-    draft_sampling: Literal["greedy", "probabilistic"], tmp_path: Path
+    draft_sampling: Literal["greedy", "probabilistic"], siblings: bool, tmp_path: Path
 ) -> None:
     policy = save_endless_policy(tmp_path / "policy")
     drafter = make_drafter(policy, num_draft_tokens=NUM_DRAFTS)
     head = drafter.export(tmp_path / "head")
-    selector = ScriptedSelector(longest=NUM_DRAFTS)
+    selector = ScriptedSelector(("learned", "sibling") if siblings else ("learned",), longest=NUM_DRAFTS)
     speculation = Speculation(
-        selector=selector, head=str(head), max_draft_tokens=NUM_DRAFTS, draft_sampling=draft_sampling
+        selector=selector,
+        head=str(head),
+        siblings=siblings,
+        max_draft_tokens=NUM_DRAFTS,
+        draft_sampling=draft_sampling,
     )
+    shares_noise = speculation.couples_drafts(is_v2=internals.runs_v2())
     requests = [Request(id=i, prompt_ids=[2 + i % 29, 5, 7, 3], group=i) for i in range(64)]
     selector.script = lambda state: Strategy(NUM_DRAFTS, "learned")
     with engine_of(policy, speculation) as engine:
@@ -40,7 +53,7 @@ def test_measured_acceptance_is_what_the_engine_reaches_at_a_temperature(
         sequences = read_by_target(policy, whole, 4, drafter.layer_ids)
         train(drafter, pack(sequences[: len(sequences) // 2], 512), num_steps=60)
         engine.update_drafter(drafter.trainable_tensors(), 1)
-        drafter.acceptance = AcceptanceRule(draft_sampling == "probabilistic", SAMPLING.temperature)
+        drafter.acceptance = AcceptanceRule(draft_sampling == "probabilistic", SAMPLING.temperature, shares_noise)
         measured = quality_on(drafter, pack(sequences[len(sequences) // 2 :], 512)).acceptance_length
         write(engine, requests, SAMPLING, seed=1)
         reached = engine.stats()["speculation/acceptance_length"]

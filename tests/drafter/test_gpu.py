@@ -39,10 +39,10 @@ def test_loss_and_gradients_are_those_of_the_cpu(policy_path: str, loss: str, te
             assert similarity > 0.98, name
 
 
-@pytest.mark.parametrize("samples_drafts", [False, True])
-def test_it_learns_and_is_measured_there(policy_path: str, samples_drafts: bool) -> None:
+@pytest.mark.parametrize(("samples_drafts", "shares_noise"), [(False, False), (True, False), (True, True)])
+def test_it_learns_and_is_measured_there(policy_path: str, samples_drafts: bool, shares_noise: bool) -> None:
     drafter = make_drafter(policy_path).cuda()
-    drafter.acceptance = AcceptanceRule(samples_drafts=samples_drafts, temperature=0.9)
+    drafter.acceptance = AcceptanceRule(samples_drafts, 0.9, shares_noise)
     batches = pack([random_sequence(300, 5)], 384)
     there = move_data_to_device(batches, torch.device("cuda"))
     losses = train(drafter, there, num_steps=60)

@@ -61,6 +61,29 @@ def test_expected_acceptance_is_what_an_engine_that_writes_the_text_has(samples_
     assert accepted[1] / steps[0] == pytest.approx(rate.item() ** 2, abs=0.01)
 
 
+@pytest.mark.parametrize("vocab_size", [20, 500])
+def test_drafts_that_share_the_noise_are_accepted_as_often_as_both_draw_the_same(vocab_size: int) -> None:
+    temperature, num_draws = 0.8, 200_000
+    generator = torch.Generator().manual_seed(1)
+    targets = 3 * torch.randn(vocab_size, generator=generator)
+    logits = targets + torch.randn(vocab_size, generator=generator)
+    noise = -torch.empty(num_draws, vocab_size).exponential_(generator=generator).log()
+    written, drafts = ((values / temperature + noise).argmax(-1) for values in (targets, logits))
+    rule = AcceptanceRule(samples_drafts=True, temperature=temperature, shares_noise=True)
+    tokens = written.unique()
+    rates, matches = rule.judge(logits.expand(len(tokens), -1), targets.expand(len(tokens), -1), tokens)
+    same = drafts == written
+    assert rates[0].item() == pytest.approx(same.float().mean().item(), abs=0.008)
+    for token, match in zip(tokens.tolist(), matches.tolist(), strict=True):
+        if (is_token := written == token).sum() > 2000:
+            assert match == pytest.approx(same[is_token].float().mean().item(), abs=0.04), token
+    sampled, _ = AcceptanceRule(samples_drafts=True, temperature=temperature).judge(
+        logits[None], targets[None], tokens[:1]
+    )
+    likeliest, _ = AcceptanceRule(temperature=temperature).judge(logits[None], targets[None], tokens[:1])
+    assert likeliest.item() < rates[0].item() < sampled.item()
+
+
 def test_a_token_that_the_head_cannot_draft_is_a_rejection() -> None:
     rates, matches = AcceptanceRule().judge(torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([-1, 0]))
     assert rates.tolist() == [0, pytest.approx(1 / 3)]
@@ -75,9 +98,11 @@ def test_at_temperature_zero_a_draft_is_accepted_or_not() -> None:
 
 def test_a_token_that_neither_distribution_holds_is_a_rejection() -> None:
     logits = torch.tensor([[0.0, 1.0]] * 2)
-    rates, matches = AcceptanceRule(samples_drafts=True, temperature=0).judge(logits, logits, torch.tensor([-1, 0]))
-    assert rates.tolist() == [0, 1]
-    assert matches.tolist() == [0, 0]
+    for shares_noise in (False, True):
+        rule = AcceptanceRule(samples_drafts=True, temperature=0, shares_noise=shares_noise)
+        rates, matches = rule.judge(logits, logits, torch.tensor([-1, 0]))
+        assert rates.tolist() == [0, 1]
+        assert matches.tolist() == [0, 0]
 
 
 def test_quality_is_the_mean_over_steps_and_positions() -> None:

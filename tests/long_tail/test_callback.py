@@ -24,7 +24,7 @@ from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration, Train
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
-from tlt_lightning.speculation import FixedSelector
+from tlt_lightning.speculation import CostModelSelector, FixedSelector
 
 
 def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = POLICY) -> None:
@@ -108,12 +108,17 @@ class Loop:
         return self.module.hidden_state_request is not None
 
 
-def test_the_drafter_is_trained_and_judged_as_the_engine_drafts() -> None:
+def test_the_drafter_is_trained_and_judged_as_the_engine_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     callback = make_callback()
     engine = make_engine(ScriptedSelector(longest=5), draft_sampling="probabilistic", max_draft_tokens=7)
     set_up(callback, engine)
     assert (callback.drafter.num_steps, callback.drafter.num_draft_tokens) == (5, 5)
     assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=True, temperature=1.0)
+    monkeypatch.setattr("tlt_lightning.engine.vllm.internals.runs_v2", lambda: True)
+    callback = make_callback()
+    selector = CostModelSelector(num_draft_tokens=(3,), drafters=("learned", "sibling"))
+    set_up(callback, make_engine(selector, draft_sampling="probabilistic", siblings=True))
+    assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=True, temperature=1.0, shares_noise=True)
     callback = make_callback()
     Loop(callback)
     assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=False, temperature=0.7)

@@ -29,10 +29,12 @@ def test_a_checkpoint_of_an_adam_that_counts_on_the_host_is_gone_on_from_on_a_gp
     assert weight(trainer) == pytest.approx(weight(saved), rel=1e-5)
 
 
-@pytest.mark.parametrize("samples_drafts", [False, True])
-def test_nothing_is_compiled_after_the_step_that_is_tried(policy_path: str, samples_drafts: bool) -> None:
+@pytest.mark.parametrize(("samples_drafts", "shares_noise"), [(False, False), (True, False), (True, True)])
+def test_nothing_is_compiled_after_the_step_that_is_tried(
+    policy_path: str, samples_drafts: bool, shares_noise: bool
+) -> None:
     drafter, buffer = make_drafter(policy_path), DrafterBuffer(1 << 30)
-    drafter.acceptance = AcceptanceRule(samples_drafts=samples_drafts, temperature=0.7)
+    drafter.acceptance = AcceptanceRule(samples_drafts, 0.7, shares_noise)
     texts = [random_sequence(length, 5, seed=length) for length in (40, 70, 200, 300, 500, 1400, 2200)]
     buffer.add([replace(t, states=t.states.bfloat16(), last_states=t.last_states.bfloat16()) for t in texts])
     trainer = DrafterTrainer(drafter, buffer, pack_tokens=1024, device=torch.device("cuda"))

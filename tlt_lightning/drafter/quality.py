@@ -16,6 +16,7 @@ from tlt_lightning.fused.compiled import compiled_on_gpu
 
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 _TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices
+_LIKELIEST = 64  # tokens whose chances are summed one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,14 @@ class AcceptanceRule:
     Args:
         samples_drafts: Drafts are sampled from the head's distribution q and accepted with `min(1, p / q)`, in all with
             `sum of min(p, q)`; else they are its likeliest token, accepted with the target's p of it.
+        shares_noise: Sampled drafts are drawn with the noise that the target is sampled with, and accepted where both
+            draw the same token (`engine/vllm/patches/coupled_drafts.py`).
         temperature: Sampling temperature, of both p and q. Truncation (`top_p`, `top_k`) is not accounted for.
     """
 
     samples_drafts: bool = False
     temperature: float = 1.0
+    shares_noise: bool = False
 
     def judge(self, logits: Tensor, targets: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chance that a draft is accepted, and that given the text's token, (n,) each.
@@ -39,7 +43,9 @@ class AcceptanceRule:
             targets: Logits of the target over the same tokens. (n, V)
             written: Token of the text; -1 is one that the head cannot draft. (n,)
         """
-        judge = _judge_samples if self.samples_drafts else _judge_likeliest
+        judge = _judge_likeliest
+        if self.samples_drafts:
+            judge = _judge_coupled if self.shares_noise else _judge_samples
         rates, matches = judge(logits, targets, written.clamp(min=0), max(self.temperature, _COLDEST))
         # The target's distribution is known over the head's tokens alone; a text that leaves them stands for the rest.
         is_known = written >= 0
@@ -52,6 +58,23 @@ def _judge_samples(logits: Tensor, targets: Tensor, token: Tensor, temperature: 
     written_p, written_q = (values.gather(-1, token[:, None])[:, 0] for values in (p, q))
     matches = (written_q / written_p.clamp(min=_TINY)).clamp(max=1)
     return torch.minimum(p, q).sum(-1), matches
+
+
+@compiled_on_gpu
+def _judge_coupled(logits: Tensor, targets: Tensor, token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Given that the target draws x, so does the head with the chance 1 / sum over y of max(p_y, q_y p_x / q_x).
+
+    The tokens beyond the likeliest ones have little mass: they are summed as a single one, and kept like the others.
+    """
+    p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
+    likeliest = (p + q).topk(min(_LIKELIEST, p.shape[-1])).indices  # (n, M)
+    asked = torch.cat([likeliest, token[:, None]], 1)
+    (known_p, known_q), (asked_p, asked_q) = ([v.gather(-1, at) for v in (p, q)] for at in (likeliest, asked))
+    ratio = (asked_p / asked_q.clamp(min=_TINY)).clamp(max=1 / _TINY)
+    other_p, other_q = ((1 - known.sum(-1, keepdim=True)).clamp(min=0) for known in (known_p, known_q))
+    sums = torch.maximum(known_p[:, None], known_q[:, None] * ratio[..., None]).sum(-1)
+    kept = (asked_q > 0) / (sums + torch.maximum(other_p, other_q * ratio))
+    return (known_p * kept[:, :-1]).sum(-1) / known_p.sum(-1), kept[:, -1].clamp(max=1)
 
 
 @compiled_on_gpu

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.guard.temporary_folder import TemporaryFolder
 from tlt_lightning.long_tail.publishing import DrafterPublisher
@@ -105,7 +106,11 @@ def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: Draf
         )
     if drafter.head is None:
         drafter.follow_selector(max(arm.num_draft_tokens for arm in _learned_arms(engine, speculation)))
-    drafter.acceptance = replace(drafter.acceptance, samples_drafts=speculation.draft_sampling == "probabilistic")
+    drafter.acceptance = replace(
+        drafter.acceptance,
+        samples_drafts=speculation.draft_sampling == "probabilistic",
+        shares_noise=speculation.couples_drafts(is_v2=internals.runs_v2()),
+    )
     drafter.configure_model()
     if not (path / "config.json").exists():
         drafter.export(path)

@@ -20,7 +20,6 @@ from tests.conftest import save_policy
 from tests.support.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
 from tlt_lightning.engine import Request, Response, Sampling, VLLMEngine
-from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.lookup import LookupScores
@@ -69,8 +68,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     name, graphs_dtype = request.param
     case, dtype = CASES[name], graphs_dtype or "float32"
-    if internals.runs_v2() and case["draft_sampling"] == "probabilistic" and case.get("siblings"):
-        pytest.skip("refused on the V2 runner")
     drafters: list[Drafter] = ["learned", *(("sibling", "ngram", "mixed") if case.get("siblings") else ())]
     is_alone = drafters == ["learned"]
     head = make_head(policy, seed=3, draft_vocab_size=len(SOME) if is_alone else None)

@@ -15,6 +15,7 @@ from tests.support.eagle_head import make_head, save_head
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
 from tlt_lightning.speculation.eagle3_files import check_head, read_head
@@ -161,10 +162,27 @@ def test_vllm_is_asked_for_standard_verification_alone(policy: str, tmp_path: Pa
         ):
             config = speculation.engine_args(is_v2=is_v2)["speculative_config"]
             assert config["rejection_sample_method"] == "standard"
-    both = Speculation(selector=FixedSelector(3), head=path, draft_sampling="probabilistic", siblings=True)
-    both.engine_args(is_v2=False)
-    with pytest.raises(ValueError, match="cannot be combined"):
-        both.engine_args(is_v2=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("is_v2", "draft_sampling", "siblings", "asked"),
+    [
+        (True, "probabilistic", True, ("greedy", True)),
+        (True, "probabilistic", False, ("probabilistic", False)),
+        (True, "greedy", True, ("greedy", False)),
+        (False, "probabilistic", True, ("probabilistic", False)),
+    ],
+)
+def test_sampled_drafts_share_their_noise_where_look_ups_draft_too(
+    is_v2: bool, draft_sampling: Any, siblings: bool, asked: tuple[str, bool], policy: str, tmp_path: Path
+) -> None:
+    path = save_head(make_head(policy), tmp_path)
+    speculation = Speculation(selector=FixedSelector(3), head=path, draft_sampling=draft_sampling, siblings=siblings)
+    arguments = speculation.engine_args(is_v2=is_v2)
+    shares_noise = arguments.get("additional_config") == COUPLED
+    assert (arguments["speculative_config"]["draft_sample_method"], shares_noise) == asked
+    assert speculation.couples_drafts(is_v2=is_v2) is shares_noise
 
 
 @pytest.mark.vllm

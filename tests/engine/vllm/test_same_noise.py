@@ -44,8 +44,8 @@ def seeded() -> list[Request]:
     return [replace(request, seed=seed_of(7, request.id)) for request in siblings()]
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+@pytest.fixture(scope="module", params=["greedy", "probabilistic"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     if not internals.runs_v2():
         pytest.skip("the V1 runner verifies by rejection sampling")
     path = tmp_path_factory.mktemp("noise")
@@ -54,7 +54,14 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     with engine_of(policy, None) as engine:
         plain = [write(engine, seeded(), sampling) for sampling in SAMPLINGS]
     selector = ScriptedSelector(("learned", "sibling", "mixed"))
-    speculation = Speculation(selector=selector, head=head, siblings=True, max_draft_tokens=5, steps_per_choice=1)
+    speculation = Speculation(
+        selector=selector,
+        head=head,
+        siblings=True,
+        max_draft_tokens=5,
+        steps_per_choice=1,
+        draft_sampling=request.param,
+    )
     with engine_of(policy, speculation) as engine:
         controller: Any = engine.inspect().controller
         controller.alarm.window = 10**9  # the head knows greedy text alone

@@ -5,7 +5,8 @@ Nothing here changes what is sampled: drafts are verified exactly, and vLLM's lo
 refuses what does not. vLLM refuses `logit_bias` per request, custom logits processors when an engine starts.
 
 On the V2 model runner look-ups and greedy heads are verified by the noise of plain decoding (`runner_v2.py`): a seed
-gives the text that it gives without speculation, whatever is drafted, up to the rounding of batches of other sizes.
+gives the text that it gives without speculation, whatever is drafted, up to the rounding of batches of other sizes. So
+are sampled drafts beside look-ups: the head draws them with that noise (`patches/coupled_drafts.py`).
 Elsewhere vLLM's rejection sampling verifies, and a seed reproduces a rollout if the same strategies are chosen at the
 same steps, which selectors that learn from the clock do not promise.
 """
@@ -21,6 +22,7 @@ from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
 from tlt_lightning.speculation.agreement import ALONE, Agreement
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
@@ -54,8 +56,8 @@ class Speculation:
             those for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
         draft_sampling: How the head drafts above temperature 0: `greedy` takes its likeliest token; `probabilistic`
-            samples, with more acceptance, for `max_num_seqs` * `max_draft_tokens` * vocabulary * 4 bytes on a GPU;
-            a seed's text then hangs on the drafts there, too.
+            samples, with more acceptance. Without `siblings` and `ngram` that takes `max_num_seqs` *
+            `max_draft_tokens` * vocabulary * 4 bytes on a GPU, and a seed's text hangs on the drafts there, too.
         steps_per_choice: Steps for which a choice of the selector stands.
         graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
             the selector can reach (`BucketedGraphPool`).
@@ -137,32 +139,34 @@ class Speculation:
         """Return the graphs to capture for batches up to `max_num_seqs`."""
         return PlannedGraphs(self.graph_pool or BucketedGraphPool(), arms_by_batch(self.selector, max_num_seqs))
 
+    def couples_drafts(self, *, is_v2: bool) -> bool:
+        """Return True if the head samples with the noise of verification, as V2 needs where look-ups draft, too."""
+        has_head = self.head is not None or self.cold_head
+        return is_v2 and has_head and (self.siblings or self.ngram) and self.draft_sampling == "probabilistic"
+
     def engine_args(self, *, is_v2: bool) -> dict[str, Any]:
-        """Return vLLM's engine arguments, for V2 if `is_v2`; raise ValueError if choices clash."""
+        """Return vLLM's engine arguments, for V2 if `is_v2`."""
         from tlt_lightning.engine.vllm.scheduler import SteeredAsyncScheduler, SteeredScheduler
 
-        looks_up = self.siblings or self.ngram
-        if is_v2 and looks_up and self.draft_sampling == "probabilistic":
-            raise ValueError(
-                "`speculation.draft_sampling` 'probabilistic' cannot be combined with `siblings` or `ngram` on "
-                "vLLM's V2 model runner, which would take looked-up drafts for sampled ones; use 'greedy'."
-            )
         config: dict[str, Any] = {
             "num_speculative_tokens": self.max_draft_tokens,
             "rejection_sample_method": "standard",
         }
+        is_coupled = self.couples_drafts(is_v2=is_v2)
         if self.head is not None:
-            config |= {"method": "eagle3", "model": self.head, "draft_sample_method": self.draft_sampling}
+            sampling = "greedy" if is_coupled else self.draft_sampling
+            config |= {"method": "eagle3", "model": self.head, "draft_sample_method": sampling}
         elif is_v2:
             config |= {"method": "ngram_gpu"}  # stands in: it is asked for nothing
         else:
             config |= {"method": "custom_class", "model": "tlt_lightning.engine.vllm.runner_v1.NoDrafter"}
         # V1 needs each step's tokens on the host before it looks up, and vLLM's CPU build is never asynchronous.
-        is_async = is_v2 or not (looks_up or internals.is_cpu_build())
+        is_async = is_v2 or not (self.siblings or self.ngram or internals.is_cpu_build())
         return {
             "speculative_config": config,
             "scheduler_cls": SteeredAsyncScheduler if is_async else SteeredScheduler,
             "async_scheduling": is_async,
+            **({"additional_config": COUPLED} if is_coupled else {}),
         }
 
     def install(

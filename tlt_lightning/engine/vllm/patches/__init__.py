@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from tlt_lightning.engine.vllm.patches import (
     asleep_free,
+    coupled_drafts,
     cpu_experts,
     cpu_generators,
     cpu_logprob_compile,
@@ -26,6 +27,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_tied_head.PATCH,
     cpu_experts.PATCH,
     cpu_generators.PATCH,
+    coupled_drafts.PATCH,
     cublas_workspaces.PATCH,
     drafter_first_pass.PATCH,
     flash_splits.PATCH,

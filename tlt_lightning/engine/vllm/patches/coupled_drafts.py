@@ -1,0 +1,78 @@
+"""Let a head sample its drafts with the noise by which the V2 runner then verifies them.
+
+Verification draws at every position the token with the largest log-probability plus Gumbel noise of the request's seed
+and the position (`runner_v2.py`). A head that draws with the same noise from its own distribution q draws the same
+token as the policy, of distribution p, with the chance
+
+    sum over x of 1 / (sum over y of max(p_y / p_x, q_y / q_x)),
+
+a few percent below rejection sampling's `sum of min(p, q)`, and well above p of the head's likeliest token (Daliri et
+al. 2025, "Coupling without communication and drafter-invariant speculative decoding"). Nothing but the token is kept:
+the drafts need no memory for distributions, may be mixed with look-ups, and leave the text of a seed as it is.
+
+vLLM salts the noise of drafts, as its own rejection sampling must, and samples drafts only to verify them by that.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
+from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+
+COUPLED = {"tlt_lightning.coupled_drafts": True}
+"""vLLM's `additional_config` of an engine whose drafts are coupled."""
+
+
+def _apply() -> Undo:
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    sample = DraftModelSpeculator.sample_draft
+
+    @wraps(sample)
+    def sample_draft(
+        speculator: Any,
+        hidden_states: Any,
+        sample_src_positions: Any,
+        idx_mapping: Any,
+        temperature: Any,
+        seeds: Any,
+        draft_step: Any,
+        draft_logits: Any,
+        spec_step_idx: int = 0,
+    ) -> Any:
+        if not COUPLED.items() <= reach(speculator, "vllm_config.additional_config").items():
+            return sample(
+                speculator,
+                hidden_states,
+                sample_src_positions,
+                idx_mapping,
+                temperature,
+                seeds,
+                draft_step,
+                draft_logits,
+                spec_step_idx,
+            )
+        return gumbel_sample(
+            reach(speculator, "compute_draft_logits")(hidden_states, spec_step_idx),
+            idx_mapping,
+            temperature,
+            seeds,
+            sample_src_positions,
+            apply_temperature=True,
+            is_drafting=False,  # a draft's noise would be salted
+            use_fp64=reach(speculator, "use_fp64_gumbel"),
+        )
+
+    return replace(DraftModelSpeculator, "sample_draft", sample_draft)
+
+
+PATCH = Patch(
+    why="Drafts are sampled with other noise than verification draws with, to be verified by their distributions: "
+    "look-ups have none.",
+    versions="0.32, V2 model runner, CUDA",
+    is_needed=lambda: not is_cpu_build(),
+    apply=_apply,
+)
