@@ -65,7 +65,7 @@ def test_expected_acceptance_is_what_an_engine_that_writes_the_text_has(samples_
 def test_drafts_that_share_the_noise_are_accepted_as_often_as_both_draw_the_same(vocab_size: int) -> None:
     temperature, num_draws = 0.8, 200_000
     generator = torch.Generator().manual_seed(1)
-    targets = 3 * torch.randn(vocab_size, generator=generator)
+    targets = 4 * torch.randn(vocab_size, generator=generator)
     logits = targets + torch.randn(vocab_size, generator=generator)
     noise = -torch.empty(num_draws, vocab_size).exponential_(generator=generator).log()
     written, drafts = ((values / temperature + noise).argmax(-1) for values in (targets, logits))

@@ -16,7 +16,7 @@ from tlt_lightning.fused.compiled import compiled_on_gpu
 
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 _TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices
-_LIKELIEST = 64  # tokens whose chances are summed one by one
+_LIKELIEST = 32  # tokens whose chances are summed one by one
 
 
 @dataclass(frozen=True, slots=True)
