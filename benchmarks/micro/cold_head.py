@@ -5,8 +5,9 @@
     python -m benchmarks cold_head --completions outputs/quickstart/completions.jsonl
 
 Each token is trained on once, as beside a policy, by the trainer of `LongTailIdleCallback`, whose `--pack-tokens` a new
-head takes by quarters. Tokens per step are expected on held-out prompts at `--temperature`, of 7 greedy drafts. An
-optimizer is given as NAME=RATE. `--tiny` takes few tokens.
+head takes by quarters. Tokens per step are expected on held-out prompts at `--temperature`, of 7 greedy drafts; in the
+end also of sampled ones, by rejection sampling and by the noise of verification. An optimizer is given as NAME=RATE.
+`--tiny` takes few tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,11 @@ from tlt_lightning.long_tail.trainer import DrafterTrainer
 
 NUM_DRAFTS = 7  # the longest of `CostModelSelector`
 OPTIMIZERS: dict[str, Any] = {"muon": MuonWithAuxAdam, "adamw": partial(torch.optim.AdamW, weight_decay=0.0)}
+WAYS = {
+    "greedy": AcceptanceRule(),
+    "sampled": AcceptanceRule(samples_drafts=True),
+    "sampled with the noise of verification": AcceptanceRule(samples_drafts=True, shares_noise=True),
+}
 MAX_BYTES = 4 * 2**30
 
 
@@ -83,7 +90,8 @@ def learn(
         num_draft_tokens=NUM_DRAFTS,
         seed=seed,
     )
-    drafter.acceptance = AcceptanceRule(temperature=args.temperature)
+    rules = {way: replace(rule, temperature=args.temperature) for way, rule in WAYS.items()}
+    drafter.acceptance = rules["greedy"]
     if drafter.needs_vocabulary:
         drafter.choose_vocabulary(counts)
     drafter.configure_model()
@@ -102,8 +110,11 @@ def learn(
         num_tokens += trainer.num_seen
         found.append((num_tokens, quality(trainer, packs)))
         trainer.note_quality(found[-1][1])
+    ways = {}
+    for way, drafter.acceptance in rules.items():
+        ways[way] = quality(trainer, packs)
     print(f"{optimizer}, seed {seed}: {found[-1][1]:.3f} tokens per step after {num_tokens:,} tokens", flush=True)
-    return {"optimizer": optimizer, "seed": seed, "seconds": seconds, "curve": found}
+    return {"optimizer": optimizer, "seed": seed, "seconds": seconds, "curve": found, "ways": ways}
 
 
 def render(results: dict[str, Any]) -> list[str]:
@@ -117,6 +128,8 @@ def render(results: dict[str, Any]) -> list[str]:
         lead,
         "",
         *table(["optimizer", "seed", *header, "s of training"], rows),
+        "In the end, by how drafts are made:\n",
+        *table(["optimizer", "seed", *WAYS], [[r["optimizer"], r["seed"], *r["ways"].values()] for r in runs]),
     ]
 
 

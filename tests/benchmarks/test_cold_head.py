@@ -36,4 +36,6 @@ def test_each_optimizer_is_followed_from_random_weights_on_the_same_text(tmp_pat
     assert muon["curve"][0] == adamw["curve"][0]
     assert muon["curve"][1:] != adamw["curve"][1:]
     assert "| muon=0.03 | 0 |" in (tmp_path / "cold_head_quickstart.md").read_text()
+    assert next(iter(muon["ways"].values())) == muon["curve"][-1][1]
+    assert len(set(muon["ways"].values())) == 3
     assert (tmp_path / "cold_head_quickstart.png").stat().st_size > 0
