@@ -278,10 +278,12 @@ def test_heads_of_other_makers_keep_their_own_output(policy_path: str, tmp_path:
         ({"loss": "mse"}, "`loss`.*mse.*kl_div"),
         ({"loss": {}}, "`loss`.*nothing"),
         ({"num_draft_tokens": 0}, "`num_draft_tokens`"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"`optimizer` must build one .* got a SGD .* None takes"),
+        ({"optimizer": ""}, r"`optimizer` must build one .* got ''\. None takes"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(policy_path: str, arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         DrafterModule(policy_path, **arguments)
 
 

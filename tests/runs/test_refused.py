@@ -81,6 +81,7 @@ def test_an_objective_that_returns_something_else_is_refused(
         ({"lora": {"rank": 4}}, r"`lora` must be a LoRA, got a dict\. Give for example"),
         ({"critic": True}, r"`critic` must be a CriticConfig, got a bool\. Give for example"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
+        ({"optimizer": "AdamW"}, r"`optimizer` must build one .* got 'AdamW'\.$"),
     ],
 )
 def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str) -> None:

@@ -27,6 +27,7 @@ from tlt_lightning.drafter.training_time_test import regress, shifted, step_mask
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.policy import end_token_ids
+from tlt_lightning.training.optimization import check_builds
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -87,12 +88,14 @@ class DrafterModule(L.LightningModule):
         names = [loss] if isinstance(loss, str) else list(loss)
         if not names or set(names) - set(_LOSSES):
             raise ValueError(f"`loss` names {', '.join(names) or 'nothing'}; choose from {', '.join(_LOSSES)}.")
+        default = MuonWithAuxAdam if head is None else _FOLLOWING
+        self.optimizer = default if optimizer is None else optimizer
+        check_builds(self.optimizer, "None takes the default.")
         self.target = target
         self.teaching = teaching
         self.acceptance = AcceptanceRule()
         """Rule of the engine that quality is measured for; `LongTailIdleCallback` sets that of its engine."""
         self.loss_spec = loss if isinstance(loss, str) else json.dumps(loss)
-        self.optimizer = optimizer or (MuonWithAuxAdam if head is None else _FOLLOWING)
         self.seed = seed
         self.export_dir = export_dir
         self.most_steps: int | None = None

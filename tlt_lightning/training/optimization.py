@@ -22,12 +22,14 @@ Settings = dict[str, Any]
 """Of one parameter group of an optimizer, by name."""
 
 
-def check_builds(optimizer: object) -> None:
-    """Raise TypeError if `optimizer` is one that is built already."""
+def check_builds(optimizer: object, remedy: str = "") -> None:
+    """Raise TypeError unless `optimizer` can be called with parameters to build one; `remedy` ends the message."""
     if not callable(optimizer):
+        is_built = isinstance(optimizer, Optimizer)
+        got = f"a {type(optimizer).__name__} that is built already" if is_built else repr(optimizer)
         raise TypeError(
             "`optimizer` must build one from parameters, as `torch.optim.AdamW` and `lambda parameters: AdamW("
-            f"parameters, lr=1e-6)` do, got a {type(optimizer).__name__} that is built already."
+            f"parameters, lr=1e-6)` do, got {got}.{remedy and f' {remedy}'}"
         )
 
 
