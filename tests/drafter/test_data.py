@@ -235,15 +235,24 @@ def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path
         split_by_prompt([([1], [2])], 0.1, 0)
 
 
-def test_the_recipe_trains_a_head(completions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_trains_a_head_and_keeps_the_one_before(
+    completions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_policy(tmp_path / "recipes/assets/countdown/policy", num_hidden_layers=4)
     (tmp_path / "outputs/quickstart").mkdir(parents=True)
     (tmp_path / "outputs/quickstart/completions.jsonl").write_text(Path(completions).read_text())
     options = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
     run_drafter_cli(["fit", "-c", str(RECIPE), *options])
-    assert read_head("outputs/drafter/head").draft_vocab_size == 32
+    head = tmp_path / "outputs/drafter/head"
+    assert read_head(str(head)).draft_vocab_size == 32
     assert (tmp_path / "outputs/drafter/checkpoints/last.ckpt").is_file()
+    first = {path.name: path.read_bytes() for path in head.iterdir()}
+    assert "earlier run" not in caplog.text
+    run_drafter_cli(["fit", "-c", str(RECIPE), *options, "--trainer.max_epochs", "1"])
+    assert {path.name: path.read_bytes() for path in (head / "earlier_0").iterdir()} == first
+    assert f"{head.relative_to(tmp_path)} held the drafter of an earlier run, kept in earlier_0" in caplog.text
+    assert (head / "model.safetensors").read_bytes() != first["model.safetensors"]
 
 
 def test_teaching_and_losses_are_chosen_in_yaml(policy: str, completions: str) -> None:

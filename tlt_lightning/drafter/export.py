@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.guard.files import set_aside
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -65,6 +66,12 @@ def write_head(
     (folder / "README.md").write_text(_readme(head, quality))
     log.info("Wrote the drafter to %s", folder)
     return folder
+
+
+def keep_earlier(path: str | Path) -> None:
+    """Set aside the head that an earlier run has left in directory `path`."""
+    files = ("model.safetensors", "config.json", "config.py", "README.md")
+    set_aside(Path(path), [Path(path) / name for name in files], "the drafter")
 
 
 def _readme(head: Eagle3DraftModel, quality: DraftQuality | None) -> str:

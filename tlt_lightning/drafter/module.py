@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
-from tlt_lightning.drafter.export import write_head
+from tlt_lightning.drafter.export import keep_earlier, write_head
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _NUM_DRAFT_TOKENS = 3
 _LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 _FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
-_NO_TEXTS = "`draft_vocab_size` {size} needs texts to choose by: train with a DrafterDataModule, or set it to {all}."
+_NO_TEXTS = "`draft_vocab_size` {} needs texts to choose by: train with a DrafterDataModule, or set it to {}."
 POLICY_ROWS = "lm_head.weight"
 """Name of a head's rows of the policy's output head, sent to the engine but never trained."""
 
@@ -62,13 +62,11 @@ class DrafterModule(L.LightningModule):
             less work per draft and per training step, but other tokens are never drafted.
         num_draft_tokens: Draft length to train, measure, export. None is 3, or beside a policy the selector's longest.
         seed: Seed of the random weights.
-        export_dir: Directory in which `Trainer.fit` leaves the finished head for vLLM; None leaves only checkpoints.
+        export_dir: Directory in which `Trainer.fit` leaves the head, an earlier one in its `earlier_0`; None: no head.
 
     Example:
         >>> from tlt_lightning.drafter.module import DrafterModule
         >>> drafter = DrafterModule("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
-        >>> drafter.layer_ids  # doctest: +SKIP
-        (2, 12, 21)
     """
 
     def __init__(
@@ -88,8 +86,7 @@ class DrafterModule(L.LightningModule):
         names = [loss] if isinstance(loss, str) else list(loss)
         if not names or set(names) - set(_LOSSES):
             raise ValueError(f"`loss` names {', '.join(names) or 'nothing'}; choose from {', '.join(_LOSSES)}.")
-        default = MuonWithAuxAdam if head is None else _FOLLOWING
-        self.optimizer = default if optimizer is None else optimizer
+        self.optimizer = optimizer if optimizer is not None else MuonWithAuxAdam if head is None else _FOLLOWING
         check_builds(self.optimizer, "None takes the default.")
         self.target = target
         self.teaching = teaching
@@ -174,8 +171,7 @@ class DrafterModule(L.LightningModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.needs_vocabulary:
             if not hasattr(data, "token_counts"):
-                everything = self.target_config.vocab_size
-                raise RuntimeError(_NO_TEXTS.format(size=self._settings.draft_vocab_size, all=everything))
+                raise RuntimeError(_NO_TEXTS.format(self._settings.draft_vocab_size, self.target_config.vocab_size))
             self.choose_vocabulary(data.token_counts())
 
     @override
@@ -337,6 +333,7 @@ class DrafterModule(L.LightningModule):
     @override
     def on_fit_end(self) -> None:
         if self.export_dir is not None and self.trainer.is_global_zero:
+            keep_earlier(self.export_dir)
             self.export(self.export_dir, self.quality)
 
     @override
