@@ -26,7 +26,7 @@ from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
 from tlt_lightning.policy import LoRA, stream_weights
 from tlt_lightning.sharding.units import norm_of
-from tlt_lightning.training import optimization
+from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
@@ -34,7 +34,6 @@ from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.networks import Networks, Scoring, load_networks
 from tlt_lightning.training.reference import Reference
-from tlt_lightning.training.resume import Requeue, UpdateState, check_networks, hand_over, is_within, take_up
 from tlt_lightning.training.throughput import log_work
 
 
@@ -101,7 +100,7 @@ class RLModule(L.LightningModule):
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: Reference | None = None
-        self._update = UpdateState()
+        self._update = resume.UpdateState()
         self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
@@ -124,7 +123,7 @@ class RLModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         check_trainer(self.trainer)
         CloseIteration.put_first(self.trainer)
-        Requeue.install(self.trainer)
+        resume.Requeue.install(self.trainer)
         if stage == "fit":
             check_has_data(self.trainer)
 
@@ -264,7 +263,7 @@ class RLModule(L.LightningModule):
             optimization.apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
             if self._saved["is_within"]:
                 self.iteration_log.load_state_dict(self._saved["log"])
-                self._update = UpdateState(**self._saved["update"])
+                self._update = resume.UpdateState(**self._saved["update"])
                 if (texts := self._saved.get("texts")) is not None:
                     self._tap = BatchTap.resume(texts)
                     self._hand_out_states(is_last=self._saved["is_updated"])
@@ -272,7 +271,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_epoch_start(self) -> None:
-        self._update = UpdateState(first_step=self.trainer.global_step)
+        self._update = resume.UpdateState(first_step=self.trainer.global_step)
         self._parts.clear()
         self._finish_iteration()
 
@@ -332,8 +331,8 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = hand_over(self.trainer, self._update, self._optimizer_settings)
-        if is_within(vars(self.trainer.fit_loop.epoch_progress.current)):
+        checkpoint["iteration"] = resume.hand_over(self.trainer, self._update, self._optimizer_settings)
+        if resume.is_within(vars(self.trainer.fit_loop.epoch_progress.current)):
             texts = None if self._tap is None else self._tap.state_dict()
             checkpoint.setdefault(OWN, {})["module"] = {"log": self.iteration_log.state_dict(), "texts": texts}
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
@@ -345,6 +344,7 @@ class RLModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_together(checkpoint)
         put_back(self._frozen, checkpoint, self)
-        check_networks(checkpoint, self.lora, self.state_dict())
+        resume.check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            self._saved = take_up(checkpoint) | checkpoint.get(OWN, {}).get("module", {})
+            resume.warn_of_choices(checkpoint, self, self.trainer.datamodule)  # type: ignore[attr-defined]
+            self._saved = resume.take_up(checkpoint) | checkpoint.get(OWN, {}).get("module", {})

@@ -13,13 +13,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from tests.conftest import save_policy
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
-from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback, TailBatching
+from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback, Sampling, TailBatching
 from tlt_lightning.objectives import GRPO, PPO
-from tlt_lightning.policy import load_policy
 from tlt_lightning.training import optimization
-from tlt_lightning.training.resume import check_networks
 
 Paths = tuple[str, str, Path]
 STEPS = 4  # optimizer steps an iteration: two passes over two steps
@@ -258,8 +255,9 @@ def test_settings_that_change_what_comes_are_named_on_resume(paths: Paths, caplo
     with caplog.at_level(logging.WARNING):
         run(paths, ckpt=path)
         assert "goes on otherwise" not in caplog.text
-        run(paths, ckpt=path, data={"group_size": 8})
+        run(paths, ckpt=path, data={"group_size": 8, "sampling": Sampling(max_tokens=8, temperature=0.5)})
     assert "data.group_size was 4 and is 8" in caplog.text
+    assert "data.sampling.temperature was 1.0 and is 0.5." in caplog.text
     assert "prompts" not in caplog.text
 
 
@@ -340,18 +338,3 @@ def test_checkpoint_of_another_lora_is_refused(policy_path: str, prompts_path: s
     other = make_module(policy_path, lora=LoRA(rank=8))
     with pytest.raises(ValueError, match="rank=4"):
         make_trainer(tmp_path).fit(other, make_data(prompts_path), ckpt_path=tmp_path / "last.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [({"intermediate_size": 48}, "mlp.down_proj.weight"), ({"num_hidden_layers": 3}, "layers.2")],
-)
-def test_checkpoint_of_another_policy_is_refused(
-    overrides: dict[str, int], named: str, policy_path: str, tmp_path: Path
-) -> None:
-    other = save_policy(tmp_path / "other", "qwen2", 0, **overrides)
-    saved, now = (load_policy(str(path)).state_dict() for path in (policy_path, other))
-    checkpoint = {"policy": {"path": policy_path, "lora": None}, "state_dict": saved}
-    check_networks(checkpoint, None, saved)
-    with pytest.raises(ValueError, match=f"`ckpt_path` holds other networks .*{named}.* of policy '{policy_path}'"):
-        check_networks(checkpoint, None, now)

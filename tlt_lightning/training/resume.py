@@ -17,6 +17,11 @@ log = logging.getLogger(__name__)
 PROMPTS = "checksum of the training prompts"
 """Setting of a checkpoint by which a resumed run knows whether prompts have the numbers that they had."""
 
+_CHOICES = {"model": ("objective", "reference"), "data": ("rewards", "sampling", "schedule", "dynamic_sampling")}
+"""Arguments of module and data module that decide what is written and what is learned from it."""
+
+_OTHERWISE = "The resumed run goes on otherwise than the one that wrote the checkpoint: %s."
+
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
@@ -136,7 +141,32 @@ def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Seq
             "%d prompts that a schedule had put aside are dropped, for the training prompts are others.", num_aside
         )
     if changes := _changes(saved, now):
-        log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", changes)
+        log.warning(_OTHERWISE, changes)
+
+
+def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> None:
+    """Warn of each changed choice of objective, rewards, sampling and schedule, by the descriptions in a checkpoint.
+
+    A checkpoint without descriptions warns of nothing.
+    """
+    changes = [
+        change
+        for room, part in (("model", module), ("data", data))
+        for name in _CHOICES[room]
+        if name in (saved := checkpoint.get(part.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        for change in _differences(f"{room}.{name}", saved[name], part.hparams[name])
+    ]
+    if changes:
+        log.warning(_OTHERWISE, "; ".join(changes))
+
+
+def _differences(name: str, before: Any, now: Any) -> list[str]:
+    """Name what differs between two descriptions; an argument that only one of them has is passed over."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = dict(enumerate(before)), dict(enumerate(now))
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return [each for key in now if key in before for each in _differences(f"{name}.{key}", before[key], now[key])]
+    return [] if before == now else [f"{name} was {before} and is {now}"]
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -1,0 +1,72 @@
+"""What a run is told, or refused, that resumes with other networks or settings."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import save_policy
+from tests.support.rl_runs import evenness, make_data, make_module
+from tlt_lightning import PartialRollout, RewardTerm, Sampling, TailBatching
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.policy import load_policy
+from tlt_lightning.training.resume import check_networks, warn_of_choices
+
+TERM = RewardTerm(function=evenness)
+
+
+@pytest.mark.parametrize(
+    ("data", "objective", "named"),
+    [
+        ({"sampling": Sampling(max_tokens=16)}, GRPO(), "data.sampling.max_tokens was 8 and is 16."),
+        ({"rewards": [RewardTerm(function=evenness, weight=0.5)]}, GRPO(), "data.rewards.0.weight was 1.0 and is 0.5."),
+        ({"rewards": [TERM, RewardTerm(function=evenness, name="again")]}, GRPO(), "data.rewards was [{'function'"),
+        ({"schedule": TailBatching(0.5)}, GRPO(), "data.schedule.init_args.extra was 0.25 and is 0.5."),
+        ({"schedule": None}, GRPO(), "data.schedule was {'class_path': 'tlt_lightning.schedules.tail_batching."),
+        ({"schedule": PartialRollout(0.25)}, GRPO(), "partial_rollout.PartialRollout."),
+        ({}, GRPO(entropy_coef=0.1), "model.objective.init_args.entropy_coef was 0.0 and is 0.1."),
+        (
+            {"sampling": Sampling(max_tokens=16)},
+            GRPO(entropy_coef=0.1),
+            "entropy_coef was 0.0 and is 0.1; data.sampling.max_tok",
+        ),
+    ],
+)
+def test_a_changed_choice_is_named_with_what_it_was(
+    data: dict[str, Any], objective: GRPO, named: str, prompts_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = make_data(prompts_path, schedule=TailBatching())
+    saved = {"hyper_parameters": make_module("p").hparams, "datamodule_hyper_parameters": before.hparams}
+    with caplog.at_level(logging.WARNING):
+        warn_of_choices(saved, make_module("other", lora=None), make_data(prompts_path, schedule=TailBatching()))
+        assert caplog.text == ""
+        now = make_data(prompts_path, **{"schedule": TailBatching(), **data})
+        warn_of_choices(saved, make_module("p", objective=objective), now)
+    assert len(caplog.messages) == 1
+    assert named in caplog.text
+
+
+def test_checkpoints_that_describe_less_are_resumed_without_a_word(
+    prompts_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = {"sampling": {"temperature": 1.0}}
+    with caplog.at_level(logging.WARNING):
+        for saved in ({}, {"datamodule_hyper_parameters": older}):
+            warn_of_choices(saved, make_module("p"), make_data(prompts_path))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [({"intermediate_size": 48}, "mlp.down_proj.weight"), ({"num_hidden_layers": 3}, "layers.2")],
+)
+def test_checkpoint_of_another_policy_is_refused(
+    overrides: dict[str, int], named: str, policy_path: str, tmp_path: Path
+) -> None:
+    other = save_policy(tmp_path / "other", "qwen2", 0, **overrides)
+    saved, now = (load_policy(str(path)).state_dict() for path in (policy_path, other))
+    checkpoint = {"policy": {"path": policy_path, "lora": None}, "state_dict": saved}
+    check_networks(checkpoint, None, saved)
+    with pytest.raises(ValueError, match=f"`ckpt_path` holds other networks .*{named}.* of policy '{policy_path}'"):
+        check_networks(checkpoint, None, now)
