@@ -132,6 +132,14 @@ REQUIRED: dict[str, str] = {
         "seq_lens_upper_bound_np, return_logprobs)"
     ),
     "v1.worker.gpu.block_table.BlockTables": "block_sizes; block_tables",
+    "v1.worker.gpu.sample.gumbel": (
+        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, "
+        "logits_cache, logits_cache_col, use_fp64, logits_cache_source)"
+    ),
+    "v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator": (
+        "sample_draft(hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits, "
+        "spec_step_idx); compute_draft_logits(hidden_states, spec_step_idx); vllm_config; use_fp64_gumbel"
+    ),
     "v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator": _PROPOSE,
     "v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator": _PROPOSE
     + "; model; draft_attn_layer_names; kv_cache_config; block_tables; supports_decode_metadata_update; "
