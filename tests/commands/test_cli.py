@@ -7,12 +7,13 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning_utilities.core.imports import RequirementCache
 
 from tlt_lightning.__main__ import COMMANDS, HELP, main, sentence_of
-from tlt_lightning.commands.cli import follow_root, get_close_options, run_cli
+from tlt_lightning.commands.cli import follow_root, get_close_options, run_cli, run_drafter_cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +88,17 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     assert message in "\n".join(lines)
     assert "--help" in lines[-1]
     assert len(lines) < 10
+
+
+@pytest.mark.parametrize("run", [run_cli, run_drafter_cli])
+def test_a_recipe_that_is_no_yaml_is_named(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, broken = tmp_path / "whole.yaml", tmp_path / "broken.yaml"
+    whole.write_text("seed_everything: 1\n")
+    broken.write_text("data:\n  group_size: [8\n")
+    for arguments in (["fit", f"-c={whole}", f"-c={broken}"], [f"-c={broken}", "fit"]):
+        with pytest.raises(SystemExit):
+            run(arguments)
+        assert f"error: Problems parsing '{broken}': while parsing" in capsys.readouterr().err
 
 
 def test_a_path_in_the_place_of_a_source_is_told_its_key(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning as L
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -73,8 +74,16 @@ _REMEDIES = {
 class _Parser(LightningArgumentParser):
     """Names the error and the way to help, without the usage of some 600 options before it."""
 
+    _file: str | os.PathLike[str] = ""  # that is being parsed
+
+    @override
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        self._file = path
+        return super().parse_path(path, *args, **kwargs)
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        message = message.replace("Problems parsing config:", f"Problems parsing {str(self._file)!r}:")  # no YAML
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
