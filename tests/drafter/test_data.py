@@ -115,7 +115,7 @@ def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str, tmp_path: Path) -> None:
-    whole, first, second = (make_module(policy) for _ in range(3))
+    whole, first, second = (DrafterModule(policy) for _ in range(3))
     make_data = lambda: DrafterDataModule(completions, num_tokens=128)  # noqa: E731
     make_trainer(tmp_path, max_epochs=4).fit(whole, make_data())
     trainer = make_trainer(tmp_path, max_epochs=2)
@@ -127,6 +127,14 @@ def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str,
     assert not torch.equal(expected["fc.weight"], weights(first)["fc.weight"])
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert set(saved["state_dict"]) == set(expected)  # the target's own weights are not in it
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_in_words(policy: str, completions: str, tmp_path: Path) -> None:
+    trainer, data = make_trainer(tmp_path, max_epochs=1), DrafterDataModule(completions, num_tokens=128)
+    trainer.fit(make_module(policy), data)
+    trainer.save_checkpoint(tmp_path / "adam.ckpt")
+    with pytest.raises(ValueError, match=r"`optimizer` is no MuonWithAuxAdam: .* Resume with the optimizer of the run"):
+        make_trainer(tmp_path).fit(DrafterModule(policy), data, ckpt_path=tmp_path / "adam.ckpt", weights_only=True)
 
 
 def test_a_checkpoint_for_other_tokens_is_refused(policy: str, completions: str, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The optimizer of a new head: torch's Muon for matrices, its AdamW for vectors."""
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +82,40 @@ def test_a_checkpoint_is_gone_on_from_exactly() -> None:
     assert equal(head, resumed)
 
 
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_learns_on_as_its_original_does(copy_of: Callable[[Any], Any]) -> None:
+    head = small_head()
+    optimizer = MuonWithAuxAdam(head.parameters(), lr=0.05)
+    learn(head, optimizer)
+    copied, other = copy_of((head, optimizer))
+    other.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.01
+    learn(head, optimizer, seed=2)
+    learn(copied, other, seed=2)
+    assert equal(head, copied)
+
+
+def test_a_checkpoint_of_a_torch_with_other_settings_is_gone_on_from() -> None:
+    head = small_head()
+    optimizer = MuonWithAuxAdam(head.parameters())
+    learn(head, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["adjust_lr_fn"]
+    saved["param_groups"][0]["use_addmm"] = False
+    optimizer.load_state_dict(saved)
+    before = [weight.clone() for weight in weights(head)]
+    learn(head, optimizer, steps=1)
+    assert not any(map(torch.equal, before, weights(head)))
+
+
+def test_a_matrix_that_is_added_later_is_trained_too() -> None:
+    head, last = small_head(), nn.Linear(8, 3, bias=False)
+    optimizer = MuonWithAuxAdam(list(head.parameters())[:2])
+    head[2], before = last, last.weight.detach().clone()
+    optimizer.add_param_group({"params": [last.weight]})
+    learn(head, optimizer, steps=1)
+    assert not torch.equal(last.weight, before)
+
+
 def test_a_matrix_has_half_of_adams_state() -> None:
     head = nn.Linear(64, 32, bias=False)
     assert training_bytes(head, MuonWithAuxAdam) == 64 * 32 * (4 + 4 + 4)
@@ -89,3 +126,9 @@ def test_a_matrix_has_half_of_adams_state() -> None:
 def test_rates_that_cannot_be_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
         MuonWithAuxAdam(small_head().parameters(), **{name: value})
+
+
+def test_groups_with_settings_of_their_own_are_refused() -> None:
+    head = small_head()
+    with pytest.raises(ValueError, match=r"`params` has groups with lr of their own.*give groups of `params` alone"):
+        MuonWithAuxAdam([{"params": head[0].parameters()}, {"params": head[1].parameters(), "lr": 0.1}])

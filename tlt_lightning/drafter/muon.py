@@ -38,20 +38,21 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         check_positive("lr", lr)
         check_share("momentum", momentum)
         check_positive("vector_lr", vector_lr)
-        every = [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
+        groups = [each if isinstance(each, dict) else {"params": [each]} for each in params]
+        if own := sorted({name for group in groups for name in group} - {"params"}):
+            raise ValueError(
+                f"`params` has groups with {', '.join(own)} of their own, but matrices share `lr` and `momentum`, and "
+                "vectors `vector_lr`: give groups of `params` alone, or take another optimizer."
+            )
+        every = [p for group in groups for p in group["params"]]
         matrices, vectors = [p for p in every if p.ndim == 2], [p for p in every if p.ndim != 2]
-        self._parts: list[torch.optim.Optimizer] = []
+        parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(torch.optim.Muon(matrices, lr=lr, momentum=momentum, weight_decay=0.0))
+            parts.append(torch.optim.Muon(matrices, lr=lr, momentum=momentum, weight_decay=0.0))
         if vectors:
-            self._parts.append(torch.optim.AdamW(vectors, lr=vector_lr, weight_decay=0.0))
-        super().__init__([part.param_groups[0] for part in self._parts], {})
-        self._share()
-
-    def _share(self) -> None:
-        """Let the parts work on the groups and states of the whole, which schedulers and checkpoints know."""
-        for part, group in zip(self._parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state
+            parts.append(torch.optim.AdamW(vectors, lr=vector_lr, weight_decay=0.0))
+        super().__init__([part.param_groups[0] for part in parts], {})
+        self.defaults = {name: value for name, value in self.param_groups[0].items() if name != "params"}
 
     @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -59,11 +60,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
+        for group in self.param_groups:
+            kind = torch.optim.Muon if any(p.ndim == 2 for p in group["params"]) else torch.optim.AdamW
+            part = kind([group])  # works on this very group, and adds settings that another version's checkpoint lacks
+            part.state = self.state
             part.step()
         return loss
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
