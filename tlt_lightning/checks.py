@@ -74,6 +74,7 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "
             "each time: minutes at the start and at every new length. Give the module itself."
         )
+    _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
@@ -154,6 +155,15 @@ def check_has_data(trainer: L.Trainer) -> None:
             "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
             "`trainer.fit(module, data)`."
         )
+
+
+def _check_no_classes(trainer: L.Trainer) -> None:
+    callbacks: list[L.Callback | type] = trainer.callbacks  # type: ignore[attr-defined]
+    if classes := [each for each in callbacks if isinstance(each, type)]:
+        # Lightning calls `on_exception` of those that are left; that of a class would hide this error.
+        callbacks[:] = [each for each in callbacks if not isinstance(each, type)]
+        name = classes[0].__name__
+        raise MisconfigurationException(f"`Trainer(callbacks=...)` has the class {name} itself; give `{name}()`.")
 
 
 def _check_callback(callback: L.Callback) -> None:

@@ -113,6 +113,14 @@ def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) 
         make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])
 
 
+def test_a_callback_that_is_a_class_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    class Mine(L.Callback): ...
+
+    trainer = make_trainer(tmp_path, Mine)  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match=r"has the class Mine itself; give `Mine\(\)`\."):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+
 def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
