@@ -45,6 +45,13 @@ def test_what_is_no_number_is_named(value: Any) -> None:
     assert repr(value) in str(raised.value)
 
 
+@pytest.mark.parametrize("value", [3, "learned", None])
+def test_what_is_no_list_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`a` lists values, as in `\(") as raised:
+        check_distinct("a", value)
+    assert str(raised.value).endswith(f"`({value!r},)`, got {value!r}.")
+
+
 @pytest.mark.parametrize("value", [4.0, 8 / 2, nan, "8", None])
 def test_what_is_no_whole_number_is_named(value: Any) -> None:
     check_count("a", 1)

@@ -59,7 +59,9 @@ def check_optional(name: str, value: object, kind: type, remedy: str) -> None:
 
 
 def check_distinct(name: str, values: Sequence[object]) -> None:
-    """Raise ValueError if argument `name` has no values or repeats one."""
+    """Raise TypeError if argument `name` is no tuple or list, ValueError if it has no values or repeats one."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"`{name}` lists values, as in `({values!r},)`, got {values!r}.")
     if not values:
         raise ValueError(f"`{name}` is empty; list at least one value.")
     if len(set(values)) < len(values):
