@@ -103,10 +103,18 @@ def test_table_counts_graphs_and_shows_what_capture_cost():
 def test_incomplete_arms_are_refused():
     with pytest.raises(ValueError, match=r"every batch size from 1 to the largest, got \[2, 3\]"):
         BucketedGraphPool().plan({2: (OFF,), 3: (OFF,)}, VLLM_SIZES)
-    with pytest.raises(ValueError, match=r"lacks `OFF` at batch sizes \[2\]"):
-        BucketedGraphPool().plan({1: (OFF,), 2: (Strategy(3),)}, VLLM_SIZES)
     with pytest.raises(ValueError, match="`capture_sizes` must be positive and not empty"):
         BucketedGraphPool().plan({1: (OFF,)}, ())
+
+
+def test_arms_without_off_are_refused():
+    class Always(FixedSelector):
+        def arms(self, batch_size):
+            return (self.strategy,) if batch_size == 2 else super().arms(batch_size)
+
+    assert len(arms_by_batch(Always(), 1)) == 1
+    with pytest.raises(ValueError, match=r"`Always\.arms` returned \(Strategy.* for a batch of 2; return `OFF` there"):
+        arms_by_batch(Always(), 3)
 
 
 def test_pools_are_made_from_yaml():

@@ -22,8 +22,15 @@ Arms = Mapping[int, Sequence[Strategy]]
 
 
 def arms_by_batch(selector: StrategySelector, max_num_requests: int) -> dict[int, tuple[Strategy, ...]]:
-    """Return the arms of `selector` at each batch size up to `max_num_requests`."""
-    return {size: selector.arms(size) for size in range(1, max_num_requests + 1)}
+    """Return a selector's arms at each batch size up to `max_num_requests`; raise ValueError where `OFF` is missing."""
+    by_batch = {size: selector.arms(size) for size in range(1, max_num_requests + 1)}
+    for size, arms in by_batch.items():
+        if not any(arm.is_off for arm in arms):
+            raise ValueError(
+                f"`{type(selector).__name__}.arms` returned {arms!r} for a batch of {size}; return `OFF` there, too: a "
+                "head that is silenced decodes plainly."
+            )
+    return by_batch
 
 
 class GraphPool(ABC):
@@ -41,7 +48,7 @@ class GraphPool(ABC):
             capture_sizes: The engine's own capture sizes: token counts, and for plain decoding request counts.
 
         Raises:
-            ValueError: If a batch size or `OFF` is missing.
+            ValueError: If a batch size is missing.
         """
 
 
@@ -80,11 +87,8 @@ class BucketedGraphPool(GraphPool):
 
 
 def check_arms(arms: Arms, capture_sizes: Sequence[int]) -> None:
-    """Raise ValueError unless every batch size from 1 on has `OFF` and a capture size is given."""
+    """Raise ValueError unless every batch size from 1 on is there and a capture size is given."""
     if sorted(arms) != list(range(1, len(arms) + 1)) or not arms:
         raise ValueError(f"`arms` must have every batch size from 1 to the largest, got {sorted(arms)}.")
-    without = [size for size, strategies in arms.items() if not any(arm.is_off for arm in strategies)]
-    if without:
-        raise ValueError(f"`arms` lacks `OFF` at batch sizes {without}; a selector must always be able to switch off.")
     if not capture_sizes or min(capture_sizes) < 1:
         raise ValueError(f"`capture_sizes` must be positive and not empty, got {list(capture_sizes)}.")
