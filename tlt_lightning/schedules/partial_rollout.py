@@ -25,7 +25,8 @@ class PartialRollout(RolloutSchedule):
     have reached `max_policy_lag`; should one exceed it all the same, it is written anew.
 
     Args:
-        extra: Prompts under way beyond those that an iteration needs, as a share of these.
+        extra: Prompts under way beyond those that an iteration needs, as a share of these. Each rank
+            rounds up: where one needs a single prompt, 0.5 is as much as 1.
         max_policy_lag: Most iterations between the writing of a token and the update that learns from it.
     """
 

@@ -26,7 +26,7 @@ class TailBatching(RolloutSchedule):
 
     Args:
         extra: Prompts that are started beyond those needed, as a share of these. One iteration in
-            `1 + 1 / extra` is a long one.
+            `1 + 1 / extra` is a long one. Each rank rounds up: where one needs 2 prompts, 0.25 is as much as 0.5.
     """
 
     has_own_noise: ClassVar[bool] = True
