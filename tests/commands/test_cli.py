@@ -50,6 +50,27 @@ def test_a_saved_config_run_elsewhere_leaves_the_first_run_alone(
     assert json.loads((second / "summary.json").read_text())["iterations"] == 1
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fit -c=recipes/base.yaml -c=recipes/quickstart.yaml",
+        "drafter fit -c=recipes/drafter_warmup.yaml --data.completions=pyproject.toml",
+    ],
+)
+def test_printed_settings_can_be_moved_too(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)  # `main` changes it
+    monkeypatch.chdir(ROOT)
+    arguments = [*command.split(), "--trainer.default_root_dir=first", "--print_config"]
+    monkeypatch.setattr(sys, "argv", ["tlt-lightning", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if ": first" in line] == ["  default_root_dir: first"]
+    assert sum(": ${trainer.default_root_dir}" in line for line in lines) > 2
+
+
 def test_only_output_folders_follow_the_root() -> None:
     config = "root: out\n  - dirpath: out/checkpoints\n    save_dir: 'out'\n    dirpath: outer\n    head: out/head\n"
     expected = (

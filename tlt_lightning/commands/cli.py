@@ -6,12 +6,11 @@ import difflib
 import os
 import re
 import warnings
-from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import tlt_lightning
@@ -59,7 +58,6 @@ def _run(
         auto_configure_optimizers=False,
         seed_everything_default=0,
         trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 1},
-        save_config_callback=_SaveConfig,
         save_config_kwargs={"overwrite": True},  # a resumed run writes into the same folder
     )
 
@@ -72,7 +70,13 @@ _REMEDIES = {
 
 
 class _Parser(LightningArgumentParser):
-    """Names the error and the way to help, without the usage of some 600 options before it."""
+    """Names an error and the way to help, without the usage of some 600 options; writes settings that can be moved."""
+
+    @override
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        # Run with another `--trainer.default_root_dir`, they must not write over the run that they came from.
+        config, root = super().dump(namespace, *args, **kwargs), namespace.get("trainer.default_root_dir")
+        return config if root is None else follow_root(config, str(root))
 
     _file: str | os.PathLike[str] = ""  # that is being parsed
 
@@ -142,24 +146,7 @@ class _CLI(LightningCLI):
             self.parser.error(str(error))
 
 
-class _SaveConfig(SaveConfigCallback):
-    """Saves a run's settings, output folders relative to `trainer.default_root_dir`.
-
-    So the file, run with another `--trainer.default_root_dir`, does not write over the run it came from.
-    """
-
-    @override
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        was_saved = self.already_saved
-        super().setup(trainer, pl_module, stage)
-        folder, root = trainer.log_dir, self.config.trainer.default_root_dir
-        if was_saved or root is None or folder is None or not trainer.is_global_zero:
-            return
-        file = Path(folder) / self.config_filename
-        file.write_text(follow_root(file.read_text(), str(root)))
-
-
 def follow_root(config: str, root: str) -> str:
     """Write folders below `root` as `${trainer.default_root_dir}/...` in the YAML text `config`."""
-    folder = rf"(?m)^([ -]*(?:dirpath|save_dir): ['\"]?){re.escape(root)}(?=/|['\"]?$)"
+    folder = rf"(?m)^([ -]*(?:dirpath|export_dir|save_dir): ['\"]?){re.escape(root)}(?=/|['\"]?$)"
     return re.sub(folder, lambda match: f"{match[1]}${{trainer.default_root_dir}}", config)
