@@ -293,3 +293,4 @@ main.append(h("h2", {}, "Any metric"), h("div", { class: "tools" }, metric), any
   h("div", { class: "card" }, h("dl", {}, ...Object.entries(data.facts || {}).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     data.config ? h("details", {}, h("summary", {}, "configuration"), h("pre", {}, data.config)) : null));
 document.body.append(tip);
+for (const svg of document.querySelectorAll("main svg")) svg.draw(); // at once: who prints or stores the page need not wait for the observer
