@@ -48,6 +48,7 @@ def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(
     ended = run_ranks("tests.support.ranks.two_ranks_faults", tmp_path, *arguments)
     assert ended.statuses == statuses, ended.stderr[-3000:]
     assert sentence is None or sentence in ended.stderr
+    assert (tmp_path / "on_exception.ckpt").exists() or place in ("start", "stuck")
 
 
 def fit(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, ckpt_path: Path | None = None) -> None:

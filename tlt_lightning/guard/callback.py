@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 _LAST_PATIENCE = 20.0  # seconds, after an error, for shards that other ranks may not write any more
 
 
+def _skip(name: str | None = None) -> None:
+    """Wait for nobody."""
+
+
 def guards(trainer: L.Trainer) -> list[L.Callback]:
     """Return a module's guard, nothing where the Trainer has one from an earlier run."""
     return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
@@ -43,6 +47,7 @@ class RunGuard(RolloutCallback):
     - A folder of checkpoints belongs to one run at a time; what a killed one left there half written is removed.
     - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does the end of another worker,
       with an error that names rank and reason. Lightning's handler calls a collective from inside the signal.
+    - A checkpoint that is saved on an error (`OnExceptionCheckpoint`) waits for no other worker.
     """
 
     def __init__(self) -> None:
@@ -135,6 +140,8 @@ class RunGuard(RolloutCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
             exception.code = SIGTERM_STATUS  # Lightning's own has none, which is success
+        # `Trainer.save_checkpoint` ends with a barrier, to which others may not come.
+        trainer.strategy.barrier = _skip  # type: ignore[method-assign]
         if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
             try:
                 trainer.strategy.checkpoint_io.wait(_LAST_PATIENCE)

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -74,7 +74,11 @@ def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, plac
         devices=num_ranks,
         strategy="auto" if num_ranks == 1 else DDPStrategy(process_group_backend="gloo"),
         max_epochs=3,
-        callbacks=[Fault(signal_name, ranks, place, Path(out)), ModelCheckpoint(Path(out) / "checkpoints")],
+        callbacks=[
+            Fault(signal_name, ranks, place, Path(out)),
+            ModelCheckpoint(Path(out) / "checkpoints"),
+            OnExceptionCheckpoint(out),
+        ],
         logger=CSVLogger(out, name="", version="", flush_logs_every_n_steps=1),
         enable_progress_bar=False,
         enable_model_summary=False,
