@@ -103,6 +103,9 @@ def sentence_of(error: Exception) -> str | None:
     is_users = is_about_settings or isinstance(error, ValueError | TypeError | OSError)
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     room = frames[-1].partition(".")[0] if frames else ""
+    if room == "omegaconf" and any(frame.startswith("jsonargparse") for frame in frames):  # a recipe's `${...}`
+        reason, *_ = str(error).splitlines()
+        return f"`{getattr(error, 'full_key', None)}` cannot be resolved: {reason}"
     is_sentence = "`" in str(error) or (is_about_settings and room == "lightning")
     if not (is_users and is_sentence and room in ("tlt_lightning", "jsonargparse", "lightning")):
         return None

@@ -138,6 +138,8 @@ def test_a_path_in_the_place_of_a_source_is_told_its_key(
         ("--data.train.path=nowhere.jsonl", "error: `path` 'nowhere.jsonl' does not exist"),
         ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
         ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' has to be a folder that `save_pretrained` wrote"),
+        ("--model.policy=${nowhere}/policy", "error: `fit.model.policy` cannot be resolved: Interpolation key "),
+        ("--model.policy=${trainer", "error: `fit.model.policy` cannot be resolved: "),
         ("--trainer.accelerator=gpus", "error: You selected an invalid accelerator name: `accelerator='gpus'`."),
         (
             "--trainer.logger=lightning.pytorch.loggers.WandbLogger",
