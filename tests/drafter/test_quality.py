@@ -61,9 +61,8 @@ def test_expected_acceptance_is_what_an_engine_that_writes_the_text_has(samples_
     assert accepted[1] / steps[0] == pytest.approx(rate.item() ** 2, abs=0.01)
 
 
-@pytest.mark.parametrize("vocab_size", [20, 500])
-def test_drafts_that_share_the_noise_are_accepted_as_often_as_both_draw_the_same(vocab_size: int) -> None:
-    temperature, num_draws = 0.8, 200_000
+def test_drafts_that_share_the_noise_are_accepted_as_often_as_both_draw_the_same() -> None:
+    temperature, num_draws, vocab_size = 0.8, 200_000, 20
     generator = torch.Generator().manual_seed(1)
     targets = 4 * torch.randn(vocab_size, generator=generator)
     logits = targets + torch.randn(vocab_size, generator=generator)
@@ -82,6 +81,39 @@ def test_drafts_that_share_the_noise_are_accepted_as_often_as_both_draw_the_same
     )
     likeliest, _ = AcceptanceRule(temperature=temperature).judge(logits[None], targets[None], tokens[:1])
     assert likeliest.item() < rates[0].item() < sampled.item()
+
+
+def same_draws(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the chance that the head draws each token with the noise by which the target draws it, (n, V)."""
+    p, q = (values.double().div(temperature).softmax(-1)[..., None] for values in (targets, logits))
+    return 1 / torch.maximum(p.mT, q.mT * (p / q)).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("vocab_size", [2, 8, 600])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("error", [0.1, 1.0, 4.0])
+def test_drafts_that_share_the_noise_are_judged_to_a_hundredth(
+    temperature: float, vocab_size: int, spread: float, error: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = (spread * torch.randn(8, vocab_size, generator=generator)).bfloat16()
+    logits = (targets + error * torch.randn(8, vocab_size, generator=generator)).bfloat16()
+    p, same = targets.double().div(temperature).softmax(-1), same_draws(logits, targets, temperature)
+    token = p.multinomial(1, generator=generator)
+    rule = AcceptanceRule(samples_drafts=True, temperature=temperature, shares_noise=True)
+    rates, matches = rule.judge(logits, targets, token[:, 0])
+    torch.testing.assert_close(rates.double(), (p * same).sum(-1), atol=0.015, rtol=0)
+    torch.testing.assert_close(matches.double(), same.gather(-1, token)[:, 0], atol=0.03, rtol=0)
+
+
+def test_a_head_sure_of_tokens_that_the_target_never_writes_is_hardly_ever_kept() -> None:
+    targets, logits = torch.zeros(1, 400), torch.zeros(1, 400)
+    targets[:, :40], logits[:, :40] = -200, 12
+    rule = AcceptanceRule(samples_drafts=True, shares_noise=True)
+    rates, matches = rule.judge(logits, targets, torch.tensor([100]))
+    assert 0 < rates.item() < 1e-3
+    assert rates.item() == pytest.approx(matches.item())
 
 
 def test_a_token_that_the_head_cannot_draft_is_a_rejection() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from tlt_lightning.fused.compiled import compiled_on_gpu
 
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 _TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices
-_LIKELIEST = 32  # tokens whose chances are summed one by one
+_RATIOS = [exp(x) for x in (-4, -2, -1, -0.45, -0.15, 0, 0.15, 0.45, 1, 2, 4)]  # dense where good heads' are
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,21 @@ def _judge_samples(logits: Tensor, targets: Tensor, token: Tensor, temperature: 
 
 @compiled_on_gpu
 def _judge_coupled(logits: Tensor, targets: Tensor, token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Given that the target draws x, so does the head with the chance 1 / sum over y of max(p_y, q_y p_x / q_x).
+    """Given that the target draws x, so does the head with the chance 1 / S(p_x / q_x), S(r) = sum of max(p_y, q_y r).
 
-    The tokens beyond the likeliest ones have little mass: they are summed as a single one, and kept like the others.
+    S is made of straight lines that meet at the tokens' own ratios. It is computed at a few ratios; x's own term is
+    taken out of the two next to p_x / q_x, and added as it is to the line between them.
     """
     p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
-    likeliest = (p + q).topk(min(_LIKELIEST, p.shape[-1])).indices  # (n, M)
-    asked = torch.cat([likeliest, token[:, None]], 1)
-    (known_p, known_q), (asked_p, asked_q) = ([v.gather(-1, at) for v in (p, q)] for at in (likeliest, asked))
-    ratio = (asked_p / asked_q.clamp(min=_TINY)).clamp(max=1 / _TINY)
-    other_p, other_q = ((1 - known.sum(-1, keepdim=True)).clamp(min=0) for known in (known_p, known_q))
-    sums = torch.maximum(known_p[:, None], known_q[:, None] * ratio[..., None]).sum(-1)
-    kept = (asked_q > 0) / (sums + torch.maximum(other_p, other_q * ratio))
-    return (known_p * kept[:, :-1]).sum(-1) / known_p.sum(-1), kept[:, -1].clamp(max=1)
+    at_ratios = torch.stack([torch.maximum(p, q * ratio).sum(-1) for ratio in _RATIOS], -1)  # (n, R)
+    ratios, own = p.new_tensor(_RATIOS), p / q.clamp(min=_TINY)
+    place = torch.bucketize(own, ratios[1:-1])
+    (low, below), (high, above) = (
+        (ratios[at], at_ratios.gather(-1, at) - torch.maximum(p, q * ratios[at])) for at in (place, place + 1)
+    )
+    others = below + (above - below) * ((own - low) / (high - low))
+    kept = ((q > 0) / (p + others)).clamp(0, 1)
+    return (p * kept).sum(-1), kept.gather(-1, token[:, None])[:, 0]
 
 
 @compiled_on_gpu
