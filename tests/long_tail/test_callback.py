@@ -117,7 +117,7 @@ def test_the_drafter_is_trained_and_judged_as_the_engine_drafts(monkeypatch: pyt
     monkeypatch.setattr("tlt_lightning.engine.vllm.internals.runs_v2", lambda: True)
     callback = make_callback()
     selector = CostModelSelector(num_draft_tokens=(3,), drafters=("learned", "sibling"))
-    set_up(callback, make_engine(selector, draft_sampling="probabilistic", siblings=True))
+    set_up(callback, make_engine(selector, draft_sampling="probabilistic", siblings=True, cold_head=False))
     assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=True, temperature=1.0, shares_noise=True)
     callback = make_callback()
     Loop(callback)

@@ -106,16 +106,16 @@ def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: Draf
         )
     if drafter.head is None:
         drafter.follow_selector(max(arm.num_draft_tokens for arm in _learned_arms(engine, speculation)))
+    drafter.configure_model()
+    if not (path / "config.json").exists():
+        drafter.export(path)
+    is_cold = drafter.head_path is None
+    engine.speculation = speculation = replace(speculation, head=str(path), cold_head=is_cold)
     drafter.acceptance = replace(
         drafter.acceptance,
         samples_drafts=speculation.draft_sampling == "probabilistic",
         shares_noise=speculation.couples_drafts(is_v2=internals.runs_v2()),
     )
-    drafter.configure_model()
-    if not (path / "config.json").exists():
-        drafter.export(path)
-    is_cold = drafter.head_path is None
-    engine.speculation = replace(speculation, head=str(path), cold_head=is_cold)
     rank_zero_info(
         "LongTailIdleCallback sets `engine.speculation.head`: the engine starts with %s, in steps for `learned`.",
         "a cold head, which drafts nothing before it was trained" if is_cold else f"the head {drafter.head_path!r}",
