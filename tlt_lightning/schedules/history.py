@@ -26,9 +26,9 @@ class EarlierAnswers:
             Each rank holds all of them, in 4 bytes each, and the checkpoint holds them once.
         ahead: Answers that a worker which waits for others writes ahead to each prompt of its next iteration, with the
             weights that it has (after BubbleSpec, arXiv 2605.08862); 0 writes none. Where drafts may share the noise,
-            on vLLM's V2 runner without sampled drafts, they are those very responses, at most `group_size`, and are
-            kept for that iteration alone, beside `max_tokens`. The engine keeps the memory meanwhile: callbacks, such
-            as one that trains a drafter, get what is left of the idle window.
+            on vLLM's V2 runner, they are those very responses, at most `group_size`, and are kept for that iteration
+            alone, beside `max_tokens`. The engine keeps the memory meanwhile: callbacks, such as one that trains a
+            drafter, get what is left of the idle window.
     """
 
     max_tokens: int = 4_000_000
