@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,22 @@ def test_ranks_of_an_engine_share_a_head_but_for_what_each_needs_whole(policy_pa
     assert whole > 0
     assert shared["engine, drafter"] == pytest.approx(whole + (alone["engine, drafter"] - whole) / 2)
     assert shared["engine, weights"] == alone["engine, weights"] / 2
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "siblings", "width"),
+    [("probabilistic", False, 2), ("probabilistic", True, 0), ("greedy", False, 0)],
+)
+def test_sampled_drafts_without_lookups_keep_their_distributions(
+    draft_sampling: Any, siblings: bool, width: int, policy_path: str, tmp_path: Path
+) -> None:
+    head = save_head(make_head(policy_path), tmp_path / "head")
+    selector = CostModelSelector(drafters=["learned", "sibling"] if siblings else ["learned"])
+    speculation = Speculation(
+        selector=selector, head=head, siblings=siblings, draft_sampling=draft_sampling, max_draft_tokens=5
+    )
+    planned = plan(policy_path, VLLMEngine(max_num_seqs=16, speculation=speculation))
+    assert planned["engine, sampled drafts"] == 16 * 5 * load_policy(policy_path).config.vocab_size * width
 
 
 def test_graphs_are_those_that_will_be_captured(policy_path: str) -> None:

@@ -48,6 +48,7 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
         "engine, drafter": sum(_weights(part, width) / by for by, part in _split(head, engine.num_ranks).items()),
         "engine, graphs": 0.0 if engine.enforce_eager else _graphs(engine, config.num_hidden_layers, bool(head)),
         "engine, a step": _step(config, engine, step_tokens(device_bytes)),
+        "engine, sampled drafts": 0.0 if path is None else _drafts(config, engine, width),
     }
     if engine.kv_cache_gib is not None:
         return held | {"engine, cache": engine.kv_cache_gib * GIB}
@@ -83,6 +84,14 @@ def _step(config: Any, engine: Any, num_tokens: int) -> float:
     inner = getattr(config, "intermediate_size", 0) or 4 * config.hidden_size
     layer = num_tokens * 2.0 * (3 * config.hidden_size + 3 * inner / engine.num_ranks)
     return layer + 2 * 4.0 * engine.max_num_seqs * config.vocab_size
+
+
+def _drafts(config: Any, engine: Any, width: int) -> float:
+    """Return the bytes of the distributions that a head samples drafts from, kept on the V2 runner to verify by."""
+    speculation = engine.speculation
+    if speculation.draft_sampling == "greedy" or speculation.couples_drafts(is_v2=True):
+        return 0.0
+    return float(engine.max_num_seqs * speculation.max_draft_tokens * config.vocab_size * width)
 
 
 def _graphs(engine: Any, num_layers: int, has_head: bool) -> float:

@@ -57,7 +57,7 @@ class Speculation:
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
         draft_sampling: How the head drafts above temperature 0: `greedy` takes its likeliest token; `probabilistic`
             samples, with more acceptance. Without `siblings` and `ngram` that takes `max_num_seqs` *
-            `max_draft_tokens` * vocabulary * 4 bytes on a GPU, and a seed's text hangs on the drafts there, too.
+            `max_draft_tokens` * vocabulary numbers on a GPU, and a seed's text hangs on the drafts there, too.
         steps_per_choice: Steps for which a choice of the selector stands.
         graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
             the selector can reach (`BucketedGraphPool`).
