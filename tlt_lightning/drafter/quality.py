@@ -27,9 +27,9 @@ class AcceptanceRule:
     Args:
         samples_drafts: Drafts are sampled from the head's distribution q and accepted with `min(1, p / q)`, in all with
             `sum of min(p, q)`; else they are its likeliest token, accepted with the target's p of it.
+        temperature: Sampling temperature, of both p and q. Truncation (`top_p`, `top_k`) is not accounted for.
         shares_noise: Sampled drafts are drawn with the noise that the target is sampled with, and accepted where both
             draw the same token (`engine/vllm/patches/coupled_drafts.py`).
-        temperature: Sampling temperature, of both p and q. Truncation (`top_p`, `top_k`) is not accounted for.
     """
 
     samples_drafts: bool = False

@@ -31,6 +31,8 @@ def test_drafts_share_the_noise_of_verification_where_the_engine_asks_for_it(
     undo = coupled_drafts._apply()
     try:
         assert inspect.signature(DraftModelSpeculator.sample_draft) == inspect.signature(vllms_own)
+        ours, theirs = (inspect.signature(each).parameters for each in (coupled_drafts.sample_coupled, vllms_own))
+        assert list(ours)[1:] == list(theirs)[1:]
         speculator: Any = SimpleNamespace(
             vllm_config=SimpleNamespace(additional_config=dict(coupled_drafts.COUPLED) if is_coupled else {}),
             use_local_argmax_reduction=False,

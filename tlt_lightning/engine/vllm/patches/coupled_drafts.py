@@ -18,53 +18,48 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
+from tlt_lightning.engine.vllm.internals import is_cpu_build
 from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 
 COUPLED = {"tlt_lightning.coupled_drafts": True}
 """vLLM's `additional_config` of an engine whose drafts are coupled."""
 
 
-def _apply() -> Undo:
+def sample_coupled(
+    speculator: Any,
+    hidden_states: Any,
+    sample_src_positions: Any,
+    idx_mapping: Any,
+    temperature: Any,
+    seeds: Any,
+    draft_step: Any,
+    draft_logits: Any,
+    spec_step_idx: int = 0,
+) -> Any:
+    """Return drafts as verification draws; stands in place of the speculator's `sample_draft`."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    return gumbel_sample(
+        speculator.compute_draft_logits(hidden_states, spec_step_idx),
+        idx_mapping,
+        temperature,
+        seeds,
+        sample_src_positions,
+        apply_temperature=True,
+        is_drafting=False,  # a draft's noise would be salted
+        use_fp64=speculator.use_fp64_gumbel,
+    )
+
+
+def _apply() -> Undo:
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
     sample = DraftModelSpeculator.sample_draft
 
     @wraps(sample)
-    def sample_draft(
-        speculator: Any,
-        hidden_states: Any,
-        sample_src_positions: Any,
-        idx_mapping: Any,
-        temperature: Any,
-        seeds: Any,
-        draft_step: Any,
-        draft_logits: Any,
-        spec_step_idx: int = 0,
-    ) -> Any:
-        if not COUPLED.items() <= reach(speculator, "vllm_config.additional_config").items():
-            return sample(
-                speculator,
-                hidden_states,
-                sample_src_positions,
-                idx_mapping,
-                temperature,
-                seeds,
-                draft_step,
-                draft_logits,
-                spec_step_idx,
-            )
-        return gumbel_sample(
-            reach(speculator, "compute_draft_logits")(hidden_states, spec_step_idx),
-            idx_mapping,
-            temperature,
-            seeds,
-            sample_src_positions,
-            apply_temperature=True,
-            is_drafting=False,  # a draft's noise would be salted
-            use_fp64=reach(speculator, "use_fp64_gumbel"),
-        )
+    def sample_draft(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+        is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
+        return (sample_coupled if is_coupled else sample)(speculator, *args, **kwargs)
 
     return replace(DraftModelSpeculator, "sample_draft", sample_draft)
 
