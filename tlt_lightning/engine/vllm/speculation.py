@@ -141,8 +141,7 @@ class Speculation:
 
     def couples_drafts(self, *, is_v2: bool) -> bool:
         """Return True if the head samples with the noise of verification, as V2 needs where look-ups draft, too."""
-        has_head = self.head is not None or self.cold_head
-        return is_v2 and has_head and (self.siblings or self.ngram) and self.draft_sampling == "probabilistic"
+        return is_v2 and "mixed" in self.drafters and self.draft_sampling == "probabilistic"
 
     def engine_args(self, *, is_v2: bool) -> dict[str, Any]:
         """Return vLLM's engine arguments, for V2 if `is_v2`."""
