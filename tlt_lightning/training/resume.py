@@ -170,7 +170,7 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
+    return "; ".join(change for name in now for change in _differences(name, saved[name], now[name]))
 
 
 class Requeue(L.Callback):
