@@ -15,6 +15,8 @@ ERROR = 0.02  # of a measured acceptance
 class World:
     """Describes a run; tokens per step rise as 1 + (best - 1) * skill / (skill + 1), and the policy's moves cost skill.
 
+    The defaults are much like a new head in the 7B shape (benchmarks/results/end_to_end_7b_cold_coupled.md).
+
     Args:
         best: Tokens per step that a head can reach.
         skill: What the head begins with, in passes over an iteration's tokens.
@@ -22,20 +24,26 @@ class World:
         lag: Skill that does not show in drafts yet.
         drift: Share of the skill that is lost in an iteration, by its number.
         decode: Decode seconds at one token per step; everything else takes 10 seconds.
+        exponent: Decoding is tokens per step to this power as fast.
         price: Seconds of training on all of an iteration's tokens, by iteration.
         usage: Share of the decode seconds with the head.
         idle_share: What idle windows have room for.
     """
 
-    best: float = 3.0
+    best: float = 8.0
     skill: float = 0.0
-    speed: float = 0.3
+    speed: float = 0.235
     lag: float = 0.0
     drift: Callable[[int], float] = lambda iteration: 0.0
     decode: float = 40.0
-    price: Callable[[int], float] = lambda iteration: 6.0
+    exponent: float = 0.4
+    price: Callable[[int], float] = lambda iteration: 30.0
     usage: float = 1.0
     idle_share: float = 0.0
+
+    def speed_up(self, skill: float) -> float:
+        """Return how many times as fast a head of that skill makes decoding."""
+        return self.acceptance(skill) ** self.exponent
 
     def acceptance(self, skill: float) -> float:
         """Return the tokens per step of a head of that skill."""
@@ -70,9 +78,9 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
                 served, is_cold = trained, False
             cost += 0.1
         share = budget.decide(iteration, num_iterations - iteration - 1)
-        acceptance = world.acceptance(served)
         plain = world.decode * (1 - world.usage)
-        decode = plain + (world.decode - plain) / (1 if is_cold else acceptance)
+        with_head = (world.decode - plain) / (1 if is_cold else world.speed_up(served))
+        decode = plain + with_head
         seconds = 10 + decode
         idle = 0.0 if share is None else world.idle_share
         rest = 0.0 if share is None else max(0.0, share - idle)
@@ -89,8 +97,8 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
                 training_seconds=training,
                 share=rest,
                 idle_share=idle,
-                learned_share=None if is_cold else world.usage * (world.decode - plain) / acceptance / decode,
-                acceptance=acceptance * (1 + rng.gauss(0, 0.01)),
+                learned_share=None if is_cold else with_head / decode,
+                acceptance=world.acceptance(served) * (1 + rng.gauss(0, 0.01)),
             )
         )
         pending = rest + idle > 0 or (pending and share is not None)

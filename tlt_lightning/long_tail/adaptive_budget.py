@@ -19,16 +19,17 @@ _FIRST_REST = 4  # iterations until what was learned is doubted; twice as many e
 _LUCK = 0.04  # of the margin: what a bound of a normal error, 90% certain, shows on average where nothing is gained
 _COLD_TRIAL = 4  # trials of a head that drafts nothing yet
 _FALL = 0.95  # of the acceptance that the engine had: less is drift
+_EXPONENT = 0.5  # of tokens per step in a token's decode time; 0.34 to 0.43 were measured (docs/results.md)
 
 
 class AdaptiveBudget(TrainingBudget):
     """Trains more while it pays, as with a cold head or a policy that moves, and next to nothing else.
 
     A better head pays in all rollouts to come: with `b` instead of `a` tokens per engine step, decoding with the head
-    takes a/b of the time. `GainForecast` says what training would gain, and the plan of the least time is followed, as
-    far as the balance of an account allows. Into it goes what was saved for certain, as it is saved; out of it, what
-    training, measuring and publishing took outside idle windows. So training that never helps costs a trial and a
-    small share of the run, whatever the forecast promises.
+    takes the root of a/b of the time, for it is asked for longer drafts, which cost. `GainForecast` says what training
+    would gain, and the plan of the least time is followed, as far as the balance of an account allows. Into it goes
+    what was saved for certain, as it is saved; out of it, what training, measuring and publishing took outside idle
+    windows. So training that never helps costs a trial and a small share of the run, whatever the forecast promises.
 
     Args:
         most: Largest share of an iteration's tokens.
@@ -56,7 +57,7 @@ class AdaptiveBudget(TrainingBudget):
         self._forecast = GainForecast()
         self._means: dict[str, float] = {}
         self._balance = 0.0  # seconds
-        self._certain = 0.0  # log of published gains, certain ones, which fade over the horizon
+        self._certain = 0.0  # of published gains, what is certain, as `GainForecast` has them; fades over the horizon
         self._usage = 1.0  # share of decode seconds with the head: hoped for, until it is seen
         self._heard = 0.0  # best acceptance of the engine
         self._rest, self._patience = 0, _FIRST_REST
@@ -93,14 +94,14 @@ class AdaptiveBudget(TrainingBudget):
     @override
     def note_publication(self, publication: Publication) -> None:
         before = publication.before.acceptance_length
-        ahead = log(publication.after.acceptance_length / before)
-        error = (publication.gain - publication.bound) / before
+        ahead = _EXPONENT * log(publication.after.acceptance_length / before)
+        error = _EXPONENT * (publication.gain - publication.bound) / before
         self._certain = max(0.0, self._certain - (_LUCK * error if error < inf else 0.0))
         believed = self._forecast.observe(ahead, 0.1 if error == inf else error)
         if publication.is_published or publication.has_diverged:
             self._forecast.settle()
         if publication.is_published:
-            self._certain += min(believed, log(1 + publication.bound / before))
+            self._certain += min(believed, _EXPONENT * log(1 + publication.bound / before))
             self._rest, self._patience = 0, _FIRST_REST
 
     @override

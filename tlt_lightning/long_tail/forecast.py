@@ -1,8 +1,8 @@
 """Forecast what training a drafter gains, from what it has gained.
 
-A head falls short of what it could reach on the present policy by a `gap`, the logarithm of the ratio of their tokens
-per engine step. Training on a share x of an iteration's tokens leaves exp(-speed * x) of the gap; after each iteration
-the policy has moved on, and the gap grew by `drift`. None of the three is known: hypotheses on a grid are weighed by
+A head falls short of what it could reach on the present policy by a `gap`, the logarithm of the ratio of their decode
+seconds. Training on a share x of an iteration's tokens leaves exp(-speed * x) of the gap; after each iteration the
+policy has moved on, and the gap grew by `drift`. None of the three is known: hypotheses on a grid are weighed by
 how well they foretold the gains that were measured.
 """
 
