@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import exp
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_lightning.fused.compiled import compiled_on_gpu
@@ -157,22 +158,20 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
         (documents, 2, K)
     """
     num_drafts, responses = len(rates), is_response.tolist()
-    each_rate, each_match = rates.double().T.tolist(), matches.double().T.tolist()
-    results, start = [], 0
+    reached = F.pad(matches.double().cumprod(0), (0, 0, 1, 0), value=1.0)  # chance that the first k match, (K + 1, T)
+    jumps = -reached.diff(dim=0, append=torch.zeros_like(reached[:1])).T  # that the next step starts k + 1 entries on
+    visits, start = torch.zeros(len(responses), dtype=torch.float64), 0
     for length in lengths:
-        accepted, steps = [0.0] * num_drafts, 0.0
         first = next((entry for entry in range(start, start + length) if responses[entry]), start + length)
-        visits = {first: 1.0}
-        for entry in range(first, start + length - num_drafts + 1):
-            if not (run := visits.pop(entry, 0.0)):
-                continue
-            steps += run
-            for k in range(num_drafts):
-                accepted[k] += run * each_rate[entry][k]
-                longer = run * each_match[entry][k]
-                visits[entry + k + 1] = visits.get(entry + k + 1, 0.0) + run - longer
-                run = longer
-            visits[entry + num_drafts + 1] = visits.get(entry + num_drafts + 1, 0.0) + run
-        results.append([accepted, [steps] * num_drafts])
+        chances = [1.0, *[0.0] * (start + length + num_drafts - first)]
+        ways = jumps[first : max(first, start + length - num_drafts + 1)].tolist()
+        for entry, way in enumerate(ways):
+            if here := chances[entry]:
+                for place, chance in enumerate(way, entry + 1):
+                    chances[place] += here * chance
+        visits[first : first + len(ways)] = visits.new_tensor(chances[: len(ways)])
         start += length
-    return torch.tensor(results, dtype=torch.float64).reshape(-1, 2, num_drafts)
+    accepted = reached[:-1] * rates.double() * visits
+    sums = torch.stack([accepted, visits.expand_as(accepted)])  # (2, K, T)
+    documents = sums[..., :start].split(list(lengths), -1)
+    return torch.stack([part.sum(-1) for part in documents]) if documents else sums.new_zeros(0, 2, num_drafts)
