@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 NUM_CLUSTERS = 128
 """Divisor of the prompts' hashes: ranks sum so many numbers, however many prompts there are."""
-ENOUGH = 16_384
+ENOUGH = 8_192
 """Tokens of held-out text that a worker judges by; more if one text of each prompt, or `_FEWEST`, have more."""
 _FEWEST = 4  # texts of a single prompt: the margin of two is more than twice as wide
 _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
