@@ -5,9 +5,9 @@
     python -m benchmarks cold_head --completions outputs/quickstart/completions.jsonl
 
 Each token is trained on once, as beside a policy, by the trainer of `LongTailIdleCallback`, whose `--pack-tokens` a new
-head takes by quarters. Tokens per step are expected on held-out prompts at `--temperature`, of 7 greedy drafts; in the
-end also of sampled ones, by rejection sampling and by the noise of verification. An optimizer is given as NAME=RATE.
-`--tiny` takes few tokens.
+head takes by quarters, later by halves. Tokens per step are expected on held-out prompts at `--temperature`, of 7
+greedy drafts; in the end also of sampled ones, by rejection sampling and by the noise of verification. An optimizer is
+given as NAME=RATE. `--tiny` takes few tokens.
 """
 
 from __future__ import annotations

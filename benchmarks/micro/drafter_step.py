@@ -5,8 +5,8 @@ On a GPU, a head of random weights for a policy of 7B shape, of which only the o
     python -m benchmarks drafter_step
 
 Trainer, packs, judging and publishing are those of `LongTailIdleCallback`, and texts have recorded lengths. Steps are
-those of a new head, packs of a quarter: "young" of drafts of 3 tokens, "whole" of whole drafts. A decision judges the
-trained and the published weights. Per token of a pack, operations are
+those of a new head: "young" of packs of a quarter and drafts of 3 tokens, "whole" of half packs and whole drafts. A
+decision judges the trained and the published weights by the noise of verification. Per token of a pack, operations are
 
     training: 4 fc + K (6 layer + 4 output) + 2 output,    judging: 2 fc + K (2 layer + 2 output) + 2 output
 
@@ -95,7 +95,7 @@ def build(
 ) -> DrafterTrainer:
     """Return the trainer of a new head, as the callback makes it; a reduced one drafts the lowest token ids."""
     drafter = DrafterModule(str(target), draft_vocab_size=draft_vocab_size, num_draft_tokens=NUM_DRAFTS)
-    drafter.acceptance = AcceptanceRule(samples_drafts=True)
+    drafter.acceptance = AcceptanceRule(samples_drafts=True, shares_noise=True)
     drafter.configure_model()
     return DrafterTrainer(drafter, buffer, pack_tokens=pack_tokens, device=device)
 

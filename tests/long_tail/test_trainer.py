@@ -103,9 +103,11 @@ def test_an_optimizer_that_is_not_the_checkpoints_begins_anew_and_says_so(caplog
     assert weight(resumed) > weight(saved)
 
 
-@pytest.mark.parametrize(("head_path", "num_tokens", "draft_length"), [(None, 256, 8), ("given", 1024, None)])
-def test_a_head_that_was_random_learns_from_packs_of_a_quarter(
-    head_path: str | None, num_tokens: int, draft_length: int | None
+@pytest.mark.parametrize(
+    ("head_path", "num_tokens", "draft_length"), [(None, [256, 256, 512], 8), ("given", [1024, 1024, 1024], None)]
+)
+def test_a_head_that_was_random_learns_from_small_packs(
+    head_path: str | None, num_tokens: list[int], draft_length: int | None
 ) -> None:
     class Measuring(OneWeight):
         def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,12 +118,12 @@ def test_a_head_that_was_random_learns_from_packs_of_a_quarter(
     drafter = Measuring()
     drafter.head_path = head_path
     trainer = make_trainer(drafter, pack_tokens=1024)
-    for acceptance_length in (1.0, 5.0):
+    for acceptance_length in (1.0, 2.0, 5.0):
         trainer.note_quality(acceptance_length)
         trainer.begin(0)
         trainer.train(steps(2))
         sizes.append(trainer.num_seen)
-    assert sizes == 2 * [num_tokens, num_tokens, 2 * num_tokens]
+    assert sizes == [size for num in num_tokens for size in (num, num, 2 * num)]
     assert trainer.drafter.most_steps == draft_length
     assert make_trainer(drafter, pack_tokens=256).step_tokens == (256 if head_path else 128)
 

@@ -40,7 +40,7 @@ COLD_WARMUP_STEPS = 10
 """The same for a head of random weights, which has nothing to lose."""
 _SHORT = 3  # drafts that it learns at first; from single ones it would learn features that cannot be fed back
 _REACH = 1.5  # drafts that it learns for each token per step that it makes: longer ones are hardly ever reached
-_NEW_PACK = 4  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
+_YOUNG_PACK, _NEW_PACK = 4, 2  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
 
 SumOverRanks = Callable[[Tensor], Tensor]
 MakePack = Callable[[], PackedBatch]
@@ -70,7 +70,8 @@ class Burst:
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
 
-    A new head learns from packs of a quarter, and drafts that grow with what it has learnt, from three tokens on.
+    A new head learns from packs of a quarter, of half once it makes 2 tokens per engine step, and drafts that grow with
+    what it has learnt, from three tokens on.
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
@@ -148,7 +149,8 @@ class DrafterTrainer:
         """Tokens of a micro-step: a pack, or a part of one if the head began with random weights."""
         if self.drafter.head_path is not None:
             return self.pack_tokens
-        return max(PACK_MULTIPLE, self.pack_tokens // _NEW_PACK // PACK_MULTIPLE * PACK_MULTIPLE)
+        parts = _YOUNG_PACK if self.is_young else _NEW_PACK
+        return max(PACK_MULTIPLE, self.pack_tokens // parts // PACK_MULTIPLE * PACK_MULTIPLE)
 
     @property
     def num_passes(self) -> float:
