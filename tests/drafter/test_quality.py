@@ -1,4 +1,5 @@
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -32,6 +33,20 @@ def test_steps_of_an_engine_with_greedy_drafts_are_retraced(seed: int) -> None:
     steps = retraced(matches, lengths, first)
     assert accepted == [sum(number >= k for _, number in steps) for k in (1, 2, 3)]
     assert starts == [len(steps)] * 3
+
+
+def test_steps_of_an_engine_with_sampled_drafts_are_retraced_on_average() -> None:
+    num_drafts, length = 2, 5
+    chances = torch.rand(num_drafts, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(2, num_drafts, dtype=torch.float64)
+    for bits in product((False, True), repeat=num_drafts * length):  # every way that drafts may match
+        matches = torch.tensor(bits).view(num_drafts, length)
+        steps = retraced(matches.tolist(), [length])
+        accepted = [float(sum(number >= k for _, number in steps)) for k in (1, 2)]
+        weight = torch.where(matches, chances, 1 - chances).prod()
+        expected += weight * torch.tensor([accepted, [float(len(steps))] * num_drafts])
+    found = expect_acceptance(chances, chances, [length], torch.ones(length).bool())
+    torch.testing.assert_close(found, expected[None])
 
 
 def test_padding_and_prompts_are_not_drafted() -> None:

@@ -158,7 +158,8 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
         (documents, 2, K)
     """
     num_drafts, responses = len(rates), is_response.tolist()
-    reached = F.pad(matches.double().cumprod(0), (0, 0, 1, 0), value=1.0)  # chance that the first k match, (K + 1, T)
+    rates, matches = rates.cpu().double(), matches.cpu().double()  # entry by entry a GPU would be slow
+    reached = F.pad(matches.cumprod(0), (0, 0, 1, 0), value=1.0)  # chance that the first k match, (K + 1, T)
     jumps = -reached.diff(dim=0, append=torch.zeros_like(reached[:1])).T  # that the next step starts k + 1 entries on
     visits, start = torch.zeros(len(responses), dtype=torch.float64), 0
     for length in lengths:
@@ -171,7 +172,7 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
                     chances[place] += here * chance
         visits[first : first + len(ways)] = visits.new_tensor(chances[: len(ways)])
         start += length
-    accepted = reached[:-1] * rates.double() * visits
+    accepted = reached[:-1] * rates * visits
     sums = torch.stack([accepted, visits.expand_as(accepted)])  # (2, K, T)
     documents = sums[..., :start].split(list(lengths), -1)
     return torch.stack([part.sum(-1) for part in documents]) if documents else sums.new_zeros(0, 2, num_drafts)
