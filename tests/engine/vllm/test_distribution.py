@@ -212,9 +212,9 @@ def test_texts_drafted_from_earlier_answers_are_as_likely_as_they_should_be(
         Request(id=i, prompt_ids=PROMPT, seed=seed_of(8, i), earlier_answers=earlier) for i in range(2 * NUM_DRAWS)
     ]
     responses = list(setup.engine.generate(requests, sampling, seed=8))
-    # V2 looks up without a text's last tokens, and finds less; 19 were kept on an H200.
     assert sum(drafter == "earlier" for response in responses for _, drafter, _, _ in response.drafts) > NUM_DRAWS / 4
-    assert sum(response.num_kept.get("earlier", 0) for response in responses) > NUM_DRAWS / 64
+    least = NUM_DRAWS / (64 if torch.cuda.is_available() else 16)  # V2 looks up without a text's last tokens: 19 there
+    assert sum(response.num_kept.get("earlier", 0) for response in responses) > least
     assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
     for response in responses:
         assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
