@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +81,10 @@ class Work:
         return self.precision == "32-true"
 
     def fitted(self) -> Work:
-        """Return the work with `max_tokens` filled in, at most as long as its recorded lengths.
+        """Return the work with `max_tokens` filled in, and lengths for its iterations.
+
+        Iterations recorded with more responses than this work has are taken in parts, first parts first; when all are
+        used up, they are replayed from the first on.
 
         Raises:
             ValueError: The micro-batches do not divide the work, or the lengths are not those of such work.
@@ -102,10 +106,12 @@ class Work:
                 f"`lengths` were recorded for {written} responses an iteration, this run writes {wanted}; lower "
                 "`--prompts` or `--group-size`."
             )
-        lengths = [each[:wanted] for each in work.lengths[: work.iterations]]
+        parts = range(0, written - wanted + 1, wanted)
+        recorded = [each[part : part + wanted] for part in parts for each in work.lengths]
+        lengths = list(islice(cycle(recorded), work.iterations))
         if (longest := max(map(max, lengths))) > work.max_tokens:
             raise ValueError(f"`lengths` go up to {longest} tokens, `max_tokens` is {work.max_tokens}; raise it.")
-        return replace(work, lengths=lengths, iterations=len(lengths))
+        return replace(work, lengths=lengths)
 
 
 def write_random(shape: dict[str, Any], path: str) -> None:

@@ -67,10 +67,13 @@ def test_the_first_plain_run_records_lengths_unless_there_are_some() -> None:
     assert list(map(str, wanted)) == replayed
 
 
-def test_lengths_of_a_larger_run_are_cut_to_this_one() -> None:
+def test_lengths_of_another_run_are_cut_to_this_one_and_repeated() -> None:
     work = tiny_work(lengths=[[3] * 20, [4] * 20, [5] * 20], iterations=2).fitted()
     assert work.lengths == [[3] * 16, [4] * 16]
-    assert tiny_work(lengths=[[3] * 16], iterations=9).fitted().iterations == 1
+    recorded = [[3] * 16 + [4] * 17, [5] * 16 + [6] * 17]
+    work = tiny_work(lengths=recorded, iterations=6).fitted()
+    assert work.iterations == 6
+    assert work.lengths == [[length] * 16 for length in (3, 5, 4, 6, 3, 5)]
 
 
 def test_work_that_devices_cannot_share_is_refused() -> None:
