@@ -40,7 +40,9 @@ def test_loss_and_gradients_are_those_of_the_cpu(policy_path: str, loss: str, te
 
 
 @pytest.mark.parametrize(("samples_drafts", "shares_noise"), [(False, False), (True, False), (True, True)])
-def test_it_learns_and_is_measured_there(policy_path: str, samples_drafts: bool, shares_noise: bool) -> None:
+def test_it_learns_and_is_measured_there(
+    policy_path: str, samples_drafts: bool, shares_noise: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     drafter = make_drafter(policy_path).cuda()
     drafter.acceptance = AcceptanceRule(samples_drafts, 0.9, shares_noise)
     batches = pack([random_sequence(300, 5)], 384)
@@ -52,6 +54,7 @@ def test_it_learns_and_is_measured_there(policy_path: str, samples_drafts: bool,
     expected = quality_on(drafter.cpu(), batches)
     assert found.acceptance_length == pytest.approx(expected.acceptance_length, abs=0.05)
     assert found.top3 == pytest.approx(expected.top3, abs=0.1)
+    assert "could not be compiled" not in caplog.text
 
 
 def test_a_pack_reaches_the_device_without_a_wait_for_it() -> None:

@@ -72,7 +72,7 @@ def _judge_coupled(logits: Tensor, targets: Tensor, token: Tensor, temperature: 
     p, q = (values.float().div(temperature).softmax(-1) for values in (targets, logits))
     at_ratios = torch.stack([torch.maximum(p, q * ratio).sum(-1) for ratio in _RATIOS], -1)  # (n, R)
     ratios, own = p.new_tensor(_RATIOS), p / q.clamp(min=_TINY)
-    place = torch.bucketize(own, ratios[1:-1])
+    place = torch.bucketize(own, p.new_tensor(_RATIOS[1:-1]))  # not a slice, which torch 2.11 cannot compile on a GPU
     (low, below), (high, above) = (
         (ratios[at], at_ratios.gather(-1, at) - torch.maximum(p, q * ratios[at])) for at in (place, place + 1)
     )
