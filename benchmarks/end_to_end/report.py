@@ -143,6 +143,23 @@ def compared(name: str, mine: list[float], plain: list[float], frozen: list[floa
     return told
 
 
+def replayed_again(run: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """Compare iterations after the end of the plain run with those of it that wrote the same lengths.
+
+    Their tokens tell which; the plain run's first iteration, which compiles, does not count.
+    """
+    known = {row["metrics"].get("rollout/tokens"): seconds([row], "iteration")[0] for row in plain["iterations"][1:]}
+    later = run["iterations"][len(plain["iterations"]) :]
+    again = [row for row in later if row["metrics"].get("rollout/tokens", -1) in known]
+    if not again:
+        return []
+    mine = sum(seconds(again, "iteration"))
+    ratio = sum(known[row["metrics"]["rollout/tokens"]] for row in again) / mine
+    last = again[-1]["iteration"]
+    lead = f"{run['arm']} {run['seed']}: {len(again)} of the iterations {again[0]['iteration']} to {last}"
+    return [f"{lead} write lengths that plain wrote before, {ratio:.2f}x as fast as plain"]
+
+
 def course_table(runs: Runs, title: str) -> list[str]:
     """Return runs of one mode in the course of their iterations, beside the plain run of their seed."""
     clocks = {(run["arm"], run["seed"]): [0.0, *(clock for _, clock, _ in curve(run))] for run in runs}
@@ -152,6 +169,8 @@ def course_table(runs: Runs, title: str) -> list[str]:
         mine, plain, frozen = (clocks.get((arm, run["seed"]), []) for arm in (run["arm"], "plain", "frozen"))
         shared = min(len(mine), len(plain))
         told += compared(f"{run['arm']} {run['seed']}", mine, plain, frozen)
+        beside = [other for other in runs if (other["arm"], other["seed"]) == ("plain", run["seed"])]
+        told += [line for other in beside if run["mode"] == "replay" for line in replayed_again(run, other)]
         for first, last in SPANS:
             rows = [row for row in run["iterations"] if first <= row["iteration"] <= last]
             if not rows:

@@ -255,6 +255,25 @@ def test_the_course_says_how_near_a_cold_start_ends_to_a_frozen_head(mode: str) 
     assert "frozen 5 takes" not in text
 
 
+def test_the_course_compares_lengths_that_are_replayed_again() -> None:
+    tokens = [90, 50, 70, 90, 50, 70, 60]
+
+    def of(rollout: float, count: int) -> list[dict[str, Any]]:
+        rows = [iteration(number, rollout=rollout) for number in range(1, count + 1)]
+        for row, written in zip(rows, tokens, strict=False):
+            row["metrics"]["rollout/tokens"] = written
+        return rows
+
+    runs = [run("plain", iterations=of(6.9, 3)), run("random", iterations=of(2.9, 7))]
+    text = "\n".join(end_to_end_report.render(results(*runs)))
+    # plain's first iteration compiles: the fourth is compared with none
+    assert "random 5: 2 of the iterations 5 to 6 write lengths that plain wrote before, 2.00x as fast" in text
+    assert "plain 5: " not in text
+    for each in runs:
+        each.mode = "natural"  # equal numbers of tokens are chance there
+    assert "wrote before" not in "\n".join(end_to_end_report.render(results(*runs)))
+
+
 # The arms themselves
 
 
