@@ -11,6 +11,7 @@ BENCHMARKS = {
     "rollout": "benchmarks.rollout.run",
     "lossless": "benchmarks.lossless.run",
     "end_to_end": "benchmarks.end_to_end.run",
+    "foretold": "benchmarks.end_to_end.foretold",
     "learning": "benchmarks.end_to_end.learning",
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",

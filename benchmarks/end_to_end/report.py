@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from benchmarks.common.results import heading, table
 from benchmarks.common.statistics import middle, rounded, spread
+from benchmarks.end_to_end.foretold import decisions_of, drafted, means
 from benchmarks.end_to_end.work import OVERHEAD, STAGES
 
 Rows = list[dict[str, Any]]
@@ -72,11 +72,6 @@ def stage_table(runs: Runs, warmup: int, *, is_paired: bool) -> list[str]:
     return table([*header, "overhead", "rollout tok/s", "acceptance length", "trainer/engine KL"], lines)
 
 
-def drafted(row: dict[str, Any]) -> float:
-    """Return the engine's tokens per step if every draft were of the longest length tried; 1 without drafts."""
-    return 1 + sum(sum(values([row], f"speculation/acceptance_rate_pos_{k}")) for k in range(1, 8))
-
-
 def memory_table(runs: Runs, warmup: int) -> list[str]:
     """Return the most memory of a device by stage, and what the update made of it."""
     lines: list[list[Any]] = []
@@ -98,16 +93,15 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
         rates = [middle(values(rows, f"speculation/acceptance_rate_pos_{k}")) for k in (1, 3)]
         if rates[0] is None:
             continue
-        judged = [row for row in rows if values([row], "drafter/acceptance_length")]
-        pairs = [(row["metrics"]["drafter/acceptance_length"], drafted(row)) for row in judged]
-        gains: dict[float, list[tuple[float, float]]] = {1.0: [], 0.0: []}  # by `drafter/published`
-        for old, new in pairwise(run["iterations"]):
-            for decision in values([new], "drafter/published"):
-                gains[decision].append((new["metrics"]["drafter/acceptance_gain"], drafted(new) - drafted(old)))
-        cells = [cell for each in gains.values() for cell in (len(each), foretold(each, "+.3f"))]
+        decisions = decisions_of(run["iterations"])
+        pairs = [(each.length, each.found) for each in decisions if each.iteration > warmup]
+        cells: list[Any] = []
+        for was_published in (True, False):
+            gains = [(each.gain, each.found_gain) for each in decisions if each.published is was_published]
+            cells += [len(gains), means(gains, "+.3f")]
         drift = rounded(middle(values(rows[-1:], "drafter/policy_drift")), 4)
         name = f"{run['arm']} {run['mode']} {run['seed']}"
-        lines.append([name, *(rounded(rate, 3) for rate in rates), foretold(pairs, ".2f"), *cells, drift])
+        lines.append([name, *(rounded(rate, 3) for rate in rates), means(pairs, ".2f"), *cells, drift])
     if not lines:
         return []
     header = ["run", "draft 1 accepted", "draft 3 accepted", "tokens per step", "published", "gain", "refused", "gain"]
@@ -117,11 +111,6 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
         "against the rollout before. What was refused shows luck and drift alone. Drift (KL, nats) at the end."
     )
     return ["## The drafter, foretold and found", "", lead, "", *table([*header, "policy drift"], lines)]
-
-
-def foretold(pairs: Sequence[tuple[float, float]], form: str) -> str | None:
-    """Return the means of what was foretold and of what was found."""
-    return " -> ".join(f"{statistics.mean(each):{form}}" for each in zip(*pairs, strict=True)) or None
 
 
 def compared(name: str, mine: list[float], plain: list[float], frozen: list[float]) -> list[str]:

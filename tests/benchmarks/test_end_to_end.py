@@ -233,13 +233,14 @@ def test_the_course_says_from_where_on_a_run_is_ahead_of_plain_and_what_the_budg
             "drafter/tokens": 100,
             "drafter/published": float(row["iteration"] < 5),
         }
-        row["metrics"] |= {"drafter/acceptance_gain": 0.25, "speculation/acceptance_rate_pos_1": row["iteration"] / 10}
+        row["metrics"] |= {"drafter/acceptance_gain": 0.25, "drafter/acceptance_length": 1.5}
+        row["metrics"] |= {"speculation/acceptance_rate_pos_1": row["iteration"] / 10}
     runs = [run("plain", "natural", iterations=plain), run("random", "natural", iterations=cold)]
     text = "\n".join(end_to_end_report.render(results(*runs)))
     assert "random 5 from iteration 5 on ahead of plain, 1.09x after 7" in text  # as far behind after 4 as at first
     assert "| random 5 | 2 to 2 | 6.10 | 5.00 | 0.00 | 12.2 | 0.84 | 0.500 | 1.20 | 0.50 | - | 1 |" in text
     assert "| random 5 | 6 to 7 | 4.10 | 3.00 | 0.00 | 32.7 | 1.09 | 0.500 | 1.65 | 0.50 | - | 0 |" in text
-    assert "| random natural 5 | 0.450 | - | - | 3 | +0.250 -> +0.133 | 3 | +0.250 -> +0.100 | - |" in text
+    assert "| random natural 5 | 0.450 | - | 1.50 -> 1.45 | 3 | +0.250 -> +0.133 | 3 | +0.250 -> +0.100 | - |" in text
 
 
 @pytest.mark.parametrize("mode", ["natural", "replay"])
