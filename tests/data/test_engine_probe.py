@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.architectures import save_architecture
 from tests.support.rl_runs import make_data, make_engine, make_module, make_trainer
-from tlt_lightning import LoRA, VLLMEngine
+from tlt_lightning import LoRA, RolloutCallback, VLLMEngine
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.engine.vllm import engine as engine_module
 from tlt_lightning.engine.vllm.patches import cpu_experts, patched
@@ -64,11 +64,10 @@ class Counted(EngineProbe):
 
     versions: tuple[int, ...] = ()
 
-    def check(self, trainer, engine, rollouts, sampling) -> None:  # type: ignore[no-untyped-def]
-        before = set(self._done)
-        super().check(trainer, engine, rollouts, sampling)
-        if before != self._done:
+    def check(self, trainer, engine, rollouts, sampling) -> bool:  # type: ignore[no-untyped-def]
+        if compared := super().check(trainer, engine, rollouts, sampling):
             self.versions += (engine.drafter_version,)
+        return compared
 
 
 def test_a_run_is_looked_at_once_and_again_after_its_first_drafter(
@@ -83,6 +82,19 @@ def test_a_run_is_looked_at_once_and_again_after_its_first_drafter(
 
     make_trainer(tmp_path, Push(), max_epochs=4).fit(make_module(policy_path), data)
     assert data._probe.versions == (-1, 0)
+
+
+def test_seconds_of_the_comparison_are_not_the_rewards(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    class Watch(RolloutCallback):
+        before_rewards: tuple[str, ...] = ()
+
+        def on_iteration_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            stages = [stage for stage, _ in pl_module.iteration_log.laps_by_rank[0]]
+            self.before_rewards += (stages[stages.index("reward") - 1],)
+
+    watch = Watch()
+    make_trainer(tmp_path, watch).fit(make_module(policy_path), make_data(prompts_path))
+    assert watch.before_rewards == ("logprobs", "sync")
 
 
 @pytest.mark.vllm

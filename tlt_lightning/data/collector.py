@@ -38,7 +38,8 @@ class RolloutCollector:
         tokenizer: Decodes them.
         end_tokens: Token ids that end a response besides the tokenizer's own.
         rewards: Scores them while others are still being written.
-        log: Takes the time of the stages sync, rollout, idle and reward, failed rewards, and what the engine says.
+        log: Takes the time of the stages sync, rollout, idle and reward, and of the probe; failed rewards, and what the
+            engine says.
         idle: Finds out whether other workers still write; None with a single worker.
         probe: Compares the first responses' log-probs with the policy's; None trusts the engine.
         peak_memory: Follows an engine that sleeps; None measures nothing.
@@ -141,8 +142,8 @@ class RolloutCollector:
         has_any = bool(current)
         if agreement(self.trainer) is not None:
             has_any = is_first and self.trainer.strategy.reduce_boolean_decision(has_any, all=True)
-        if has_any:
-            self.probe.check(self.trainer, self.engine, current, sampling)
+        if has_any and self.probe.check(self.trainer, self.engine, current, sampling):
+            self.log.lap("logprobs")  # the policy's first pass, for which a GPU compiles
 
     def _reward(self, rollouts: Mapping[int, Rollout]) -> None:
         """Wait for the scores, and put them into the rollouts."""

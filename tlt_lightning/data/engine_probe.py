@@ -32,8 +32,8 @@ class EngineProbe:
     def __init__(self) -> None:
         self._done: set[bool] = set()
 
-    def check(self, trainer: L.Trainer, engine: RolloutEngine, rollouts: Iterable[Rollout], sampling: Sampling) -> None:
-        """Raise RuntimeError unless new responses have the policy's log-probs, where they tell.
+    def check(self, trainer: L.Trainer, engine: RolloutEngine, rollouts: Iterable[Rollout], sampling: Sampling) -> bool:
+        """Raise RuntimeError unless new responses have the policy's log-probs, where they tell; True if it compared.
 
         Args:
             trainer: Its module's policy wrote the responses.
@@ -43,7 +43,7 @@ class EngineProbe:
         """
         has_new_drafter = engine.drafter_version >= 0
         if has_new_drafter in self._done or not sampling.temperature or sampling.filters:
-            return
+            return False
         self._done.add(has_new_drafter)
         if (
             engine.compute_dtype in EIGHT_BIT
@@ -68,6 +68,7 @@ class EngineProbe:
             dtype=_coarser(trainer, policy, engine),
             when="After the first update of the drafter" if has_new_drafter else "After the first sync of weights",
         )
+        return True
 
 
 def _beginning(rollout: Rollout) -> Rollout:
