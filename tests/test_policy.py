@@ -220,8 +220,8 @@ def test_a_folder_without_tokenizer_files_is_refused(policy_path: str, tmp_path:
 
 
 def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, tmp_path: Path) -> None:
-    assert end_token_ids(policy_path) == [1]
+    assert end_token_ids(policy_path, load_tokenizer(policy_path)) == [1]
     path = tmp_path / "policy"
     shutil.copytree(policy_path, path)
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
-    assert end_token_ids(str(path)) == [1, 7]
+    assert end_token_ids(str(path), load_tokenizer(str(path))) == [1, 7]

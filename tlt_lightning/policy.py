@@ -75,11 +75,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def end_token_ids(path: str) -> list[int]:
-    """Return every token id that ends a response: the tokenizer's and the generation config's."""
+def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every token id that ends a response: the tokenizer's, and the generation config's at `path`."""
     from transformers import GenerationConfig
 
-    ids = [load_tokenizer(path).eos_token_id]
+    ids = [tokenizer.eos_token_id]
     try:
         extra = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a policy without generation_config.json ends with the tokenizer's token alone

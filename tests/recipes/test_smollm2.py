@@ -31,7 +31,7 @@ def length(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 def test_the_tokenizer_is_the_one_the_model_was_trained_with(smollm2: str) -> None:
     tokenizer = load_tokenizer(smollm2)
-    assert end_token_ids(smollm2) == tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    assert end_token_ids(smollm2, tokenizer) == tokenizer.convert_tokens_to_ids(["<|im_end|>"])
     text = "is  1234 <|im_end|>"
     # Digits stand alone, also towards the space before them, which GPT-2's splitting would give to the number.
     assert tokenizer.tokenize(text) == ["is", "ĠĠ", "1", "2", "3", "4", "Ġ", "<|im_end|>"]

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import PreTrainedTokenizerBase
 
 from tests.support.rl_runs import (
     Recorder,
@@ -226,6 +227,22 @@ def test_metrics_of_the_loss_are_sums_over_a_steps_micro_batches_and_means_over_
         assert len(losses) == last[-1]
         assert trainer.callback_metrics["train/number"] == sum(last) / 2
         assert trainer.callback_metrics["train/loss"].item() == pytest.approx(sum(losses[-4:]) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_data_module_and_engine_read_the_tokenizer_once_each(
+    engine: str, policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 150,000 tokens takes more than a second."""
+    read, paths = PreTrainedTokenizerBase.from_pretrained.__func__, []
+
+    def noted(cls: type, path: str, *args: Any, **kwargs: Any) -> Any:
+        paths.append(path)
+        return read(cls, path, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "from_pretrained", classmethod(noted))
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), make_data(prompts_path, make_engine(engine)))
+    assert paths == [policy_path] * 2
 
 
 def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

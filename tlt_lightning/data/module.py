@@ -150,7 +150,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.history = AnswerHistory(self.history.settings)
         self._iteration, self._saved_iteration, self.backlog.aside = None, None, []
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
-        self._ends = end_token_ids(policy)
+        self._ends = end_token_ids(policy, self.tokenizer)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer)
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None

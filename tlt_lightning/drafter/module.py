@@ -26,7 +26,7 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import guards
-from tlt_lightning.policy import end_token_ids
+from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.training.optimization import check_builds
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class DrafterModule(L.LightningModule):
 
     def choose_vocabulary(self, counts: Tensor) -> None:
         """Let a reduced head draft end tokens and the commonest of `counts` (V,); `refresh_target` follows if built."""
-        self._counts = with_ends(counts, end_token_ids(self.target))
+        self._counts = with_ends(counts, end_token_ids(self.target, load_tokenizer(self.target)))
         if self.head is not None:
             choose_vocabulary(self.head, self._counts)
 

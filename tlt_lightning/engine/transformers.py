@@ -43,8 +43,8 @@ class TransformersEngine(RolloutEngine):
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        self._end_token_ids = end_token_ids(policy)
         self._tokenizer = load_tokenizer(policy)
+        self._end_token_ids = end_token_ids(policy, self._tokenizer)
         self._max_model_len = max_model_len
 
     @override

@@ -137,7 +137,8 @@ class VLLMEngine(RolloutEngine):
         self._is_cpu = internals.is_cpu_build()
         if self._can_sleep:
             asleep_free.claim_sleep_mode()
-        self._end_token_ids = end_token_ids(policy)
+        tokenizer = load_tokenizer(policy)
+        self._end_token_ids = end_token_ids(policy, tokenizer)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
         graphs = None
@@ -152,7 +153,7 @@ class VLLMEngine(RolloutEngine):
             self._patches = patches.pop_all()
         internals.check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
-        internals.reach(self._engine, "output_processor").tokenizer = load_tokenizer(policy)  # for stop strings
+        internals.reach(self._engine, "output_processor").tokenizer = tokenizer  # for stop strings
         agreement, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, agreement)
