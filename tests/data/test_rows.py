@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,14 @@ def test_csv_holds_text(tmp_path: Path) -> None:
     text = 'prompt,answer\n"1, 2",007\n"two\nlines",\n'
     rows = [{"prompt": "1, 2", "answer": "007"}, {"prompt": "two\nlines", "answer": ""}]
     assert read(write(tmp_path / "a.csv", text)) == read(write(tmp_path / "a.csv.gz", text)) == rows
+
+
+def test_a_whole_file_is_read_without_datasets(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", LINES)
+    code = "import sys; from tlt_lightning.data.rows import read_rows; read_rows(sys.argv[1], None, 'train'); "
+    code += "print({'datasets', 'pandas', 'pyarrow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
