@@ -127,9 +127,7 @@ class VLLMEngine(RolloutEngine):
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         check_split(policy, None if self.speculation is None else self.speculation.head, self.num_ranks)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        # vLLM would have Triton print every candidate when a loss of the drafter is tuned, once it serves.
-        os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
+        os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TRITON_PRINT_AUTOTUNING": "0", **os.environ}  # unless set
         from vllm.v1.engine.llm_engine import LLMEngine
 
         check_head_size(policy, internals.supported_head_sizes())
