@@ -42,6 +42,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tlt_lightning").setLevel(logging.INFO)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it reads that itself
+    for importing in ("torchao", "torch.utils._pytree"):  # of kernels and classes that no run here takes up
+        logging.getLogger(importing).setLevel(logging.ERROR)
     logging.getLogger("lightning").propagate = False  # it has a handler of its own
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")

@@ -237,6 +237,13 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     assert all(f"\n  {command} " in HELP for command in COMMANDS)
 
 
+def test_a_run_does_not_begin_with_warnings_of_kernels_that_nobody_asked_for() -> None:
+    pytest.importorskip("torchao")
+    code = "import sys; sys.argv[1:] = ['--help']; from tlt_lightning.__main__ import main; main(); import torchao"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr == ""
+
+
 def test_the_script_finds_files_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("")
     code = (
