@@ -14,7 +14,7 @@ from benchmarks.rollout.bench import WARM_UP_TOKENS, Bench, warm_up_lengths
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
 from benchmarks.rollout.steps import EDGES
 from tests.conftest import save_policy
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import save_trained_head
 
 LENGTHS = [40, 31, 22, 13]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.rollout.arms import KS
 from benchmarks.rollout.limit import model
 from benchmarks.rollout.steps import Row, summarize
-from tests.support.simulated_rollout import Outcome, RolloutSimulator, StepCosts, Workload, constant
+from tests.support.simulations.rollout import Outcome, RolloutSimulator, StepCosts, Workload, constant
 from tlt_lightning.speculation import OFF, FixedSelector, SelectorState, Strategy
 
 CHANCES = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)

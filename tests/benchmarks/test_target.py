@@ -19,7 +19,7 @@ from benchmarks.target import policy as target_policy
 from benchmarks.target import run as target
 from benchmarks.target import text as target_text
 from recipes.assets.make_countdown import EOS, HIT, START, WORDS, make_tokenizer
-from tests.support.draft_texts import quality_on
+from tests.support.drafters.draft_texts import quality_on
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.rewards.countdown import countdown
 

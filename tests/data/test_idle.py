@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.ranks.two_workers import failure, idle_windows, two_workers
+from tests.support.two_workers import failure, idle_windows, two_workers
 
 
 def test_the_window_of_the_first_is_open_until_the_last_is_done() -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.support.ranks.two_workers import failure, make_trainers, two_workers
+from tests.support.two_workers import failure, make_trainers, two_workers
 from tlt_lightning.data import liveness
 from tlt_lightning.data.liveness import Liveness
 

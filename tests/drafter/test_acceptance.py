@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from tests.support.draft_texts import make_drafter, pack, quality_on, read_by_target, train
+from tests.support.drafters.draft_texts import make_drafter, pack, quality_on, read_by_target, train
 from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy, write
 from tlt_lightning import Sampling
 from tlt_lightning.drafter.quality import AcceptanceRule

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.draft_texts import draft_logits, pack, quality_on, read_by_target, train
+from tests.support.drafters.draft_texts import draft_logits, pack, quality_on, read_by_target, train
 from tests.support.speculation_engines import (
     GREEDY,
     PROMPTS,

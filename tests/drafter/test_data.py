@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
-from tests.support.draft_texts import read_by_target
+from tests.support.drafters.draft_texts import read_by_target
 from tests.support.speculation_engines import greedy_texts, save_endless_policy
 from tlt_lightning.commands.cli import run_drafter_cli
 from tlt_lightning.drafter.data import DrafterDataModule, read_texts, similar_lengths, split_by_prompt

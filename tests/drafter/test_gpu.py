@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from tests.support.draft_texts import make_drafter, pack, quality_on, random_sequence, train
+from tests.support.drafters.draft_texts import make_drafter, pack, quality_on, random_sequence, train
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.drafter.teaching import Teaching

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import save_policy
-from tests.support.draft_texts import alone, make_drafter, pack, random_sequence, train
+from tests.support.drafters.draft_texts import alone, make_drafter, pack, random_sequence, train
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack
 from tlt_lightning.drafter.teaching import Teaching

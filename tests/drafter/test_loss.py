@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import WORDS, save_policy
-from tests.support.draft_texts import (
+from tests.support.drafters.draft_texts import (
     alone,
     draft_logits,
     make_drafter,

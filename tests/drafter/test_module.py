@@ -11,8 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
-from tests.support.draft_texts import alone, draft_logits, make_drafter, quality_on, random_sequence, read_by_target
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.draft_texts import (
+    alone,
+    draft_logits,
+    make_drafter,
+    quality_on,
+    random_sequence,
+    read_by_target,
+)
+from tests.support.drafters.eagle_head import make_head, save_head
 from tlt_lightning.drafter.head import choose_settings
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import DraftQuality

@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from tests.support.draft_texts import pack, random_sequence
+from tests.support.drafters.draft_texts import pack, random_sequence
 from tlt_lightning.drafter.packing import PADDING, PackedBatch, check_num_tokens, plan_packs
 from tlt_lightning.hidden_states import PolicyText
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tlt_lightning import CostModelSelector, Quantization, Speculation, VLLMEngine
 from tlt_lightning.engine.planned_memory import GIB
 from tlt_lightning.policy import load_policy

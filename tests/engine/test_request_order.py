@@ -4,7 +4,7 @@ import random
 from collections import defaultdict
 from statistics import mean
 
-from tests.support.simulated_engines import Rollout, draw_lengths
+from tests.support.simulations.engines import Rollout, draw_lengths
 from tlt_lightning.engine.request_order import RequestOrder
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.drafter_runs import POLICY
+from tests.support.drafters.drafter_runs import POLICY
 from tlt_lightning.drafter.module import DrafterModule
 
 

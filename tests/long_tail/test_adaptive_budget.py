@@ -6,7 +6,7 @@ from math import expm1, log
 
 import pytest
 
-from tests.support.simulated_training import World, simulate
+from tests.support.simulations.training import World, simulate
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
-from tests.support.drafter_runs import POLICY, fixed, make_callback, make_engine
+from tests.support.drafters.drafter_runs import POLICY, fixed, make_callback, make_engine
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import Sampling
 from tlt_lightning.drafter.module import DrafterModule

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.support.draft_texts import make_drafter, random_sequence
-from tests.support.one_weight import OneWeight, make_buffer, make_trainer, steps, weight
+from tests.support.drafters.draft_texts import make_drafter, random_sequence
+from tests.support.drafters.one_weight import OneWeight, make_buffer, make_trainer, steps, weight
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.publishing import DrafterPublisher

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.one_weight import OneWeight, make_buffer, steps, weight
+from tests.support.drafters.one_weight import OneWeight, make_buffer, steps, weight
 from tlt_lightning.long_tail.host_residence import HostResidence
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.trainer import DrafterTrainer

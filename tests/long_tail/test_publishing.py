@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.long_tail.test_buffer import sequence
-from tests.support.one_weight import OneWeight, Ranks, make_buffer, make_trainer, steps, weight
+from tests.support.drafters.one_weight import OneWeight, Ranks, make_buffer, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import publishing
 from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged, clusters_of, compare

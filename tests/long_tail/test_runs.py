@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 
-from tests.support.drafter_runs import (
+from tests.support.drafters.drafter_runs import (
     POLICY,
     Greedy,
     Metrics,

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from tests.support.one_weight import OneWeight, Ranks, make_trainer, steps, weight
+from tests.support.drafters.one_weight import OneWeight, Ranks, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS

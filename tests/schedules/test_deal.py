@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from tests.support.simulated_engines import Rollout, draw_lengths
+from tests.support.simulations.engines import Rollout, draw_lengths
 from tlt_lightning.schedules.deal import deal
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
-from tests.support.eagle_head import make_head, save_head, train_head
+from tests.support.drafters.eagle_head import make_head, save_head, train_head
 from tlt_lightning.engine import Quantization, Request, Response, RolloutProgress, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import load_policy, stream_weights

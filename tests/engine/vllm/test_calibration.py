@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy, siblings, write
 from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation

@@ -7,7 +7,7 @@ from weakref import ref
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy
 from tlt_lightning.engine.vllm.speculation import Speculation
 

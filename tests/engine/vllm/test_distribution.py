@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
 from tlt_lightning.engine import Request, Response, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation

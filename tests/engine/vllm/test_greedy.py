@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.conftest import WORDS, save_policy
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import (
     GREEDY,
     PROMPTS,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import FalconH1Config, MistralConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
 from tests.conftest import save_policy
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.engine import Sampling, VLLMEngine

@@ -25,7 +25,7 @@ from torch.nn import functional
 from tests.conftest import save_policy
 from tests.engine.vllm.test_distribution import HORIZON, NUM_DRAWS, PROMPT, VOCAB, chi_square_p, text_logps
 from tests.support.architectures import save_architecture
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import (
     ScriptedSelector,
     engine_of,

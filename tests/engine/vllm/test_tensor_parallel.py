@@ -14,9 +14,9 @@ import torch
 from benchmarks.common.processes import run_apart
 from tests.conftest import save_policy
 from tests.engine.vllm.test_distribution import HORIZON, VOCAB, chi_square_p, probabilities_of, text_logps
-from tests.support.eagle_head import make_head, save_head
+from tests.support.drafters.eagle_head import make_head, save_head
+from tests.support.ranks.engines.tensor_parallel import write_between_sleeps
 from tests.support.ranks.rank_processes import run_ranks
-from tests.support.ranks.tensor_parallel import write_between_sleeps
 from tests.support.speculation_engines import (
     PROMPTS,
     greedy_gap,
@@ -40,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     policy, other = (save_endless_policy(out / name, seed=seed) for name, seed in (("policy", 0), ("other", 7)))
     head = save_head(make_head(policy, seed=3), out / "head")
     better = save_trained_head(policy, out / "better")
-    ended = run_ranks("tests.support.ranks.tensor_parallel", out, policy, other, head, better, str(out))
+    ended = run_ranks("tests.support.ranks.engines.tensor_parallel", out, policy, other, head, better, str(out))
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     found[0]["sockets"] = [path.name for path in out.iterdir() if path.is_socket()]
@@ -150,7 +150,7 @@ def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:
     """As in test_distribution.py, of responses that two ranks write together."""
     policy = str(save_policy(tmp_path / "policy", vocab_size=VOCAB, num_hidden_layers=4, initializer_range=0.1))
     head = save_head(make_head(policy, seed=3), tmp_path / "head")
-    ended = run_ranks("tests.support.ranks.tensor_parallel_texts", tmp_path, policy, head, str(tmp_path))
+    ended = run_ranks("tests.support.ranks.engines.tensor_parallel_texts", tmp_path, policy, head, str(tmp_path))
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     found = [json.loads((tmp_path / f"texts{rank}.json").read_text()) for rank in (0, 1)]
     logps = text_logps(policy, Sampling(max_tokens=HORIZON))

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.simulated_rollout import RolloutSimulator, StepCosts, Workload, constant
+from tests.support.simulations.rollout import RolloutSimulator, StepCosts, Workload, constant
 from tlt_lightning.speculation import OFF, CostModelSelector, MeasuredStep, SelectorState, Strategy
 from tlt_lightning.speculation.strategy import Drafter
 

@@ -10,7 +10,7 @@ from statistics import mode
 
 import pytest
 
-from tests.support.simulated_rollout import RolloutSimulator, StepCosts, Workload, change, constant
+from tests.support.simulations.rollout import RolloutSimulator, StepCosts, Workload, change, constant
 from tlt_lightning.speculation import (
     OFF,
     BEGMABSelector,

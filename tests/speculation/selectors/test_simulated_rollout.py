@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support.simulated_rollout import RolloutSimulator, StepCosts, Workload, change, constant
+from tests.support.simulations.rollout import RolloutSimulator, StepCosts, Workload, change, constant
 from tlt_lightning.speculation import OFF, FixedSelector, SelectorState, Strategy, ThresholdSelector
 
 SMALL = Workload(acceptance={"learned": constant(0.8), "sibling": constant(0.4)}, num_requests=16, max_length=512)

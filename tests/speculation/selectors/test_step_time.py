@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.support.simulated_rollout import StepCosts
+from tests.support.simulations.rollout import StepCosts
 from tlt_lightning.speculation import OFF, MeasuredStep, Strategy
 from tlt_lightning.speculation.selectors.step_time import StepTimeModel
 

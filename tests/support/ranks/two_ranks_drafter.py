@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support import rl_runs
-from tests.support.drafter_runs import fixed
+from tests.support.drafters.drafter_runs import fixed
 from tlt_lightning import RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch

@@ -1,4 +1,4 @@
-"""Run by test_long_tail_two_ranks.py, once per rank: a run with checkpoints, or the rest of it from one of them.
+"""Run by long_tail/test_two_ranks.py, once per rank: a run with checkpoints, or the rest of it from one of them.
 
 Each rank trains its drafter for a number of micro-steps of its own, where idle windows would depend on the clock.
 """

@@ -17,7 +17,7 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.rewards import countdown
 from tlt_lightning.speculation.strategy import OFF, Strategy, StrategySelector
 
-ASSETS = Path(__file__).parents[2] / "recipes" / "assets" / "countdown"
+ASSETS = Path(__file__).parents[3] / "recipes" / "assets" / "countdown"
 POLICY = str(ASSETS / "policy")
 K3 = Strategy(3)
 
