@@ -7,7 +7,7 @@ Texts are written with every arm at temperature 1 and scored by the trainer's ow
 divergence between the log-probs the engine returned and the trainer's must be the same with and without speculation,
 and the tokens must be as surprising as the policy's entropy says (see `lossless/checks.py`). Writes
 `lossless_<size>.json` and `.md` after every arm. (Every text that a policy of six tokens can write is counted by
-`tests/engine/vllm/test_distribution.py`, on a GPU too.)
+`tests/engine/vllm/lossless/test_distribution.py`, on a GPU too.)
 """
 
 from __future__ import annotations

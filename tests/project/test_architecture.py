@@ -106,7 +106,7 @@ def test_speculation_loads_neither_vllm_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("top", ["tlt_lightning", "benchmarks"])
+@pytest.mark.parametrize("top", ["tlt_lightning", "benchmarks", "tests"])
 def test_no_folder_has_more_files_than_one_remembers(top: str) -> None:
     folders = {path.parent for path in (ROOT / top).rglob("*.py")}
     files = {folder: [path for path in folder.glob("*.py") if path.stem != "__init__"] for folder in folders}

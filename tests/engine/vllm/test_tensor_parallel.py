@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.common.processes import run_apart
 from tests.conftest import save_policy
-from tests.engine.vllm.test_distribution import HORIZON, VOCAB, chi_square_p, probabilities_of, text_logps
+from tests.engine.vllm.lossless.test_distribution import HORIZON, VOCAB, chi_square_p, probabilities_of, text_logps
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.ranks.engines.tensor_parallel import write_between_sleeps
 from tests.support.ranks.rank_processes import run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.vllm.test_distribution import HORIZON, Setup, cycle, draw
+from tests.engine.vllm.lossless.test_distribution import HORIZON, Setup, cycle, draw
 from tests.support.speculation_engines import MAX_MODEL_LEN, ScriptedSelector
 from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.conftest import save_policy
-from tests.engine.vllm.test_distribution import HORIZON, NUM_DRAWS, PROMPT, VOCAB, chi_square_p, text_logps
+from tests.engine.vllm.lossless.test_distribution import HORIZON, NUM_DRAWS, PROMPT, VOCAB, chi_square_p, text_logps
 from tests.support.architectures import save_architecture
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import (
@@ -197,7 +197,7 @@ def test_the_update_after_a_sleep_brings_the_same_texts(kind: str, tmp_path: Pat
     policy = save_endless_policy(tmp_path / "policy")
     head = save_trained_head(policy, tmp_path / "head")
     command = [sys.executable, "-m", "tests.support.sleeping_engine", policy, head, *kind.split()]
-    finished = subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True)
+    finished = subprocess.run(command, cwd=Path(__file__).parents[4], stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in finished.stdout.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
     assert found["accepted"][1] == pytest.approx(found["accepted"][0], rel=0.15)
