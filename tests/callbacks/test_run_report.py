@@ -108,21 +108,18 @@ def test_the_report_of_an_earlier_run_is_kept_by_one_that_does_not_go_on_from_it
     assert "earlier run" not in caplog.text
     first = [read_summary(tmp_path / "demo")["seconds"]]
     fit(tmp_path, max_epochs=2)
-    assert "holds an earlier run, whose report is kept as report_0.html, summary_0.json." in caplog.text
+    assert "held the report of an earlier run, kept in earlier_0" in caplog.text
     fit(tmp_path, max_epochs=1)
-    kept = [json.loads((tmp_path / f"demo/summary_{number}.json").read_text()) for number in (0, 1)]
+    kept = [json.loads((tmp_path / f"demo/earlier_{number}/summary.json").read_text()) for number in (0, 1)]
     assert [kept[0]["seconds"]] == first
     assert [each["iterations"] for each in (*kept, read_summary(tmp_path / "demo"))] == [3, 2, 1]
-    assert {path.name for path in (tmp_path / "demo").glob("report*")} == {
-        "report.html",
-        "report_0.html",
-        "report_1.html",
-    }
+    names = ["earlier_0", "earlier_1", "report.html", "summary.json"]
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == names
     (tmp_path / "demo" / "summary.json").unlink()  # as a run leaves it that is killed
     for number in (2, 3):
         fit(tmp_path, max_epochs=1)
-        assert (tmp_path / f"demo/report_{number}.html").is_file()
-        assert (tmp_path / f"demo/summary_{number}.json").is_file() is (number == 3)
+        assert (tmp_path / f"demo/earlier_{number}/report.html").is_file()
+        assert (tmp_path / f"demo/earlier_{number}/summary.json").is_file() is (number == 3)
 
 
 def test_a_failing_report_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

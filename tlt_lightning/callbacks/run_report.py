@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, worker_tim
 from tlt_lightning.callbacks.run_facts import configuration, facts
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
+from tlt_lightning.guard.files import part_of, set_aside
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.seeds import given_seed
 
@@ -49,8 +49,7 @@ class RunReport(RolloutCallback):
     The page is one file that opens from disk: reward, accuracy, lengths, where each second went, speculation, and of
     up to 24 iterations the rollout from inside and some completions, whose tokens show who drafted them. An interrupted
     run is reported too; a resumed run reports from its beginning, as everything is in the checkpoint. Another run's
-    report in the folder is kept as `report_0.html` and `summary_0.json`. `summary.json` has these keys, null where
-    nothing was measured:
+    report in the folder is kept in `earlier_0`. `summary.json` has these keys, null where nothing was measured:
 
     - `seed`: Of `seed_everything`.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
@@ -171,19 +170,11 @@ class RunReport(RolloutCallback):
         return self._earlier_seconds + time.perf_counter() - self._started
 
     def _keep_earlier(self) -> None:
-        """Rename what another run has written here, before this one writes for the first time."""
-        if not self._is_first_write:
-            return
-        self._is_first_write = False
-        paths = [self.dirpath / "report.html", self.dirpath / "summary.json"]
-        number = next(number for number in count() if not any(_numbered(path, number).exists() for path in paths))
-        if kept := ", ".join(path.rename(_numbered(path, number)).name for path in paths if path.is_file()):
-            log.warning(
-                "%s holds an earlier run, whose report is kept as %s. Give a run a folder of its own "
-                "(`--trainer.default_root_dir`), or let it go on from the earlier one (`--ckpt_path`).",
-                self.dirpath,
-                kept,
-            )
+        """Set aside what another run has written here, before this one writes for the first time."""
+        if self._is_first_write:
+            self._is_first_write = False
+            paths = (self.dirpath / "report.html", self.dirpath / "summary.json")
+            set_aside(self.dirpath, [path for path in paths if path.is_file()], "the report")
 
     def _write_page(self, trainer: L.Trainer, state: str) -> None:
         """Replace the page in one go; one that cannot be written is no reason to end a run."""
@@ -203,9 +194,9 @@ class RunReport(RolloutCallback):
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
             self._keep_earlier()
-            part = self.dirpath / "report.html.part"
-            part.write_bytes(text)
-            os.replace(part, self.dirpath / "report.html")
+            target = self.dirpath / "report.html"
+            part_of(target).write_bytes(text)
+            os.replace(part_of(target), target)
         except OSError as error:
             self._num_unwritten += 1
             if self._num_unwritten == 1:
@@ -248,10 +239,6 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
         "held_out_accuracy_after_iteration": validated[-1] if validated else None,
         **{name: last.get(metric) for name, metric in SUMMARIZED.items()},
     }
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_stem(f"{path.stem}_{number}")
 
 
 def _checkpoints(trainer: L.Trainer) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
+from tlt_lightning.guard.files import part_of
+
 
 def protect_rows(logger: CSVLogger) -> None:
     """Keep the rows of `logger` if the process is killed while their file is written anew.
@@ -22,7 +24,7 @@ def protect_rows(logger: CSVLogger) -> None:
 
 
 def _rewrite(path: Path, fieldnames: list[str]) -> None:
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
     with open(path, newline="") as rows, open(part, "w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=fieldnames)
         writer.writeheader()
