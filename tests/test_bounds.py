@@ -26,7 +26,7 @@ from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.rewards import PythonTests, RewardModel, RewardPool, RewardTerm, exact_match
-from tlt_lightning.speculation import BucketedGraphPool, FixedSelector, Strategy, SuffixIndex, ThresholdSelector
+from tlt_lightning.speculation import BucketedGraphPool, FixedSelector, Strategy, ThresholdSelector
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.selectors.arms import make_arms
 
@@ -82,9 +82,6 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (Strategy, "num_draft_tokens", [0], [-1]),
     (arms, "num_draft_tokens", [1], [0]),
     (graphs, "capture_sizes", [1], [0]),
-    (SuffixIndex, "min_match", [1, 8], [0]),
-    (SuffixIndex, "max_match", [2], [1]),
-    (SuffixIndex, "max_tokens", [1], [0]),
     (FixedSelector, "num_draft_tokens", [0], [-1]),
     (ThresholdSelector, "num_draft_tokens", [1], [0]),
     (ThresholdSelector, "max_running", [1], [0]),

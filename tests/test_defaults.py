@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tlt_lightning as tlt
-from tlt_lightning import objectives, rewards, speculation
+from tlt_lightning import objectives, rewards
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
@@ -69,7 +69,6 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.Strategy: {"num_draft_tokens": 0},
     tlt.SelectorState: {"mean_context": 0.0, "drafter_version": -1, "waiting": 0},
     tlt.MeasuredStep: {"error": 0.1},
-    speculation.SuffixIndex: {"min_match": 2, "max_match": 8, "max_tokens": 1_000_000},
     AcceptanceAlarm: {"window": 512, "floor": 0.01},
     AcceptanceEstimator: {"window": 100, "prior": 0.6, "prior_strength": 4.0},
     StepTimeModel: {"window": 300},

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tlt_lightning.speculation import SuffixIndex
+from tlt_lightning.speculation import SuffixIndex, suffix_index
+from tlt_lightning.speculation.suffix_index import MATCH_LENGTHS
 
 
 def proposed(index, group, tail, num):
@@ -37,16 +38,16 @@ def test_proposal_is_always_a_continuation_that_occurred_after_the_match(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_longest_match_wins(seed):
     generator = random.Random(seed)
-    index, text = SuffixIndex(min_match=1, max_match=8), [generator.randrange(4) for _ in range(300)]
+    index, text = SuffixIndex(), [generator.randrange(4) for _ in range(300)]
     index.append(0, 0, text)
     for _ in range(50):
         tail = [generator.randrange(4) for _ in range(8)]
-        longest = max((n for n in (1, 2, 4, 8) if occurs([text[:-1]], tail[-n:])), default=0)
+        longest = max((n for n in MATCH_LENGTHS if occurs([text[:-1]], tail[-n:])), default=0)
         assert index.look_up(0, tail, 3)[1] == longest
 
 
 def test_most_frequent_continuation_wins_then_the_most_recent():
-    index = SuffixIndex(min_match=2, max_match=2)
+    index = SuffixIndex()
     index.append(0, "a", [1, 2, 3])
     index.append(0, "b", [1, 2, 4])
     assert proposed(index, 0, [1, 2], 1) == [4]  # as frequent, more recent
@@ -60,7 +61,7 @@ def test_most_frequent_continuation_wins_then_the_most_recent():
 
 
 def test_draft_goes_on_as_the_most_recent_occurrence_did():
-    index = SuffixIndex(min_match=2, max_match=2)
+    index = SuffixIndex()
     index.append(0, "a", [1, 2, 3, 7, 7])
     index.append(0, "b", [1, 2, 3, 8, 8])
     assert proposed(index, 0, [1, 2], 3) == [3, 8, 8]
@@ -108,8 +109,9 @@ def test_clearing_forgets_one_group_or_all():
     assert index.num_tokens == 0
 
 
-def test_memory_is_bounded_by_forgetting_the_group_that_was_quiet_longest():
-    index = SuffixIndex(max_tokens=10)
+def test_memory_is_bounded_by_forgetting_the_group_that_was_quiet_longest(monkeypatch):
+    monkeypatch.setattr(suffix_index, "MAX_TOKENS", 10)
+    index = SuffixIndex()
     index.append("x", 0, [1, 2, 3, 4])
     index.append("y", 0, [1, 2, 3, 4])
     index.append("x", 0, [5])
@@ -122,7 +124,7 @@ def test_memory_is_bounded_by_forgetting_the_group_that_was_quiet_longest():
 
 
 def test_common_matches_keep_a_bounded_number_of_continuations():
-    index = SuffixIndex(min_match=2, max_match=2)
+    index = SuffixIndex()
     for token in range(100, 200):
         index.append(0, token, [1, 2, 7])
         index.append(0, -token, [1, 2, token])
@@ -133,15 +135,15 @@ def test_common_matches_keep_a_bounded_number_of_continuations():
 
 def test_equal_hashes_are_not_equal_texts():
     assert hash((-1, 5)) == hash((-2, 5))
-    index = SuffixIndex(min_match=2, max_match=2)
+    index = SuffixIndex()
     index.append(0, 0, [-1, 5, 9])
     assert proposed(index, 0, [-2, 5], 1) == []
     assert proposed(index, 0, [-1, 5], 1) == [9]
 
 
 def test_short_tails_and_no_drafts_give_nothing():
-    index = SuffixIndex(min_match=3, max_match=3)
+    index = SuffixIndex()
     index.append(0, 0, [1, 2, 3, 4])
-    assert proposed(index, 0, [2, 3], 4) == []
+    assert proposed(index, 0, [3], 4) == []
     assert proposed(index, 0, [1, 2, 3], 0) == []
     assert proposed(index, 0, [1, 2, 3], 4) == [4]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlt_lightning.speculation.strategy import Drafter, Strategy
-from tlt_lightning.speculation.suffix_index import SuffixIndex
+from tlt_lightning.speculation.suffix_index import MATCH_LENGTHS, SuffixIndex
 
 Source = tuple[Drafter, int]
 """Drafter of a draft, and tokens of the match that was copied from (0 for the head)."""
@@ -141,15 +141,15 @@ class LookupDrafter:
         group = self._groups.setdefault(prompt, len(self._groups))
         # A prompt is read once a group; of the others its end alone, from which their first tokens are looked up.
         read = {
-            drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - index.match_lengths[0])
-            for drafter, index in self.indices.items()
+            drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - MATCH_LENGTHS[0])
+            for drafter in self.indices
         }
         text = self._texts[request_id] = _Text(request_id, group, tokens, read, len(prompt))
         if "sibling" in self.indices:
             text.twin = [*twin]
             self._members.setdefault(("sibling", group), []).append(text)
             if earlier and ("earlier", group) not in self._members:
-                end = prompt[-self.indices["earlier"].match_lengths[0] :]
+                end = prompt[-MATCH_LENGTHS[0] :]
                 texts = enumerate([*end, *answer] for answer in earlier)
                 self._members["earlier", group] = [
                     _Text(f"earlier {i}", group, text, {"earlier": 0}) for i, text in texts
@@ -173,7 +173,7 @@ class LookupDrafter:
         if strategy.drafter != "ngram" and (draft := text.draft_from_twin(num_tokens)) is not None:
             return draft
         num_known, best, most = len(text.tokens), None, -1.0
-        tail = text.tokens[max(0, num_known - max(index.match_lengths[0] for index in self.indices.values())) :]
+        tail = text.tokens[max(0, num_known - MATCH_LENGTHS[0]) :]
         if strategy.drafter == "mixed":
             self._num_mixed += 1
             if self._num_mixed % TRIAL_PERIOD:

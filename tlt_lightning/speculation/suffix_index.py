@@ -10,7 +10,11 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tlt_lightning.arguments import check_at_least
+MATCH_LENGTHS = (8, 4, 2)
+"""Tokens at the end of a text that are looked for, longest first."""
+
+MAX_TOKENS = 1_000_000
+"""Tokens held over all groups; beyond it the group that was appended to least recently is forgotten."""
 
 COUNT_BIT = 40
 """An entry is count << COUNT_BIT | place: the largest entry is the most frequent and then the most recent one."""
@@ -39,11 +43,6 @@ class SuffixIndex:
     Every continuation was written before, in one piece. Appending a token and looking up take some microseconds however
     many tokens are held; a token takes 200 to 500 bytes of host memory.
 
-    Args:
-        min_match: Shortest match to draft from.
-        max_match: Longest match looked for; lengths in between are `min_match` doubled and doubled again.
-        max_tokens: Tokens held over all groups; beyond it the group that was appended to least recently is forgotten.
-
     Example:
         >>> index = SuffixIndex()
         >>> index.append("prompt 1", "response 1", [5, 6, 7, 8, 9])
@@ -51,23 +50,15 @@ class SuffixIndex:
         ([8, 9], 2)
     """
 
-    def __init__(self, min_match: int = 2, max_match: int = 8, max_tokens: int = 1_000_000) -> None:
-        check_at_least("min_match", min_match, 1)
-        check_at_least("max_match", max_match, min_match)
-        check_at_least("max_tokens", max_tokens, 1)
-        self.max_tokens = max_tokens
+    def __init__(self) -> None:
         self.num_tokens = 0
-        lengths = [min_match]
-        while lengths[-1] * 2 <= max_match:
-            lengths.append(lengths[-1] * 2)
-        self.match_lengths = tuple(sorted({*lengths, max_match}, reverse=True))
         self._groups: dict[Hashable, _Group] = {}  # least recently appended to first
 
     def append(self, group: Hashable, text: Hashable, tokens: Sequence[int]) -> None:
         """Add `tokens` to the end of `text` in `group`; make group and text at first mention.
 
-        Begin a text with tokens of its prompt, so that the response's beginning can be matched: the whole prompt once
-        in a group, the last `max_match` tokens of it for the other texts.
+        Begin a text with tokens of its prompt, so that the response's beginning can be matched: once in a group with
+        the whole prompt, the other texts with its last `MATCH_LENGTHS[0]` tokens.
         """
         held = self._groups.pop(group, None) or _Group()
         self._groups[group] = held
@@ -82,21 +73,21 @@ class SuffixIndex:
             self._note(held, written, token, place)
             written.append(token)
         self.num_tokens += len(tokens)
-        while self.num_tokens > self.max_tokens and len(self._groups) > 1:
+        while self.num_tokens > MAX_TOKENS and len(self._groups) > 1:
             self.clear(next(iter(self._groups)))
-        if self.num_tokens > self.max_tokens:
+        if self.num_tokens > MAX_TOKENS:
             self.clear(group)
 
     def look_up(self, group: Hashable, tail: Sequence[int], num_draft_tokens: int) -> tuple[list[int], int]:
         """Return tokens that followed the longest match, and the match's length; else ([], 0).
 
-        `tail` is the last tokens written, at least `max_match` of them where there are as many.
+        `tail` is the last tokens written, at least `MATCH_LENGTHS[0]` of them where there are as many.
         """
         held = self._groups.get(group)
         if held is None or num_draft_tokens < 1:
             return [], 0
-        last = tuple(tail[-self.match_lengths[0] :])
-        for length in self.match_lengths:
+        last = tuple(tail[-MATCH_LENGTHS[0] :])
+        for length in MATCH_LENGTHS:
             if length > len(last):
                 continue
             entry = held.follows.get(hash(last[-length:]))
@@ -125,8 +116,8 @@ class SuffixIndex:
         always), its entry stands without a dictionary, and the token is the one at its place.
         """
         follows = held.follows
-        last = tuple(written[-self.match_lengths[0] :])
-        for length in self.match_lengths:
+        last = tuple(written[-MATCH_LENGTHS[0] :])
+        for length in MATCH_LENGTHS:
             if length > len(last):
                 continue
             key = hash(last[-length:])
