@@ -97,7 +97,6 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (CostModelSelector, "catch_up_seconds", [0, 2], [-TINY]),
     (AcceptanceEstimator, "max_draft_tokens", [1], [0]),
     (partial(AcceptanceEstimator, 1), "window", [1], [0]),
-    (partial(AcceptanceEstimator, 1), "prior", [TINY, 1 - TINY], [0, 1]),
     (objectives.ClippedRatio, "clip_low", [0, 1], [-TINY, 1 + TINY]),
     (objectives.ClippedRatio, "clip_high", [0, 2], [-TINY]),
     (objectives.ClippedRatio, "dual_clip", [None, 1 + TINY], [1]),

@@ -29,18 +29,18 @@ def test_chances_of_every_position_are_recovered():
 
 
 def test_one_update_by_hand():
-    estimator = AcceptanceEstimator(2, window=10, prior=0.5, prior_strength=4.0)
+    estimator = AcceptanceEstimator(2, window=10)
     estimator.update(2, (1, 2, 3, 3))  # position 1: 3 of 4 accepted; position 2: 2 of 3
-    assert estimator.probability(1) == pytest.approx((4 * 0.5 + 3) / 8)
-    own = (4 * 0.5 + 2) / 7
-    assert estimator.probability(2) == pytest.approx((3 * own + 4 * 0.625) / 7)
+    assert estimator.probability(1) == pytest.approx((4 * 0.6 + 3) / 8)
+    own = (4 * 0.6 + 2) / 7
+    assert estimator.probability(2) == pytest.approx((3 * own + 4 * 0.675) / 7)
 
 
 def test_of_two_updates_the_first_counts_less_by_one_part_in_the_window() -> None:
-    estimator = AcceptanceEstimator(1, window=10, prior=0.5, prior_strength=4.0)
+    estimator = AcceptanceEstimator(1, window=10)
     estimator.update(1, (2, 2, 2, 2))
     estimator.update(1, (1, 1, 1, 1))
-    first, count = (4 * 0.5 + 4) / 8, 4 * 0.9 + 4
+    first, count = (4 * 0.6 + 4) / 8, 4 * 0.9 + 4
     assert estimator.probability(1) == pytest.approx(first - 4 * first / (count + 4))
 
 
@@ -98,7 +98,7 @@ def test_doubt_widens_the_uncertainty_at_once():
 
 
 def test_a_doubted_chance_is_known_as_little_as_the_prior() -> None:
-    estimator = AcceptanceEstimator(1, prior_strength=4.0)
+    estimator = AcceptanceEstimator(1)
     for _ in range(100):
         estimator.update(1, (1, 2))
     estimator.doubt()

@@ -11,6 +11,9 @@ from typing import Any
 
 from tlt_lightning.arguments import check_at_least
 
+PRIOR, PRIOR_STRENGTH = 0.6, 4.0
+"""Chance assumed at the first position before anything was tried, and the observations that it is worth."""
+
 
 class AcceptanceEstimator:
     """Estimates each position's chance of acceptance, given that the drafts before it were.
@@ -22,8 +25,6 @@ class AcceptanceEstimator:
     Args:
         max_draft_tokens: Longest draft.
         window: Steps after which an observation is forgotten.
-        prior: Chance assumed at the first position before anything was tried.
-        prior_strength: Observations the prior is worth.
 
     Example:
         >>> estimator = AcceptanceEstimator(max_draft_tokens=3)
@@ -33,16 +34,11 @@ class AcceptanceEstimator:
         [0.7, 0.7, 0.7]
     """
 
-    def __init__(
-        self, max_draft_tokens: int, window: int = 100, prior: float = 0.6, prior_strength: float = 4.0
-    ) -> None:
+    def __init__(self, max_draft_tokens: int, window: int = 100) -> None:
         check_at_least("max_draft_tokens", max_draft_tokens, 1)
         check_at_least("window", window, 1)
-        if not 0 < prior < 1:
-            raise ValueError(f"`prior` is a chance in (0, 1), got {prior}.")
         self.keep = 1 - 1 / window
-        self.prior_strength = prior_strength
-        self._means = [prior] * max_draft_tokens
+        self._means = [PRIOR] * max_draft_tokens
         self._counts = [0.0] * max_draft_tokens  # observations still remembered
         self._seen = [0.0] * max_draft_tokens  # all observations, up to a bound
         self._cache: dict[float, tuple[list[float], list[float]]] = {}
@@ -56,7 +52,7 @@ class AcceptanceEstimator:
                 accepted = reached - num_emitted.count(index + 1)
                 self._counts[index] += reached
                 self._seen[index] = min(self._seen[index] + reached, 1e6)
-                shift = (accepted - reached * self._means[index]) / (self._counts[index] + self.prior_strength)
+                shift = (accepted - reached * self._means[index]) / (self._counts[index] + PRIOR_STRENGTH)
                 reached = accepted
             self._means[index] = min(max(self._means[index] + shift, 0.0), 1.0)
         self._cache.clear()
@@ -91,11 +87,11 @@ class AcceptanceEstimator:
         if spread not in self._cache:
             chances: list[float] = []
             expected = [1.0]
-            mean, reach, strength = self._means[0], 1.0, self.prior_strength
+            mean, reach = self._means[0], 1.0
             for index, (own, seen, count) in enumerate(zip(self._means, self._seen, self._counts, strict=True)):
                 if index:
-                    mean = (seen * own + strength * mean) / (seen + strength)
-                count += strength
+                    mean = (seen * own + PRIOR_STRENGTH * mean) / (seen + PRIOR_STRENGTH)
+                count += PRIOR_STRENGTH
                 # The last term keeps a chance of 0 or 1 uncertain while little is known of it.
                 chance = min(1.0, mean + spread * sqrt((mean * (1 - mean) + 1 / count) / count))
                 reach *= chance
