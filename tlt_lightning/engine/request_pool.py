@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tlt_lightning.engine.base import Request, Response
@@ -46,12 +46,12 @@ class RequestPool:
         """Return requests and stops that all ranks have asked for since they last met, the same on all of them."""
         coming: list[Request] = []
         leaving: set[int] = set()
+        ranks = self.agreement.num_ranks
         if self.agreement.is_any(bool(self._added or self._stopped)):
             for rank, (added, stopped) in enumerate(self.agreement.gather((self._added, self._stopped))):
-                number = self._number_of(rank)
-                coming += [replace(each, id=number(each.id), group=number(each.group)) for each in added]
-                leaving |= {*map(number, stopped)}
-        self._added, self._stopped = [], set()
+                coming += [replace(each, id=each.id * ranks + rank, group=each.group * ranks + rank) for each in added]
+                leaving |= {number * ranks + rank for number in stopped}
+        self.clear()
         return coming, leaving
 
     def own(self, ids: Collection[int]) -> list[int]:
@@ -68,6 +68,3 @@ class RequestPool:
     def clear(self) -> None:
         """Forget the requests and stops that no meeting has taken up."""
         self._added, self._stopped = [], set()
-
-    def _number_of(self, rank: int) -> Callable[[int], int]:
-        return lambda number: number * self.agreement.num_ranks + rank
