@@ -149,19 +149,11 @@ def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, 
 
 
 def check_catches_up(model: Any) -> None:
-    """Raise ValueError unless keys depend on inputs alone, RuntimeError if vLLM has moved."""
+    """Raise ValueError unless keys depend on inputs alone, RuntimeError if the attention backend cannot write them."""
     layers = reach(model, "model.layers")
     if type(model).__name__ != "Eagle3LlamaForCausalLM" or len(layers) != 1:
         raise ValueError(
             f"`speculation.head` must be an EAGLE-3 head of one Llama layer, to catch up after being off; this one is "
             f"a {type(model).__name__} of {len(layers)} layers."
         )
-    for path in (
-        "self_attn.qkv_proj",
-        "self_attn.rotary_emb",
-        "self_attn.q_size",
-        "self_attn.kv_size",
-        "_residual_norm",
-    ):
-        reach(layers[0], path)
     reach(layers[0], "self_attn.attn.impl.do_kv_cache_update")
