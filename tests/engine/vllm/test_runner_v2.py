@@ -81,7 +81,7 @@ class Outline:
         self.verifier = SimpleNamespace(num_speculative_steps=3, _verify=len)
         model_runner: Any = SimpleNamespace(speculator=speculator, req_states=states, rejection_sampler=self.verifier)
         self.runner = RunnerV2(model_runner, self.controller, has_head=False)
-        self.runner.has_head = has_head  # one that always has to run: it never sees plain decoding here
+        self.runner.head = object() if has_head else None  # one that always has to run: plain decoding never comes
         self.speculator = speculator
         self.last = known[-1]
 

@@ -98,7 +98,6 @@ class SpeculativeRunner(ABC):
     ) -> None:
         self.runner, self.controller, self.head, self.graphs = runner, controller, head, graphs
         self.weights: HeadWeights | None = None
-        self.has_head = head is not None
         self.catch_up = None if head is None else KVCatchUp(head, reach(runner, "max_num_reqs"))
         self.num_skipped = 0
         self.verified: dict[str, list[VerifiedDraft]] = {}  # by vLLM's name of a request

@@ -95,7 +95,7 @@ class RunnerV1(SpeculativeRunner):
     @override
     def num_engine_drafts(self) -> int:
         strategy = self.controller.strategy
-        return strategy.num_draft_tokens if strategy.is_learned and self.has_head else 0
+        return strategy.num_draft_tokens if strategy.is_learned and self.head is not None else 0
 
     @override
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:

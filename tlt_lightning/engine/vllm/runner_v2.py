@@ -81,7 +81,7 @@ class RunnerV2(SpeculativeRunner):
             return self._propose(*args, **kwargs)
         strategy = self.controller.strategy
         drafts = self._drafts[: batch.num_reqs]
-        if self.has_head:
+        if self.head is not None:
             is_plain_decode = not batch.has_prefill and int(batch.num_scheduled_tokens.max()) == 1
             if strategy.is_learned or not is_plain_decode:
                 self._catch_up()
