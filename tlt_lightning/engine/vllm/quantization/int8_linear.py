@@ -49,13 +49,9 @@ class Int8Linear(OnlineLinearBase):
 def quantized_by_channel(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Return `weight` (N, K) in int8, at most `levels` in size, and the scale of each channel, (N, 1) in float32."""
     scale = weight.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / levels
-    return torch.cat([(part / s).round().to(torch.int8) for part, s in _in_parts(weight, scale)]), scale
-
-
-def _in_parts(weight: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Cut into blocks of rows, so that the quotients in float32 take little memory beside the weight."""
-    rows = max(1, 2**24 // weight.shape[1])
-    return list(zip(weight.split(rows), scale.split(rows), strict=True))
+    rows = max(1, 2**24 // weight.shape[1])  # at a time: the quotients in float32 take little memory beside the weight
+    parts = zip(weight.split(rows), scale.split(rows), strict=True)
+    return torch.cat([(part / s).round().to(torch.int8) for part, s in parts]), scale
 
 
 def install() -> None:

@@ -23,11 +23,12 @@ def norm_offset(policy: str) -> float:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy))
-    inner = {name: module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2]}
-    inner = {
-        name: module for name, module in inner.items() if ".self_attn." in name or name.endswith("input_layernorm")
+    offsets = {
+        name: _offset(module)
+        for name, module in model.named_modules()
+        if name.endswith("input_layernorm") or (".self_attn." in name and "norm" in name.rpartition(".")[2])
+        if not isinstance(module, nn.Identity)
     }
-    offsets = {name: _offset(module) for name, module in inner.items() if not isinstance(module, nn.Identity)}
     known = {offset for offset in offsets.values() if offset in (0, 1)}
     if unknown := [name for name, offset in offsets.items() if offset not in known]:
         raise ValueError(
