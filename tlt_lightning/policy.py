@@ -341,7 +341,7 @@ def _adapters(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {
-        f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}": module
+        f"{_streamed(name)}.{getattr(module, 'parameter_name', 'weight')}": module
         for name, module in causal_lm(model).named_modules()
         if isinstance(module, LoraLayer)
     }

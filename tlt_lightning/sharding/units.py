@@ -97,9 +97,7 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     """Return units with the names of their own parameters, layers first; a model that is not sharded is one."""
     sharded = {name: module for name, module in model.named_modules() if is_sharded(module)}
     units = sharded or {"": model}
-    own: dict[str, list[str]] = {
-        unit: [] for unit in sorted(units, key=lambda name: -len(name.split(".")) * bool(name))
-    }
+    own: dict[str, list[str]] = {unit: [] for unit in sorted(units, key=lambda name: not name)}  # the root last
     for name, _ in model.named_parameters():
         parents = name.split(".")
         places = (".".join(parents[:depth]) for depth in range(len(parents), -1, -1))
