@@ -30,15 +30,15 @@ def columns(history: Mapping[int, Mapping[str, float]]) -> dict[str, list[float 
     return {name: [shortened(row.get(name)) for row in rows] for name in names}
 
 
-def kept_details(iterations: Iterable[int], most: int = MAX_DETAILED) -> set[int]:
-    """Return the iterations whose timeline and completions stay, at most `most` and evenly spread.
+def kept_details(iterations: Iterable[int]) -> set[int]:
+    """Return the iterations whose timeline and completions stay, at most `MAX_DETAILED` and evenly spread.
 
     The latest `NUM_RECENT` are among them. Of the others stays every n-th, where n doubles as the run goes on, so what
     is dropped would not be wanted later.
     """
     known, stride = set(iterations), 1
     newest = max(known, default=0)
-    while newest // stride + 1 + NUM_RECENT > most:
+    while newest // stride + 1 + NUM_RECENT > MAX_DETAILED:
         stride *= 2
     return {number for number in known if (number - 1) % stride == 0 or number > newest - NUM_RECENT}
 

@@ -211,7 +211,8 @@ class RunReport(RolloutCallback):
         summary_path = self.dirpath / "summary.json"
         summary_path.write_text(json.dumps(summary, indent=2) + "\n")
         lines = [f"run {'interrupted' if is_interrupted else 'finished'} after {summary['iterations']} iterations"]
-        lines += [f"  checkpoint  {path}" for path in _checkpoints(trainer)]
+        checkpoints = _checkpoints(trainer)
+        lines += [f"  checkpoint  {path}" for path in checkpoints]
         lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
         lines += [f"  summary     {summary_path}"]
         if self.history:
@@ -219,7 +220,7 @@ class RunReport(RolloutCallback):
             lines += [f"  report      {self.dirpath / 'report.html'}"]
         if self._num_unwritten:
             lines += [f"  the report could not be written {self._num_unwritten} times: what it shows may be old"]
-        if checkpoints := _checkpoints(trainer):
+        if checkpoints:
             path = shlex.quote(checkpoints[-1])
             lines += [
                 f"  to go on    fit ... --ckpt_path {path} --trainer.max_epochs <more>",
