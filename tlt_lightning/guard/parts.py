@@ -38,16 +38,16 @@ def save_with_parts(
     """Replace `Strategy.save_checkpoint`, which has ranks but zero do nothing; a collective."""
     strategy, rank = trainer.strategy, trainer.global_rank
     own = {} if strategy.is_global_zero else checkpoint.get(OWN, {})
-    can = (
-        trainer.world_size > 1 and not trainer.interrupted and "://" not in str(filepath)
-    )  # none may come after an error
+    has_others = trainer.world_size > 1
+    # After an error others may not come; only a local folder is one that all write to.
+    can_meet = has_others and not trainer.interrupted and "://" not in str(filepath)
     if isinstance(strategy, FSDP2Strategy):
-        if not can and trainer.world_size > 1:
+        if has_others and not can_meet:
             log.error("%s is not written: it needs every rank's shard, in a local folder, before an error.", filepath)
             return
         states = take_apart(checkpoint, strategy.num_shards)
         own |= {SHARDS: states} if 0 < rank < strategy.num_shards else {}
-    if can and strategy.reduce_boolean_decision(bool(own), all=False):
+    if can_meet and strategy.reduce_boolean_decision(bool(own), all=False):
         checkpoint[TOKEN] = strategy.broadcast(secrets.token_hex(4))
         target = _folder(filepath) / _name(rank, checkpoint[TOKEN])
         if SHARDS in own:
