@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tlt_lightning.callbacks.report_page import shortened
+from tlt_lightning.callbacks.report_page import in_five_digits
 from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import Response
 
@@ -30,8 +30,8 @@ def completion(rollout: Rollout, decode: Decode) -> dict[str, Any]:
     return {
         "prompt": _cut(rollout.prompt.text),
         "answer": None if answer is None else _cut(str(answer)),
-        "reward": shortened(rollout.reward),
-        "rewards": {name: shortened(score) for name, score in rollout.rewards.items()},
+        "reward": in_five_digits(rollout.reward),
+        "rewards": {name: in_five_digits(score) for name, score in rollout.rewards.items()},
         "tokens": len(rollout.response.token_ids),
         "cut": rollout.is_truncated,
         "kept": rollout.response.num_kept,

@@ -27,7 +27,7 @@ def columns(history: Mapping[int, Mapping[str, float]]) -> dict[str, list[float 
     """Return the values of each metric in the order of the iterations; None where there is none."""
     rows = [history[iteration] for iteration in sorted(history)]
     names = sorted({name for row in rows for name in row})
-    return {name: [shortened(row.get(name)) for row in rows] for name in names}
+    return {name: [in_five_digits(row.get(name)) for row in rows] for name in names}
 
 
 def kept_details(iterations: Iterable[int]) -> set[int]:
@@ -43,6 +43,6 @@ def kept_details(iterations: Iterable[int]) -> set[int]:
     return {number for number in known if (number - 1) % stride == 0 or number > newest - NUM_RECENT}
 
 
-def shortened(value: float | None) -> float | None:
+def in_five_digits(value: float | None) -> float | None:
     """Return a number in five digits; None for one that JSON does not know."""
     return None if value is None or not isfinite(value) else float(f"{value:.5g}")
