@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -122,9 +121,7 @@ class HiddenStateTap:
             self._handles.append(module.register_forward_pre_hook(self._keeper(layer), with_kwargs=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._handles:
             self._handles.pop().remove()
 

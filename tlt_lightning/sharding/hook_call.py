@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -44,9 +43,7 @@ class HookCall:
         self._token = _CURRENT.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _CURRENT.reset(self._token)
         if self.is_even and dist.is_initialized():
             self._note(has_left=True)
