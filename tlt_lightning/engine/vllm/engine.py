@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-
 log = logging.getLogger(__name__)
 
 _NO_WEIGHTS = -1  # the version of an engine that holds none, or not all of them
@@ -121,11 +120,12 @@ class VLLMEngine(RolloutEngine):
                 held = f"(policy, max_model_len, seed) {self._set_up_for}"
                 raise RuntimeError(f"`setup` asks for {wanted} of an engine set up for {held}; call `close` first.")
             return
-        check_architecture(policy, with_head=self.speculation is not None and self.speculation.head is not None)
+        head_path = None if self.speculation is None else self.speculation.head
+        check_architecture(policy, with_head=head_path is not None)
         self._shapes = policy_shapes(policy)
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
-        check_split(policy, None if self.speculation is None else self.speculation.head, self.num_ranks)
+        check_split(policy, head_path, self.num_ranks)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
         os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TRITON_PRINT_AUTOTUNING": "0", **os.environ}  # unless set
         from vllm.v1.engine.llm_engine import LLMEngine
