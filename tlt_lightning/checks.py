@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAVE = (
+HOW_TO_SAVE = (
     "Save model and tokenizer into one folder with `save_pretrained`, a model of PEFT after `merge_and_unload()`: "
     "its own folder would hold the adapter alone."
 )
@@ -287,10 +287,11 @@ def check_models(module: RLModule) -> None:
         try:
             AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
+            remedy = f" {HOW_TO_SAVE}" if (Path(path) / "adapter_config.json").exists() else ""
             raise ValueError(
                 f"`model.{argument}` {path!r} has to be a folder that `save_pretrained` wrote, looked for from "
                 f"{Path.cwd()}, or a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
-                f"{str(error).splitlines()[0]}{f' {SAVE}' if (Path(path) / 'adapter_config.json').exists() else ''}"
+                f"{str(error).splitlines()[0]}{remedy}"
             ) from error
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_optional, check_type
-from tlt_lightning.checks import SAVE, check_has_data, check_not_spawned, check_trainer
+from tlt_lightning.checks import HOW_TO_SAVE, check_has_data, check_not_spawned, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
@@ -75,7 +75,7 @@ class RLModule(L.LightningModule):
         super().__init__()
         keep_arguments(self, locals())
         policy = str(policy) if isinstance(policy, Path) else policy
-        check_type("policy", policy, str, f"Give a folder or hub name. {SAVE}")
+        check_type("policy", policy, str, f"Give a folder or hub name. {HOW_TO_SAVE}")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
         check_optional("lora", lora, LoRA, "Give for example `LoRA(rank=16)`.")
