@@ -49,7 +49,10 @@ STRATEGIES = (
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException for settings that make a run wrong or resume inexact."""
+    """Raise MisconfigurationException for settings that make a run wrong or resume inexact.
+
+    `fast_dev_run` and `overfit_batches` are made to choose prompts instead, see `count_in_prompts`.
+    """
     count_in_prompts(trainer)
     if trainer.max_steps != -1:
         raise MisconfigurationException(

@@ -149,9 +149,9 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int) -> float:
 
 
 class PeakMemory:
-    """Measures the most that the GPU of this process has held since it was asked last, in bytes.
+    """Measures the most bytes that this process has held on its GPU since the last `take`.
 
-    PyTorch goes on counting the tensors of an engine that sleeps, whose memory is unmapped: `followed` takes it off.
+    PyTorch still counts the tensors of a sleeping engine, whose memory is unmapped; after `followed` they are left out.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class RankProgress:
     def tell(self) -> None:
         """Write both numbers of now to the store."""
         with self._lock, suppress(RuntimeError):  # the store's host has gone
-            num_steps = self.num_steps  # first: with it goes no fewer meetings than it had
+            num_steps = self.num_steps  # read first, so that the meetings told are none too few for these steps
             self._store.set(self._key(self._index), f"{num_steps} {self.num_meetings}")
 
     def find_parted(self) -> list[int]:

@@ -76,7 +76,10 @@ def limit_of(request: Request, sampling: Sampling) -> int:
 
 
 def noise_of(request: Request) -> int | None:
-    """Return a request's seed for noise that counts from its start: a continuation must not repeat the noise before."""
+    """Return the seed of a request's noise, for engines that draw anew with each request: a continuation has another.
+
+    With the request's own seed a continuation would repeat the noise of what is written already.
+    """
     start = num_written(request)
     return request.seed if request.seed is None or not start else seed_of(request.seed, start)
 

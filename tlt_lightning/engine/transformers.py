@@ -101,7 +101,7 @@ class TransformersEngine(RolloutEngine):
         self._leaving |= {request.id for request in self._waiting} & {*ids}
 
     def _next_batch(self, sampling: Sampling) -> tuple[list[Request], int]:
-        """Take a batch of one prompt length and limit, so without padding; return it with the limit."""
+        """Take waiting requests whose prompts have one length, so that none is padded; return them and their limit."""
 
         def shape(request: Request) -> tuple[int, int, int, bool]:
             length = len(text_of(request))

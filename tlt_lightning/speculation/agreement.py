@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Decides alone, for an engine of one rank; `engine/rank_group.py` has that of several."""
+    """Decides alone, for an engine of one rank; `engine/rank_group.py` joins the ranks of larger engines."""
 
     num_ranks, index = 1, 0
     """Ranks of the engine, and which of them this is."""

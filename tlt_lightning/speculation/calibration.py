@@ -1,8 +1,8 @@
 """Measure seconds of engine steps before the first rollout, for selectors that want them.
 
 The live engine writes a few tokens after random prompts under one fixed strategy after the other, through the loop of a
-rollout: what is timed is what will be chosen among. Fillers stand in for look-ups, as random texts have nothing in
-common. No rollout is changed by it: random numbers, counters, texts, alarm and trace are others.
+rollout, so that the steps timed are those that a rollout has. Fillers stand in for look-ups, as random texts have
+nothing in common. Rollouts stay as they would be: random numbers, counters, texts, alarm and trace are kept apart.
 
 A shared machine may be twice as slow in one second as in the next, so every arm is measured between two turns of off,
 and its ratio to them counts: ``seconds(arm) = min(arm) / mean(min(off before), min(off after)) * median(min(off))``,
@@ -111,7 +111,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def lead(decode: Decode, agreement: Agreement) -> Decode:
-    """Return `decode`, of which the other ranks of the engine `follow` every beginning, step and end."""
+    """Return `decode` for the rank that measures: it tells the other ranks, which `follow`, of every batch and step."""
 
     def led(number: int) -> Generator[object, None, None]:
         agreement.decide(lambda: number)
@@ -127,7 +127,7 @@ def lead(decode: Decode, agreement: Agreement) -> Decode:
 
 
 def follow(decode: Decode, agreement: Agreement) -> None:
-    """Decode as the engine's first rank does, which measures, until it decides for no further batch."""
+    """Decode the batches of the rank that measures, step by step, until it tells of a batch of none."""
     while number := agreement.decide(lambda: 0):
         with closing(decode(number)) as steps:
             while agreement.decide(lambda: False):

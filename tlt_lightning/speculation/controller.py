@@ -72,8 +72,8 @@ class StrategyController:
         alarm: Silences the head when its acceptance collapses.
         trace: Takes one row a step; None keeps none.
         is_cold: The head has no weights worth trying before the first `weights_changed` that names them.
-        agreement: Whose selector chooses, where several ranks are one engine. All of them learn, each by its own clock,
-            so that a run may go on with other ranks.
+        agreement: Of the ranks that are the engine: the first one's selector chooses for all. Every rank's selector
+            learns, by the rank's own clock, so that a run can be resumed with the ranks in other places.
         compute_dtype: Type that the engine computes in; what a selector learned of steps in another is not restored.
     """
 

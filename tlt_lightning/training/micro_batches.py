@@ -40,10 +40,10 @@ def cut_micro_batches(
 
 
 def balance(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[list[int]]:
-    """Divide sequences among the fewest parts of similar size, with which the rule below finds room for all.
+    """Divide sequences among parts of similar size, as few as the rule below can keep within `max_tokens`.
 
-    The longest goes first, each into the lightest part: the largest is at most 4/3 of the smallest possible (Graham
-    1969, Bounds on Multiprocessing Timing Anomalies).
+    The longest sequence goes first, and each into the part with the fewest tokens: the largest part then has at most
+    4/3 of the tokens of the best division's (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
 
     Args:
         lengths: Tokens of each sequence, longest first, none above `max_tokens`.

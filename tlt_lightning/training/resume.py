@@ -55,10 +55,11 @@ def is_within(epochs: Mapping[str, int]) -> bool:
 
 
 def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return what `RLModule` has saved, and rewind the Trainer's loops within an iteration.
+    """Return what `RLModule` has saved; of a checkpoint within an iteration, rewind the Trainer's loops.
 
-    They begin behind the last optimizer step: saved amid one, Lightning counts its batch otherwise. Before the first
-    step the iteration begins anew. `is_within` says if an update has begun, `is_updated` if it is done.
+    The loops go on behind the last optimizer step that was taken, whatever Lightning has counted of one under way.
+    Before the first step the iteration begins anew. In what is returned `is_within` says whether the update has begun,
+    and `is_updated` whether it is over.
     """
     saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]

@@ -23,8 +23,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 def checked(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
     """Return the policy's new tensors, with names and shapes checked.
 
-    A stream other than `PolicyWeights`, which tells its shapes beforehand, is listed: that copies nothing where it
-    yields live tensors. Raises ValueError as `check_shapes` does.
+    `PolicyWeights` tells its shapes beforehand. Any other stream is made a list first, which copies nothing where the
+    stream yields live tensors. Raises ValueError as `check_shapes` does.
     """
     tensors = named_tensors if isinstance(named_tensors, PolicyWeights) else list(named_tensors)
     shapes = tensors.shapes if isinstance(tensors, PolicyWeights) else {name: each.shape for name, each in tensors}
