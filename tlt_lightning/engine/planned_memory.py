@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
+import torch
+
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation.eagle3_files import read_head
@@ -21,6 +23,11 @@ PIECE = 50e3
 """Bytes of a captured graph between two attention layers; measured in the 7B shape, see `engine/vllm/graphs.py`."""
 WORKSPACE = 32 * 2**20
 """cuBLAS' workspace on a stream of a Hopper GPU; graphs are captured on one stream, with a drafter on three, twice."""
+
+
+def gpu_bytes() -> float:
+    """Return the memory of this process's GPU."""
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def step_tokens(device_bytes: float) -> int:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_at_least, check_optional, check_positive
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
-from tlt_lightning.engine.planned_memory import planned_memory, step_tokens
+from tlt_lightning.engine.planned_memory import gpu_bytes, planned_memory, step_tokens
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.rank_group import check_split
 from tlt_lightning.engine.requests import check_requests
@@ -169,7 +169,7 @@ class VLLMEngine(RolloutEngine):
             seed=seed,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=None if self._is_cpu else step_tokens(internals.device_bytes()),
+            max_num_batched_tokens=None if self._is_cpu else step_tokens(gpu_bytes()),
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             enforce_eager=self.enforce_eager,

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 from packaging.version import Version
 
 if TYPE_CHECKING:
@@ -306,11 +305,6 @@ def check_runner(engine: LLMEngine, *, is_v2: bool) -> None:
             f"vLLM started its V{1 if is_v2 else 2} model runner where V{2 if is_v2 else 1} was expected; set "
             f"`VLLM_USE_V2_MODEL_RUNNER={int(not is_v2)}` in the environment."
         )
-
-
-def device_bytes() -> float:
-    """Return the memory of this process's GPU."""
-    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
