@@ -34,7 +34,8 @@ _LAYERWISE = "model_executor.model_loader.reload.layerwise"
 REQUIRED: dict[str, str] = {
     # Modules and classes below `vllm`: their attributes, and their functions with all parameters but `self`.
     "v1.engine.llm_engine.LLMEngine": "engine_core; output_processor; vllm_config; has_unfinished_requests(); step()",
-    "v1.engine.output_processor.OutputProcessor": "tokenizer",
+    "v1.engine.output_processor.OutputProcessor": "tokenizer; request_states; external_req_ids",
+    "v1.engine.output_processor.RequestState": "make_request_output",
     "v1.engine.core_client.InprocClient": "engine_core; shutdown(timeout)",
     "v1.engine.core.EngineCore": "scheduler; model_executor",
     "v1.executor.uniproc_executor.UniProcExecutor": (
@@ -54,6 +55,8 @@ REQUIRED: dict[str, str] = {
         "update_from_output(scheduler_output, model_runner_output); reset_prefix_cache(reset_running_requests, "
         "reset_connector)"
     ),
+    "v1.core.kv_cache_manager.KVCacheManager": "block_pool; kv_cache_config",
+    "v1.core.block_pool.BlockPool": "get_num_free_blocks()",
     "v1.core.sched.async_scheduler.AsyncScheduler": "schedule(throttle_prefills)",
     "v1.core.sched.request_queue.FCFSRequestQueue": "clear; extend",
     "v1.core.sched.output.SchedulerOutput": (
@@ -93,11 +96,11 @@ REQUIRED: dict[str, str] = {
     ),
     # The V1 runner and its drafter.
     "v1.worker.gpu_model_runner.GPUModelRunner": (
-        "drafter; input_batch; max_num_reqs; speculative_config; "
+        "drafter; input_batch; max_num_reqs; speculative_config; requests; discard_request_mask; _bookkeeping_sync; "
         "_get_spec_decode_draft_probs(spec_decode_metadata); _sample(logits, spec_decode_metadata); "
         "execute_model(scheduler_output, intermediate_tensors); sample_tokens(grammar_output)"
     ),
-    "v1.worker.gpu_input_batch.InputBatch": "req_ids; req_id_to_index",
+    "v1.worker.gpu_input_batch.InputBatch": "req_ids; req_id_to_index; num_reqs; generators",
     "v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer": (
         "model; block_size; _last_draft_probs; propose(num_speculative_tokens, target_token_ids, target_positions, "
         "target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata, sampling_metadata, "
