@@ -266,6 +266,21 @@ def test_what_was_put_aside_may_be_enough_without_a_rollout() -> None:
     assert [group.draw for group in course.put_aside()] == [2]
 
 
+def test_a_group_that_got_no_seat_is_waited_for_like_one_that_was_begun() -> None:
+    schedule = PartialRollout(0.5, 1)
+    groups = [OpenGroup(prompt=draw, draw=draw, drawn=0, begun=0) for draw in range(2)]
+    course = RolloutCourse(schedule, Demand(wanted=1, iteration=0), groups, 2)
+    for number in range(4):
+        tokens = [5] * (number < 2)
+        course.add(Response(number, tokens, [0.0] * len(tokens), "stop" if tokens else "unfinished", (0,)))
+    demand = Demand(wanted=1, iteration=1)
+    taken_up, num_fresh = schedule.begin(demand, course.put_aside())
+    assert [group.begun for group in taken_up] == [0]
+    fresh = [OpenGroup(prompt=2, draw=2, drawn=1, begun=1)] * num_fresh
+    assert schedule.choose(demand, [*taken_up, *fresh], [1]) is None
+    assert schedule.choose(demand, [*taken_up, *fresh], [1, 0]) == [0]
+
+
 def test_what_was_drawn_and_not_begun_ages_from_its_beginning_and_is_not_dropped() -> None:
     partial = run(PartialRollout(1.0, 5), 1)
     ended = [Response(i, [5, 1], [0.0, 0.0], "stop", (0,)) for i in range(SIZE)]

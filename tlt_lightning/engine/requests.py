@@ -87,7 +87,7 @@ def noise_of(request: Request) -> int | None:
 def joined(request: Request, response: Response) -> Response:
     """Return the whole response to a request that was continued by `response`, and any other as it is."""
     before = request.written
-    if before is None:
+    if before is None or not before.token_ids:
         return response
     if not response.token_ids:
         return replace(before, request_id=request.id, finish_reason=response.finish_reason)
