@@ -223,6 +223,16 @@ def test_progress_counts_every_request_and_token(engine: RolloutEngine, policy: 
     assert seen[-1].longest == max(len(response.token_ids) for response in responses)
 
 
+def test_progress_counts_the_tokens_of_this_rollout_alone(engine: RolloutEngine, policy: torch.nn.Module) -> None:
+    asked, seen = [replace(request, written=WRITTEN) for request in requests()], []  # not all of them run at once
+    responses = list(engine.generate(asked, Sampling(max_tokens=16), seed=0, on_progress=seen.append))
+    new = [len(response.token_ids) - len(WRITTEN.token_ids) for response in responses]
+    assert seen[-1].tokens == sum(new)
+    assert [p.tokens for p in seen] == sorted(p.tokens for p in seen)
+    assert 0 < seen[0].tokens <= sum(sorted(new)[-(seen[0].running + seen[0].finished) :])
+    assert seen[-1].longest == max(new) + len(WRITTEN.token_ids)
+
+
 def stopped_after_first(engine: RolloutEngine, asked: list[Request], **sampling: Any) -> list[Response]:
     """Stop all others once the first response is there."""
     responses = []

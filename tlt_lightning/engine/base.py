@@ -149,8 +149,8 @@ class RolloutProgress:
         waiting: Requests that have not started.
         running: Requests that are being decoded.
         finished: Requests that are done.
-        tokens: Response tokens written so far.
-        longest: Tokens in the longest response so far.
+        tokens: Response tokens written so far, by this rollout.
+        longest: Tokens in the longest response so far, those that earlier rollouts wrote of it included.
         elapsed: Seconds since the rollout began.
         strategy: The speculation strategy in force.
         acceptance_length: Mean tokens per request and speculative step, bonus token included; 1 without speculation.

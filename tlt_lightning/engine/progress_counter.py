@@ -22,6 +22,7 @@ class ProgressCounter:
         *,
         waiting: int,
         running: Sequence[int] = (),
+        num_before: int = 0,
         strategy: Strategy = OFF,
         acceptance_length: float = 1.0,
     ) -> RolloutProgress:
@@ -31,6 +32,7 @@ class ProgressCounter:
             finished: Responses that finished in it.
             waiting: Requests that have not begun.
             running: Tokens of each response under way.
+            num_before: Tokens of these and of all that have finished which earlier rollouts wrote.
             strategy: As in `RolloutProgress`.
             acceptance_length: Likewise.
         """
@@ -42,7 +44,7 @@ class ProgressCounter:
             waiting=waiting,
             running=len(running),
             finished=self._num_finished,
-            tokens=self._finished_tokens + sum(running),
+            tokens=self._finished_tokens + sum(running) - num_before,
             longest=self._longest,
             elapsed=time.perf_counter() - self._started,
             strategy=strategy,

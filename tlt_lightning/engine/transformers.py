@@ -66,10 +66,11 @@ class TransformersEngine(RolloutEngine):
         if self._model is None or self.policy_version < 0:
             raise RuntimeError("The engine holds no current weights: call `attach` and `update_weights` first.")
         self._waiting, self._sampling = [], sampling
-        counter, numbers = ProgressCounter(), EngineRandom(seed)
+        counter, numbers, num_before = ProgressCounter(), EngineRandom(seed), 0
         try:
             self.add(requests)
             while self._waiting:
+                num_before += sum(map(num_written, self._waiting))
                 if self._leaving:
                     responses = [not_begun(r, self.policy_version) for r in self._waiting if r.id in self._leaving]
                     self._waiting = [request for request in self._waiting if request.id not in self._leaving]
@@ -79,8 +80,9 @@ class TransformersEngine(RolloutEngine):
                     own = noise_of(batch[0])
                     with (numbers if own is None else EngineRandom(own)).in_force():
                         responses = self._generate_batch(batch, limit, sampling)
+                num_before -= sum(map(num_written, self._waiting))
                 if on_progress is not None:
-                    on_progress(counter.after_step(responses, waiting=len(self._waiting)))
+                    on_progress(counter.after_step(responses, waiting=len(self._waiting), num_before=num_before))
                 yield from responses
         finally:
             self._sampling = None

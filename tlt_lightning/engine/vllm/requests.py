@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampling, VerifiedDraft
@@ -151,11 +151,16 @@ class RequestWriter:
     def progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         """Count an engine step that finished these responses."""
         scheduler, set_back = self._scheduler, self._set_back()
+        num_before = sum(self._before.values())
+        if num_before:
+            waiting = islice(scheduler.waiting, len(set_back), None)
+            num_before -= sum(self._before.get(request.request_id, 0) for request in waiting)
         controller = None if self._speculative is None else self._speculative.controller
         return counter.after_step(
             finished,
             waiting=len(scheduler.waiting) - len(set_back),
             running=[self._num_tokens(request) for request in (*scheduler.running, *set_back)],
+            num_before=num_before,
             strategy=OFF if controller is None else controller.strategy,
             acceptance_length=1.0 if controller is None else controller.counters.acceptance_length,
         )

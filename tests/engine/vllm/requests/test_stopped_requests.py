@@ -102,7 +102,6 @@ def test_cache_counts_and_texts_are_right_where_some_wait_and_some_are_set_back(
     num_pieces = 0
     for written, seen in pieces(setup, requests, num_steps=125):
         num_pieces += 1
-        held = sum(len(response.token_ids) for response in before.values() if response.is_unfinished)
         left = len(requests) - sum(not response.is_unfinished for response in before.values())
         new = sum(len(response.token_ids) for response in written.values())
         new -= sum(len(response.token_ids) for response in before.values())
@@ -112,7 +111,8 @@ def test_cache_counts_and_texts_are_right_where_some_wait_and_some_are_set_back(
         assert seen[0].longest >= max((len(r.token_ids) for r in before.values() if r.is_unfinished), default=0)
         assert seen[-1].finished == left
         assert seen[-1].running == seen[-1].waiting == 0
-        assert seen[-1].tokens == held + new
+        assert seen[-1].tokens == new
+        assert seen[0].tokens <= left * 4
         # Nothing is left behind: neither cache, nor texts, nor the head's inputs that were put off.
         assert pool.get_num_free_blocks() == num_free
         assert not scheduler.requests
