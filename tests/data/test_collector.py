@@ -221,6 +221,20 @@ def test_tokens_of_earlier_rollouts_do_not_count_as_written(collector: RolloutCo
     assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(2 / 4)
 
 
+def test_a_rollout_that_what_was_put_aside_is_enough_for_tells_nothing_of_the_engine(
+    collector: RolloutCollector,
+) -> None:
+    stats = iter([{"speculation/acceptance_length": 3.0}, {"speculation/acceptance_length": 1.0}])
+    collector.engine.stats = lambda: next(stats)  # type: ignore[method-assign]
+    collect(collector)
+    ended = Response(0, [5, 1], [-1.0, -1.0], "stop", (0,))
+    group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(ended, ended))
+    course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1, is_first=False), [group], 2)
+    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
+    assert [rollout.reward for rollout in rollouts] == [0.5, 0.5]
+    assert collector.log.read()["speculation/acceptance_length"] == ("mean", 3.0)
+
+
 def test_a_response_that_never_came_is_an_error(collector: RolloutCollector) -> None:
     collector.engine.num_unanswered = 3  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="without answering 3 of 10 requests"):

@@ -207,7 +207,8 @@ class RolloutCollector:
         seconds = trace[-1][0] if trace else 0.0
         self._seconds += seconds
         self._tail_seconds += seconds * tail_share(trace, len(requests))
-        self.log.update(self.engine.stats())
+        if requests:  # of a rollout that needed none the counts are those of nothing
+            self.log.update(self.engine.stats())
 
     @property
     def metrics(self) -> dict[str, float]:
