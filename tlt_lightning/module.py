@@ -86,8 +86,7 @@ class RLModule(L.LightningModule):
             )
         self.policy_path = policy
         self.objective = objective
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.lora = lora
         self.reference_path = reference
         self.critic_config = critic
@@ -331,10 +330,11 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = resume.hand_over(self.trainer, self._update, self._optimizer_settings)
-        if resume.is_within(vars(self.trainer.fit_loop.epoch_progress.current)):
-            texts = None if self._tap is None else self._tap.state_dict()
-            checkpoint.setdefault(OWN, {})["module"] = {"log": self.iteration_log.state_dict(), "texts": texts}
+        now: dict[str, Any] = {"update": asdict(self._update), "optimizer": self._optimizer_settings}
+        now |= {"log": self.iteration_log.state_dict(), "texts": self._tap and self._tap.state_dict()}
+        checkpoint["iteration"], within = resume.hand_over(self.trainer, self._saved or now)
+        if within:
+            checkpoint.setdefault(OWN, {})["module"] = within
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}

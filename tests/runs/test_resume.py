@@ -205,6 +205,21 @@ def test_a_requeue_before_a_resumed_run_has_gone_on_resumes_exactly(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
+def test_a_resumed_run_that_is_saved_before_it_has_gone_on_resumes_exactly(uninterrupted: Any, paths: Paths) -> None:
+    class Interrupted(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(path)
+            raise RuntimeError("too early")
+
+    (folder, whole, history), path = uninterrupted, paths[2] / "again.ckpt"
+    with pytest.raises(RuntimeError, match="too early"):
+        run(paths, Interrupted(), ckpt=folder / "batch2.ckpt")
+    resumed, rest, trainer = run(paths, ckpt=path)
+    assert trainer.global_step == 3 * STEPS
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert rest == {iteration: pytest.approx(history[iteration]) for iteration in (2, 3)}
+
+
 @pytest.mark.parametrize("scheduled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_learning_rate_on_resume_is_used_and_said(
     scheduled: bool, paths: Paths, caplog: pytest.LogCaptureFixture

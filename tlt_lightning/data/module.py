@@ -238,7 +238,7 @@ class RolloutDataModule(L.LightningDataModule):
         iteration = self._iteration
         anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
         own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
-        own["iteration"] = None if iteration is None else iteration.state()
+        own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
         own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
         # After an error the others may not come.
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)

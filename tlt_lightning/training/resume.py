@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import lightning as L
@@ -40,13 +40,16 @@ class UpdateState:
     validated: dict[str, float] = field(default_factory=dict)
 
 
-def hand_over(trainer: L.Trainer, update: UpdateState, optimizer: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a checkpoint needs, as primitives, to resume within an iteration."""
-    return {
-        "update": asdict(update),
-        "optimizer": optimizer,
-        "num_batches": trainer.num_training_batches,
-    }
+def hand_over(trainer: L.Trainer, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint needs, as primitives, to resume within an iteration; then what each rank needs there.
+
+    The latter is empty between iterations. `state` has the update, the optimizer's settings, the iteration's log and
+    texts: those of now, or what was saved of them while a resumed run has not begun.
+    """
+    needed = {name: state[name] for name in ("update", "optimizer")} | {"num_batches": trainer.num_training_batches}
+    if not is_within(vars(trainer.fit_loop.epoch_progress.current)):
+        return needed, {}
+    return needed, {name: state.get(name) for name in ("log", "texts")}
 
 
 def is_within(epochs: Mapping[str, int]) -> bool:
