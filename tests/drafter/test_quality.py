@@ -1,5 +1,6 @@
 import random
 from itertools import product
+from math import nan
 
 import pytest
 import torch
@@ -150,6 +151,15 @@ def test_a_token_that_neither_distribution_holds_is_a_rejection() -> None:
         rates, matches = rule.judge(logits, logits, torch.tensor([-1, 0]))
         assert rates.tolist() == [0, 1]
         assert matches.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule(), AcceptanceRule(True), AcceptanceRule(True, shares_noise=True)])
+def test_a_head_that_is_no_number_drafts_nothing(rule: AcceptanceRule) -> None:
+    logits, targets = torch.tensor([[nan] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]), torch.zeros(3, 3)
+    targets[1] = nan
+    for part in rule.judge(logits, targets, torch.tensor([0, 0, 2])):
+        assert part[:2].tolist() == [0, 0]
+        assert part[2] > 0
 
 
 def test_quality_is_the_mean_over_steps_and_positions() -> None:

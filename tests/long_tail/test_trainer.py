@@ -9,10 +9,13 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from tests.support.drafters.draft_texts import make_drafter, random_sequence
 from tests.support.drafters.one_weight import OneWeight, Ranks, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import trainer as trainer_module
-from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS
+from tlt_lightning.long_tail.buffer import DrafterBuffer
+from tlt_lightning.long_tail.publishing import DrafterPublisher
+from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
 
 
 def test_training_stops_within_one_micro_step_of_the_end_of_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +235,25 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
     assert trainer.train(steps(2)).losses == [0, 0]
     assert weight(trainer) == [0.5, 0.5]
     assert not trainer.optimizer.state  # nor are there moments that would poison what comes after
+
+
+def test_a_trainee_that_is_no_number_starts_over_too(policy_path: str) -> None:
+    drafter = make_drafter(policy_path)
+    buffer = DrafterBuffer(1 << 20)
+    buffer.add([random_sequence(40, seed=seed) for seed in range(8)])
+    trainer = DrafterTrainer(drafter, buffer, pack_tokens=128, device=torch.device("cpu"))
+    publisher, before = DrafterPublisher(trainer), {name: each.clone() for name, each in trainer.weights().items()}
+    trainer.begin(0)
+    lost = []
+    for _ in range(3):
+        trainer.train(steps(1))
+        drafter.head.norm.weight.data.fill_(torch.nan)
+        decision = publisher.publish_if_better()
+        assert decision.after.acceptance_length == 1 < decision.before.acceptance_length
+        assert math.isfinite(decision.gain)
+        lost.append(decision.has_diverged)
+    assert lost == [False, False, True]
+    assert all(torch.equal(each, before[name]) for name, each in trainer.weights().items())
 
 
 def test_a_seed_draws_the_same_packs_again() -> None:

@@ -51,7 +51,9 @@ class AcceptanceRule:
         rates, matches = judge(logits, targets, written.clamp(min=0), max(self.temperature, _COLDEST))
         # The target's distribution is known over the head's tokens alone; a text that leaves them stands for the rest.
         is_known = written >= 0
-        return rates * is_known, matches * is_known
+        # Drafts of a head whose features are no numbers, as after a rate that was too high, are worth nothing.
+        is_known &= (logits[:, 0] + targets[:, 0]).isfinite()
+        return rates.where(is_known, 0), matches.where(is_known, 0)
 
 
 @compiled_on_gpu
