@@ -9,17 +9,21 @@ from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_a
 
 
 def retraced(matches: list[list[bool]], lengths: list[int], first: int = 0) -> list[tuple[int, int]]:
-    """Where each engine step starts and how many drafts it accepts, one document after the other."""
+    """How many drafts within the text each engine step has and how many it accepts, one document after the other."""
     steps, end = [], 0
     for length in lengths:
         at, end = end + first, end + length
-        while at + len(matches) <= end:
-            accepted = 0
-            while accepted < len(matches) and matches[accepted][at]:
+        while at < end:
+            accepted, drafted = 0, min(len(matches), end - at)
+            while accepted < drafted and matches[accepted][at]:
                 accepted += 1
-            steps.append((at, accepted))
+            steps.append((drafted, accepted))
             at += accepted + 1
     return steps
+
+
+def counted(steps: list[tuple[int, int]], num_drafts: int) -> list[list[int]]:
+    return [[sum(step[kind] >= k for step in steps) for k in range(1, num_drafts + 1)] for kind in (1, 0)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -30,10 +34,8 @@ def test_steps_of_an_engine_with_greedy_drafts_are_retraced(seed: int) -> None:
     matches = [[draw.random() < 0.7 for _ in range(sum(lengths))] for _ in range(3)]
     is_response = torch.cat([torch.arange(length) >= first for length in lengths])
     certain = torch.tensor(matches).float()  # what was written is all that might have been
-    accepted, starts = expect_acceptance(certain, certain, lengths, is_response).sum(0).tolist()
-    steps = retraced(matches, lengths, first)
-    assert accepted == [sum(number >= k for _, number in steps) for k in (1, 2, 3)]
-    assert starts == [len(steps)] * 3
+    found = expect_acceptance(certain, certain, lengths, is_response).sum(0).tolist()
+    assert found == counted(retraced(matches, lengths, first), 3)
 
 
 def test_steps_of_an_engine_with_sampled_drafts_are_retraced_on_average() -> None:
@@ -42,10 +44,8 @@ def test_steps_of_an_engine_with_sampled_drafts_are_retraced_on_average() -> Non
     expected = torch.zeros(2, num_drafts, dtype=torch.float64)
     for bits in product((False, True), repeat=num_drafts * length):  # every way that drafts may match
         matches = torch.tensor(bits).view(num_drafts, length)
-        steps = retraced(matches.tolist(), [length])
-        accepted = [float(sum(number >= k for _, number in steps)) for k in (1, 2)]
         weight = torch.where(matches, chances, 1 - chances).prod()
-        expected += weight * torch.tensor([accepted, [float(len(steps))] * num_drafts])
+        expected += weight * torch.tensor(counted(retraced(matches.tolist(), [length]), num_drafts))
     found = expect_acceptance(chances, chances, [length], torch.ones(length).bool())
     torch.testing.assert_close(found, expected[None])
 
@@ -53,8 +53,15 @@ def test_steps_of_an_engine_with_sampled_drafts_are_retraced_on_average() -> Non
 def test_padding_and_prompts_are_not_drafted() -> None:
     matches = torch.ones(2, 9)
     is_response = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0, 0]).bool()
-    # One step from entry 2 accepts both drafts; the next would start from entry 5, whose drafts reach beyond the text.
-    assert expect_acceptance(matches, matches, [6], is_response).tolist() == [[[1, 1], [1, 1]]]
+    # One step from entry 2 accepts both drafts; of the next one's, from entry 5, the second is beyond the text.
+    assert expect_acceptance(matches, matches, [6], is_response).tolist() == [[[2, 1], [2, 1]]]
+
+
+def test_texts_shorter_than_a_draft_are_judged_by_what_they_have() -> None:
+    """Or a run of short answers would never publish a head that drafts further than they go."""
+    matches = torch.ones(7, 8)
+    ((accepted, steps),) = expect_acceptance(matches, matches, [3], torch.arange(8) >= 1).tolist()
+    assert accepted == steps == [1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("samples_drafts", [False, True])

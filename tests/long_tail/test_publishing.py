@@ -202,12 +202,14 @@ def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
     gains = 0.05 + 0.2 * torch.randn(num_prompts, generator=generator).double()
     before = torch.stack([worth * num_steps, num_steps], -1)
     after = torch.stack([(worth + gains) * num_steps * 0.9, num_steps * 0.9], -1)
-    pair = torch.stack([before, after])
+    first = torch.stack([before, after])
+    second = first * torch.tensor([0.5, 0.8])  # drafts that fewer steps have
+    pair = torch.stack([first, second], -1)
     gain, error = compare(pair)
-    assert gain == pytest.approx(float((gains * num_steps).sum() / num_steps.sum()))
+    assert gain == pytest.approx(1.625 * float((gains * num_steps).sum() / num_steps.sum()))
     drawn = torch.randint(num_prompts, (4000, num_prompts), generator=generator)
-    again = pair[:, drawn].sum(2)  # (2, 4000, 2)
-    ratios = again[..., 0] / again[..., 1]
+    again = pair[:, drawn].sum(2)  # (2, 4000, 2, 2)
+    ratios = (again[:, :, 0] / again[:, :, 1]).sum(-1)
     assert error == pytest.approx(1.304 * float((ratios[1] - ratios[0]).std()), rel=0.05)  # Student's, 39 degrees
 
 
@@ -216,12 +218,12 @@ def test_few_prompts_widen_the_error_as_students_distribution_does(num_clusters:
     values = torch.randn(num_clusters, generator=torch.Generator().manual_seed(1)).double()
     after = torch.stack([values, torch.ones_like(values)], -1)
     before = torch.stack([torch.zeros_like(values), torch.ones_like(values)], -1)
-    _, error = compare(torch.stack([before, after]))
+    _, error = compare(torch.stack([before, after])[..., None])
     assert error == pytest.approx(quantile * float(values.std()) / num_clusters**0.5, rel=0.03)
 
 
 def test_a_single_prompt_proves_nothing() -> None:
-    gain, error = compare(torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]]))
+    gain, error = compare(torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]])[..., None])
     assert (gain, error) == (0.5, float("inf"))
 
 
@@ -275,6 +277,10 @@ def test_a_resumed_run_goes_on_as_the_other_one() -> None:
     mine, its = ((each.version, each.data_version) for each in (publisher, other))
     assert mine == its
     assert dict(other.published())["fc.weight"].tolist() == dict(publisher.published())["fc.weight"].tolist()
+    assert len(publisher.state_dict()["evidence"]) == len(other.state_dict()["evidence"]) > 0
+    other.trainer.drafter.num_draft_tokens = 5  # of a run whose drafts are longer
+    other.load_state_dict(publisher.state_dict())
+    assert other.state_dict()["evidence"] == []
 
 
 def test_ranks_decide_together_on_the_held_out_text_of_all() -> None:
@@ -339,6 +345,6 @@ def test_the_margin_is_a_quantile_of_students_over_clusters_that_are_there(num_c
     steps = torch.ones(num_clusters).double()
     pair = torch.stack([torch.stack([0 * gains, steps], -1), torch.stack([gains, steps], -1)])
     empty = torch.zeros(2, 7, 2, dtype=torch.float64)
-    gain, error = compare(torch.cat([empty, pair], 1))
+    gain, error = compare(torch.cat([empty, pair], 1)[..., None])
     assert gain == pytest.approx(gains.mean().item())
     assert error == pytest.approx(quantile * (gains.std() / num_clusters**0.5).item(), rel=1e-4)

@@ -94,11 +94,11 @@ class DraftQuality:
     """Says how well a head drafts `K` tokens; tuples hold one value per drafted token.
 
     Args:
-        accepted: Share of engine steps expected to accept this draft and all before it.
+        accepted: Share of engine steps expected to accept this draft and all before it, of those that have it.
         top1: Share of positions where the head's likeliest token is the target's.
         top3: Share of positions where the target's likeliest token is among the head's three likeliest.
         loss: Mean training loss, undecayed.
-        num_steps: Engine steps that `accepted` is the mean over, as far as one can tell from the text.
+        num_steps: Engine steps that the first of `accepted` is the mean over; later drafts may be beyond the text.
     """
 
     accepted: tuple[float, ...]
@@ -146,8 +146,8 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
     Given the text, a step that starts from entry `i` accepts its first `k` drafts with the chance that each of them
     matches; the next step starts one entry after the last match. So `visits`, the chance that a step starts from an
     entry, follows from those before it. The last draft that counts is taken at its mean over all tokens that the target
-    might have written, not at the one in the text: the same on average, with less variance. Steps whose drafts would
-    reach beyond the text are left out.
+    might have written, not at the one in the text: the same on average, with less variance. Drafts that would reach
+    beyond the text are in no count.
 
     Args:
         rates: Chance that a draft is accepted, over the target's distribution. (K, T)
@@ -156,25 +156,26 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
         is_response: Entries that drafting may start from. (T,), bool
 
     Returns:
-        Each document's engine steps expected to accept the k-th draft and all before it, and all of its engine steps.
-        (documents, 2, K)
+        Each document's engine steps expected to accept the k-th draft and all before it, and all of its engine steps
+        whose k-th draft is within the text. (documents, 2, K)
     """
     num_drafts, responses = len(rates), is_response.tolist()
-    rates, matches = rates.cpu().double(), matches.cpu().double()  # entry by entry a GPU would be slow
+    left = torch.cat([torch.zeros(0), *(torch.arange(length, 0, -1) for length in lengths)])
+    is_known = torch.arange(num_drafts)[:, None] < F.pad(left, (0, len(responses) - len(left)))
+    rates, matches = (x.cpu().double() * is_known for x in (rates, matches))  # entry by entry a GPU would be slow
     reached = F.pad(matches.cumprod(0), (0, 0, 1, 0), value=1.0)  # chance that the first k match, (K + 1, T)
     jumps = -reached.diff(dim=0, append=torch.zeros_like(reached[:1])).T  # that the next step starts k + 1 entries on
     visits, start = torch.zeros(len(responses), dtype=torch.float64), 0
     for length in lengths:
-        first = next((entry for entry in range(start, start + length) if responses[entry]), start + length)
-        chances = [1.0, *[0.0] * (start + length + num_drafts - first)]
-        ways = jumps[first : max(first, start + length - num_drafts + 1)].tolist()
-        for entry, way in enumerate(ways):
+        end = start + length
+        first = next((entry for entry in range(start, end) if responses[entry]), end)
+        chances = [1.0, *[0.0] * (end + num_drafts - first)]
+        for entry, way in enumerate(jumps[first:end].tolist()):
             if here := chances[entry]:
                 for place, chance in enumerate(way, entry + 1):
                     chances[place] += here * chance
-        visits[first : first + len(ways)] = visits.new_tensor(chances[: len(ways)])
-        start += length
-    accepted = reached[:-1] * rates * visits
-    sums = torch.stack([accepted, visits.expand_as(accepted)])  # (2, K, T)
+        visits[first:end] = visits.new_tensor(chances[: end - first])
+        start = end
+    sums = torch.stack([reached[:-1] * rates, is_known]) * visits  # (2, K, T)
     documents = sums[..., :start].split(list(lengths), -1)
     return torch.stack([part.sum(-1) for part in documents]) if documents else sums.new_zeros(0, 2, num_drafts)

@@ -50,7 +50,7 @@ class DrafterPublisher:
         self.data_version = -1
         """Newest policy version whose hidden states the published weights learned from; -1 for none."""
         self._num_lost = 0  # decisions in a row in which the trainee was far worse
-        self._evidence: list[Tensor] = []  # of each decision since the last publication: (2, NUM_CLUSTERS, 2)
+        self._evidence: list[Tensor] = []  # of each decision since the last publication: (2, NUM_CLUSTERS, 2, K)
         self._published, self._candidate = HostCopy(), HostCopy()
         self._published.fill(trainer.weights().items())
 
@@ -74,7 +74,7 @@ class DrafterPublisher:
 
     def _decide(self, before: Tensor, after: Tensor) -> Publication:
         trainer = self.trainer
-        pair = torch.stack([_rows(before), _rows(after)])
+        pair = torch.stack([before, after])[:, :, :2]  # drafts accepted, and engine steps
         if trainer.is_young:  # what was measured earlier is of a far worse one
             self._evidence = []
         self._evidence = [*self._evidence, pair][-_POOLED:]
@@ -152,7 +152,13 @@ class DrafterPublisher:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` saved."""
         self._published.fill(state_dict["published"].items())
-        self._evidence = list(state_dict["evidence"])
+        shape = (
+            2,
+            NUM_CLUSTERS,
+            2,
+            self.trainer.drafter.num_draft_tokens,
+        )  # which the selector of now may have changed
+        self._evidence = [pair for pair in state_dict["evidence"] if pair.shape == shape]
         for name in _COUNTS:
             setattr(self, name, state_dict[name])
 
@@ -200,16 +206,18 @@ def _cluster(key: bytes) -> int:
 def compare(pair: Tensor) -> tuple[float, float]:
     """Estimate the gain in tokens per engine step, and its one-sided 90% margin of error.
 
-    The margin is infinite with text of a single cluster. Tokens per step are a ratio of sums. Each cluster moves the
-    difference of two such ratios by its influence, and the scatter of influences is the error of the difference (Taylor
-    linearisation); quantiles are Student's. `pair` holds drafts accepted and engine steps of each cluster, before and
-    after, on the same text. (2, clusters, 2)
+    The margin is infinite with text of a single cluster. Tokens per step are a sum of ratios, one of each draft. Each
+    cluster moves the difference of two such sums by its influence, and the scatter of influences is the error of the
+    difference (Taylor linearisation); quantiles are Student's. `pair` holds the steps that accept each draft and those
+    that have it, of each cluster, before and after, on the same text. (2, clusters, 2, K)
     """
-    pair = pair[:, (pair[..., 1] > 0).any(0)]
-    num_clusters, totals = pair.shape[1], pair.sum(1)
-    ratios = totals[:, 0] / totals[:, 1]
-    influence = (pair[..., 0] - ratios[:, None] * pair[..., 1]) / totals[:, 1, None]
-    gain = float(ratios[1] - ratios[0])
+    pair = pair[:, (pair[:, :, 1, 0] > 0).any(0)]
+    num_clusters = pair.shape[1]
+    accepted, steps = pair.unbind(2)  # (2, clusters, K)
+    num_steps = steps.sum(1, keepdim=True).clamp(min=torch.finfo(steps.dtype).tiny)  # of late drafts perhaps none
+    ratios = accepted.sum(1, keepdim=True) / num_steps
+    influence = ((accepted - ratios * steps) / num_steps).sum(-1)
+    gain = float((ratios[1] - ratios[0]).sum())
     if num_clusters < 2:
         return gain, inf
     freedom = num_clusters - 1
@@ -217,8 +225,3 @@ def compare(pair: Tensor) -> tuple[float, float]:
     # Student's quantile by its expansion around the normal one (Cornish and Fisher); 12% too small at one degree.
     quantile = _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
     return gain, quantile * sqrt(variance)
-
-
-def _rows(sums: Tensor) -> Tensor:
-    """Return drafts accepted and engine steps of each cluster: (NUM_CLUSTERS, 2)."""
-    return torch.stack([sums[:, 0].sum(-1), sums[:, 1, 0]], -1)
