@@ -1,6 +1,6 @@
 import random
 from itertools import product
-from math import nan
+from math import inf, nan
 
 import pytest
 import torch
@@ -104,6 +104,42 @@ def test_drafts_that_share_the_noise_are_accepted_as_often_as_both_draw_the_same
     )
     likeliest, _ = AcceptanceRule(temperature=temperature).judge(logits[None], targets[None], tokens[:1])
     assert likeliest.item() < rates[0].item() < sampled.item()
+
+
+CUTS = [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.4}, {"top_p": 0.8, "top_k": 6, "min_p": 0.05}, {"top_p": 1e-6}]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_what_the_engine_cuts_from_the_policy_is_cut_here(cut: dict[str, float], temperature: float) -> None:
+    """Against vLLM's own filters, for all three ways of drafting."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    generator = torch.Generator().manual_seed(0)
+    targets, logits = 2 * torch.randn(2, 64, 40, generator=generator)
+    p, q = (values.div(temperature).softmax(-1) for values in (targets, logits))
+    left = targets.div(temperature).masked_fill(p < cut.get("min_p", 0) * p.amax(-1, keepdim=True), -inf)
+    top_k, top_p = torch.full((64,), cut.get("top_k", 40)), torch.full((64,), cut.get("top_p", 1.0))
+    p = apply_top_k_top_p_pytorch(left, top_k, top_p).softmax(-1)
+    token = p.multinomial(1, generator=generator)
+    likeliest, sampled, coupled = (
+        AcceptanceRule(*way, **cut).judge(logits, targets, token[:, 0])
+        for way in ((False, temperature), (True, temperature), (True, temperature, True))
+    )
+    torch.testing.assert_close(likeliest[0], p.gather(-1, q.argmax(-1, keepdim=True))[:, 0])
+    torch.testing.assert_close(sampled[0], torch.minimum(p, q).sum(-1))
+    torch.testing.assert_close(sampled[1], (q / p).gather(-1, token)[:, 0].clamp(max=1))
+    same = same_draws(logits, temperature * p.log(), temperature)
+    torch.testing.assert_close(coupled[0].double(), (p * same).nansum(-1), atol=0.02, rtol=0)
+
+
+def test_a_nucleus_of_very_many_tokens_is_not_cut() -> None:
+    rates = [
+        AcceptanceRule(top_p=top_p).judge(torch.ones(1, 5000), torch.ones(1, 5000), torch.tensor([3]))[0].item()
+        for top_p in (1.0, 0.9)
+    ]
+    assert rates == [pytest.approx(1 / 5000)] * 2
 
 
 def same_draws(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:

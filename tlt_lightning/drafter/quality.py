@@ -7,8 +7,9 @@ The target's and the head's distributions give it, which varies less than counts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp
+from dataclasses import dataclass, replace
+from math import exp, inf, log
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,12 @@ from torch import Tensor
 
 from tlt_lightning.fused.compiled import compiled_on_gpu
 
+if TYPE_CHECKING:
+    from tlt_lightning.engine.base import Sampling
+
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 _TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices
+_LIKELIEST = 1024  # tokens by which a distribution is cut
 _RATIOS = [exp(x) for x in (-4, -2, -1, -0.45, -0.15, 0, 0.15, 0.45, 1, 2, 4)]  # dense where good heads' are
 
 
@@ -28,14 +33,24 @@ class AcceptanceRule:
     Args:
         samples_drafts: Drafts are sampled from the head's distribution q and accepted with `min(1, p / q)`, in all with
             `sum of min(p, q)`; else they are its likeliest token, accepted with the target's p of it.
-        temperature: Sampling temperature, of both p and q. Truncation (`top_p`, `top_k`) is not accounted for.
+        temperature: Sampling temperature, of both p and q.
         shares_noise: Sampled drafts are drawn with the noise that the target is sampled with, and accepted where both
             draw the same token (`engine/vllm/patches/coupled_drafts.py`).
+        top_p: What of p is left, as in `Sampling`; the head's q is never cut.
+        top_k: Likewise.
+        min_p: Likewise.
     """
 
     samples_drafts: bool = False
     temperature: float = 1.0
     shares_noise: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def of(self, sampling: Sampling) -> AcceptanceRule:
+        """Return the rule by which an engine accepts that samples so."""
+        return replace(self, **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")})
 
     def judge(self, logits: Tensor, targets: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chance that a draft is accepted, and that given the text's token, (n,) each.
@@ -48,12 +63,34 @@ class AcceptanceRule:
         judge = _judge_likeliest
         if self.samples_drafts:
             judge = _judge_coupled if self.shares_noise else _judge_samples
-        rates, matches = judge(logits, targets, written.clamp(min=0), max(self.temperature, _COLDEST))
+        temperature = max(self.temperature, _COLDEST)
+        rates, matches = judge(logits, self._cut(targets, temperature), written.clamp(min=0), temperature)
         # The target's distribution is known over the head's tokens alone; a text that leaves them stands for the rest.
         is_known = written >= 0
         # Drafts of a head whose features are no numbers, as after a rate that was too high, are worth nothing.
         is_known &= (logits[:, 0] + targets[:, 0]).isfinite()
         return rates.where(is_known, 0), matches.where(is_known, 0)
+
+    def _cut(self, targets: Tensor, temperature: float) -> Tensor:
+        """Return the logits without tokens that the engine leaves out: by `min_p`, then `top_k`, then `top_p`, as vLLM.
+
+        The likeliest tokens tell, for sorting all takes time and memory; what is larger than they are is not cut.
+        """
+        if (self.top_p, self.top_k, self.min_p) == (1, 0, 0):
+            return targets
+        scores = targets.float().div(temperature)
+        best = scores.topk(min(_LIKELIEST, scores.shape[-1])).values
+        least = best[:, :1] + (log(self.min_p) if self.min_p else -inf)
+        if 0 < self.top_k <= best.shape[-1]:
+            least = torch.maximum(least, best[:, self.top_k - 1, None])
+        scores = scores.masked_fill(scores < least, -inf)
+        if self.top_p < 1:
+            chances = (best.masked_fill(best < least, -inf) - scores.logsumexp(-1, keepdim=True)).exp()
+            before = chances.cumsum(-1) - chances
+            last = (before < self.top_p).sum(-1, keepdim=True) - 1
+            is_whole = before[:, -1:] + chances[:, -1:] < self.top_p  # they do not have as much together
+            scores = scores.masked_fill((scores < best.gather(-1, last)) & ~is_whole, -inf)
+        return scores * temperature
 
 
 @compiled_on_gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,8 @@ class LongTailIdleCallback(RolloutCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._served.is_attached:
             raise MisconfigurationException("`LongTailIdleCallback` needs a `RolloutDataModule`.")
-        temperature = trainer.datamodule.sampling.temperature  # type: ignore[attr-defined]
-        self.drafter.acceptance = replace(self.drafter.acceptance, temperature=temperature)
+        sampling = trainer.datamodule.sampling  # type: ignore[attr-defined]
+        self.drafter.acceptance = self.drafter.acceptance.of(sampling)
         if self._trainer is None:
             self._trainer = DrafterTrainer(
                 self.drafter,
