@@ -250,11 +250,15 @@ def test_the_readme_says_what_was_measured(drafter: DrafterModule, tmp_path: Pat
     assert "then serve that one, as\n`python -m tlt_lightning export` writes it" in text  # trained meanwhile
 
 
-def test_heads_of_other_makers_keep_their_own_output(policy_path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_pickled", [False, True])  # as the first EAGLE-3 heads were published
+def test_heads_of_other_makers_keep_their_own_output(is_pickled: bool, tmp_path: Path) -> None:
     policy = str(save_policy(tmp_path / "policy", num_hidden_layers=4))
     foreign = make_head(policy, draft_vocab_size=24)
     torch.nn.init.normal_(foreign.lm_head.weight)
     head = save_head(foreign, tmp_path / "head")
+    if is_pickled:
+        torch.save(load_file(file := tmp_path / "head/model.safetensors"), tmp_path / "head/pytorch_model.bin")
+        file.unlink()
     drafter = make_drafter(policy, head=head)
     assert not drafter.follows_target
     torch.testing.assert_close(drafter.head.lm_head.weight.data, foreign.lm_head.weight.data)

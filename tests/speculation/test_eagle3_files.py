@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tlt_lightning.speculation.eagle3_files import check_head, read_head
 
@@ -25,6 +27,7 @@ def test_a_head_of_the_whole_vocabulary_fits_and_a_larger_one_does_not(tmp_path:
     (policy / "config.json").write_text(
         json.dumps({"model_type": "qwen2", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 8})
     )
+    save_file({"norm.weight": torch.zeros(16)}, tmp_path / "model.safetensors")
     for draft_vocab_size in (40, 41):
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"draft_vocab_size": draft_vocab_size}))
         head = read_head(str(tmp_path))
@@ -33,3 +36,20 @@ def test_a_head_of_the_whole_vocabulary_fits_and_a_larger_one_does_not(tmp_path:
         else:
             with pytest.raises(ValueError, match="draft vocabulary of 41 tokens, more than the 40 there are"):
                 check_head(head, str(policy))
+
+
+def test_a_head_as_the_first_were_published_is_read_and_one_without_weights_is_refused(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 8})
+    )
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"draft_vocab_size": 24}))
+    torch.save({"not": "weights"}, tmp_path / "training_args.bin")
+    with pytest.raises(ValueError, match=r"no weights in \*\.safetensors or pytorch_model\*\.bin"):
+        check_head(read_head(str(tmp_path)), str(policy))
+    tensors = {"midlayer.hidden_norm.weight": torch.ones(16).half(), "d2t": torch.zeros(24, dtype=torch.long)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    head = read_head(str(tmp_path))
+    assert head.tensors == {"midlayer.hidden_norm.weight": (16,), "d2t": (24,)}
+    check_head(head, str(policy))

@@ -18,7 +18,14 @@ from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.rotary import fuse_rotary
-from tlt_lightning.speculation.eagle3_files import canonical_name, check_head, default_layer_ids, read_head
+from tlt_lightning.speculation.eagle3_files import (
+    canonical_name,
+    check_head,
+    default_layer_ids,
+    load_weights,
+    read_head,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -103,7 +110,6 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
 
     ValueError means that it is of a kind that is not trained here, or lacks weights.
     """
-    from safetensors.torch import load_file
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
@@ -118,8 +124,8 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
         head = _empty_head(settings, layer_config, norm_before_residual=bool(config.get("norm_before_residual")))
     nn.init.constant_(head.lm_head.weight, torch.nan)  # by which `attach_target` knows that the file has none
     tensors: dict[str, Tensor] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        tensors.update({canonical_name(name): tensor for name, tensor in load_file(file).items()})
+    for file in weight_files(path):
+        tensors.update({canonical_name(name): tensor for name, tensor in load_weights(file).items()})
     # The embedding is the target's; the output head is filled in from the target where it is not in the file.
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(("embed_tokens.", "verifier_"))}
     if head.use_draft_vocab and "t2d" not in own:
@@ -142,7 +148,8 @@ def find_head(head: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(head, allow_patterns=["*.json", "*.safetensors"])
+        folder = snapshot_download(head, allow_patterns=["*.json", "*.safetensors"])
+        return folder if weight_files(folder) else snapshot_download(head, allow_patterns=["*.json", "*.bin"])
     except (OSError, ValueError) as error:  # no such name, no network, or not the form of a name
         raise ValueError(
             f"`head` {head!r} is neither a directory nor a head on the hub ({type(error).__name__}). Leave it out to "

@@ -51,7 +51,7 @@ def read_head(path: str) -> HeadShape:
         draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
         target_hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
         layer_ids=tuple(int(index) for index in layer_ids),
-        tensors=_tensor_shapes(Path(path)),
+        tensors=_tensor_shapes(path),
     )
 
 
@@ -65,7 +65,9 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append(f"hidden states of width {head.target_hidden_size} against {config['hidden_size']}")
     if head.draft_vocab_size > head.vocab_size:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens, more than the {head.vocab_size} there are")
-    if head.draft_vocab_size < head.vocab_size and "d2t" not in head.tensors:
+    if not head.tensors:
+        faults.append("no weights in *.safetensors or pytorch_model*.bin")
+    elif head.draft_vocab_size < head.vocab_size and "d2t" not in head.tensors:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens without `d2t`, the map back to tokens")
     if biases := sorted(name for name in head.tensors if name.endswith(".bias")):
         faults.append(f"biases, which `update_drafter` does not know: {', '.join(biases)}")
@@ -98,11 +100,29 @@ def policy_shape(policy: str) -> dict[str, int]:
     return {name: int(getattr(config, name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
 
 
-def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def weight_files(path: str) -> list[Path]:
+    """Return the files with the weights of the head at `path`: those of safetensors, else PyTorch's."""
+    return sorted(Path(path).glob("*.safetensors")) or sorted(Path(path).glob("pytorch_model*.bin"))
+
+
+def load_weights(file: Path, device: str = "cpu") -> dict[str, Any]:
+    """Load a file of `weight_files`, tensors by name; nothing else of a pickled file is run."""
+    import torch
+    from safetensors.torch import load_file
+
+    is_safe = file.suffix == ".safetensors"
+    tensors: dict[str, Any] = load_file(file, device) if is_safe else torch.load(file, device, weights_only=True)
+    return tensors
+
+
+def _tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
+        if file.suffix == ".bin":
+            shapes |= {name: tuple(tensor.shape) for name, tensor in load_weights(file, "meta").items()}
+            continue
         with safe_open(file, framework="pt") as tensors:
             shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
     return shapes
