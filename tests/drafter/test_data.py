@@ -14,7 +14,7 @@ from tests.conftest import save_policy
 from tests.support.drafters.draft_texts import read_by_target
 from tests.support.speculation_engines import greedy_texts, save_endless_policy
 from tlt_lightning.commands.cli import run_drafter_cli
-from tlt_lightning.drafter.data import DrafterDataModule, read_texts, similar_lengths, split_by_prompt
+from tlt_lightning.drafter.data import DrafterDataModule, Texts, similar_lengths, split_by_prompt
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.vocabulary import drafted_tokens
@@ -198,14 +198,14 @@ def test_ranks_share_the_packs_of_an_epoch(policy: str, completions: str, tmp_pa
 
 
 def test_responses_to_one_prompt_stay_on_one_side() -> None:
-    texts = [([prompt], [prompt, answer]) for prompt in range(20) for answer in range(5)]
-    train, held_out = split_by_prompt(texts, 0.1, seed=0)
+    keys = [prompt for prompt in range(20) for _ in range(5)]
+    train, held_out = split_by_prompt(keys, 0.1, seed=0)
     assert len(held_out) == 2 * 5
-    assert len(train) == 18 * 5
-    assert not {tuple(prompt) for prompt, _ in train} & {tuple(prompt) for prompt, _ in held_out}
-    assert split_by_prompt(texts, 0.1, seed=1)[1] != held_out
+    assert sorted(train + held_out) == list(range(100))
+    assert not {keys[row] for row in train} & {keys[row] for row in held_out}
+    assert split_by_prompt(keys, 0.1, seed=1)[1] != held_out
     for share in (0.001, 0.999):  # of two prompts one is on each side
-        assert [len(part) for part in split_by_prompt(texts[:10], share, seed=0)] == [5, 5]
+        assert [len(part) for part in split_by_prompt(keys[:10], share, seed=0)] == [5, 5]
 
 
 def test_groups_of_similar_length_waste_little() -> None:
@@ -222,14 +222,44 @@ def test_groups_of_similar_length_waste_little() -> None:
     [
         ({"prompt": "1 + 1", "response": "2"}, "line 2.*`prompt_ids` and `response_ids`"),
         ({"prompt_ids": [5], "response_ids": [3, 32]}, "line 2.*vocabulary of 32"),
+        ([5, 3], "line 2.*`prompt_ids` and `response_ids`"),
     ],
 )
-def test_rows_that_cannot_be_trained_on_are_named(row: dict, message: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_trained_on_are_named(row: Any, message: str, tmp_path: Path) -> None:
     good = {"prompt_ids": [5], "response_ids": [3, 31]}
     path = tmp_path / "completions.jsonl"
     path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=message):
-        read_texts([path], 32)
+        Texts([path], 32)
+
+
+def test_texts_are_read_from_their_places_in_files_with_any_characters(tmp_path: Path) -> None:
+    written = [([n], [n, *range(n)]) for n in range(1, 9)]
+    paths = [tmp_path / "completions.rank0.jsonl", tmp_path / "completions.rank1.jsonl"]
+    for rank, path in enumerate(paths):
+        rows = [
+            json.dumps({"text": "\u4e00\u2028\x85", "prompt_ids": prompt, "response_ids": response}, ensure_ascii=False)
+            for prompt, response in written[rank::2]
+        ]
+        path.write_text("\n\n".join(rows))  # as `predict` writes them; blank lines hold nothing
+    texts = Texts(paths, 32)
+    assert list(texts) == written[::2] + written[1::2]
+    assert list(texts.lengths) == [len(prompt) + len(response) for prompt, response in texts]
+    assert list(texts.part([6, 1])) == [texts[6], texts[1]]
+    assert len(set(texts.prompts)) == 8
+
+
+def test_packs_of_very_many_texts_are_planned_in_parts(
+    policy: str, completions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = DrafterDataModule(completions, num_tokens=128)
+    make_trainer(tmp_path, max_epochs=0).fit(make_module(policy), data)
+    data.setup("fit")
+    monkeypatch.setattr("tlt_lightning.drafter.data._PLANNED", 4)
+    loader = data.train_dataloader()
+    seen = sorted((piece.sequence, *range(piece.start, piece.stop)) for plan in loader.plans for piece in plan)
+    entries = sorted((row, entry) for row, *entries in seen for entry in entries)
+    assert entries == [(row, entry) for row, length in enumerate(loader.texts.lengths) for entry in range(length - 2)]
 
 
 def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path: Path) -> None:
@@ -240,7 +270,7 @@ def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path
     with pytest.raises(ValueError, match="`num_tokens`"):
         DrafterDataModule(completions, num_tokens=100)
     with pytest.raises(ValueError, match="1 prompt"):
-        split_by_prompt([([1], [2])], 0.1, 0)
+        split_by_prompt([1], 0.1, 0)
 
 
 def test_the_recipe_trains_a_head_and_keeps_the_one_before(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +24,14 @@ if TYPE_CHECKING:
     from tlt_lightning.drafter.module import DrafterModule
 
 Text = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to it
+_PLANNED = 4096  # texts whose packs are planned together: the time grows with their square
 
 
 class DrafterDataModule(L.LightningDataModule):
     """Warms up a drafter offline on completions that `predict` wrote, by `Trainer.fit`.
 
     The texts should be the target's own: a head that learns from another's drafts for that one. Nothing is stored: the
-    target runs over the texts of each pack when its turn comes.
+    texts of each pack are read, and the target runs over them, when its turn comes.
 
     Args:
         completions: A `completions.jsonl`, or several, one per rank of the run that wrote them.
@@ -68,15 +71,18 @@ class DrafterDataModule(L.LightningDataModule):
             return
         from transformers import AutoModel
 
-        texts = read_texts(self.paths, self._drafter.target_config.vocab_size)
-        self.train_texts, self.val_texts = split_by_prompt(texts, self.val_share, self.seed)
+        texts = Texts(self.paths, self._drafter.target_config.vocab_size)
+        parts = split_by_prompt(texts.prompts, self.val_share, self.seed)
+        self.train_texts, self.val_texts = map(texts.part, parts)
         target = AutoModel.from_pretrained(self._drafter.target, dtype="auto").requires_grad_(False)
         self.target = target.to(self.trainer.strategy.root_device)  # type: ignore[union-attr]
 
     def token_counts(self) -> Tensor:
         """Count how often each token was written in the training texts, (V,)."""
-        ids = torch.tensor([token for _, response in self.train_texts for token in response])
-        return torch.bincount(ids, minlength=self._drafter.target_config.vocab_size)
+        counts = torch.zeros(self._drafter.target_config.vocab_size, dtype=torch.long)
+        for _, response in self.train_texts:
+            counts += torch.bincount(torch.tensor(response, dtype=torch.long), minlength=len(counts))
+        return counts
 
     @override
     def train_dataloader(self) -> PackLoader:
@@ -107,13 +113,16 @@ class DrafterDataModule(L.LightningDataModule):
 class PackLoader:
     """Yields the packs of one epoch on this rank, in another order each epoch if `shuffled`."""
 
-    def __init__(self, data: DrafterDataModule, texts: Sequence[Text], *, shuffled: bool) -> None:
+    def __init__(self, data: DrafterDataModule, texts: Texts, *, shuffled: bool) -> None:
         trainer: Any = data.trainer
         self.data = data
         self.texts = texts
         self.shuffled = shuffled
-        lengths = [len(prompt) + len(response) for prompt, response in texts]
-        self.plans = plan_packs(lengths, data.num_tokens)
+        self.plans = [
+            [piece._replace(sequence=start + piece.sequence) for piece in plan]
+            for start in range(0, len(texts), _PLANNED)
+            for plan in plan_packs(texts.lengths[start : start + _PLANNED], data.num_tokens)
+        ]
         self.rank, self.num_ranks = trainer.global_rank, trainer.world_size
         if len(self) == 0:
             raise ValueError(
@@ -138,38 +147,81 @@ class PackLoader:
         return fill_pack(list(zip(sequences, plan, strict=True)), self.data.num_tokens)
 
 
-def read_texts(paths: Sequence[Path], vocab_size: int) -> list[Text]:
-    """Read prompts and responses as tokens; raise ValueError unless they are the target's."""
-    texts: list[Text] = []
-    for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            row = json.loads(line)
-            if "response_ids" not in row or "prompt_ids" not in row:
-                raise ValueError(
-                    f"`completions` {str(path)!r}, line {number}, has no `prompt_ids` and `response_ids`; write it "
-                    "with `predict` of this package."
-                )
-            if max(row["prompt_ids"] + row["response_ids"]) >= vocab_size:
-                raise ValueError(
-                    f"`completions` {str(path)!r}, line {number}, holds tokens that the target's vocabulary of "
-                    f"{vocab_size} has not: they are another model's."
-                )
-            texts.append((row["prompt_ids"], row["response_ids"]))
-    return texts
+class Texts(Sequence[Text]):
+    """Reads prompts and responses, as tokens, from the files that they are in whenever they are asked for.
+
+    So a million long texts take some 30 MB. They are read once at the start: ValueError unless they are the target's.
+    """
+
+    def __init__(self, paths: Sequence[Path], vocab_size: int) -> None:
+        self.paths = paths
+        self.lengths, self.prompts = array("q"), array("Q")  # tokens, and a hash of the prompt
+        self._files, self._starts = array("H"), array("q")
+        for number, path in enumerate(paths):
+            start = 0
+            with path.open("rb") as file:
+                for line_number, line in enumerate(file, start=1):  # ends at "\n" alone, unlike `str.splitlines`
+                    if line.strip():
+                        self._add(number, start, line, line_number, vocab_size)
+                    start += len(line)
+
+    def _add(self, file: int, start: int, line: bytes, line_number: int, vocab_size: int) -> None:
+        place = f"`completions` {str(self.paths[file])!r}, line {line_number},"
+        try:
+            prompt, response = _read(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{place} has no `prompt_ids` and `response_ids`; write it with `predict` of this package."
+            ) from error
+        if max(prompt + response, default=0) >= vocab_size:
+            raise ValueError(
+                f"{place} holds tokens that the target's vocabulary of {vocab_size} has not: they are another model's."
+            )
+        self.lengths.append(len(prompt) + len(response))
+        self.prompts.append(int.from_bytes(blake2b(str(prompt).encode(), digest_size=8).digest(), "little"))
+        self._files.append(file)
+        self._starts.append(start)
+
+    def part(self, rows: Sequence[int]) -> Texts:
+        """Return the texts of some rows."""
+        part = Texts.__new__(Texts)
+        part.paths = self.paths
+        for name in ("lengths", "prompts", "_files", "_starts"):
+            values: array[int] = getattr(self, name)
+            setattr(part, name, array(values.typecode, (values[row] for row in rows)))
+        return part
+
+    @override
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @override
+    def __getitem__(self, row: Any) -> Any:
+        with self.paths[self._files[row]].open("rb") as file:
+            file.seek(self._starts[row])
+            return _read(file.readline())
 
 
-def split_by_prompt(texts: Sequence[Text], val_share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """Split `texts` into training and held-out ones; no prompt is on both sides."""
-    prompts = sorted({tuple(prompt) for prompt, _ in texts})
+def _read(line: bytes) -> Text:
+    row = json.loads(line)
+    return row["prompt_ids"], row["response_ids"]
+
+
+def split_by_prompt(keys: Sequence[Hashable], val_share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Split texts, given a key of each one's prompt, into rows to train on and held-out ones.
+
+    No prompt is on both sides.
+    """
+    prompts = sorted(set(keys))  # type: ignore[type-var]
     if len(prompts) < 2:
         raise ValueError(
             f"`completions` answer {len(prompts)} prompt(s); at least one to train on and one to hold out."
         )
     num_held_out = min(len(prompts) - 1, max(1, round(val_share * len(prompts))))
     held_out = set(random.Random(seed).sample(prompts, num_held_out))
-    parts: tuple[list[Text], list[Text]] = ([], [])
-    for text in texts:
-        parts[tuple(text[0]) in held_out].append(text)
+    parts: tuple[list[int], list[int]] = ([], [])
+    for row, key in enumerate(keys):
+        parts[key in held_out].append(row)
     return parts
 
 
