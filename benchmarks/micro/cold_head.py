@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.common import plots
 from benchmarks.common.arguments import ASSETS, parser_of
 from benchmarks.common.results import about, heading, save, table
-from tlt_lightning.drafter.data import Text, read_texts, similar_lengths, split_by_prompt
+from tlt_lightning.drafter.data import Text, Texts, similar_lengths, split_by_prompt
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
@@ -170,7 +170,8 @@ def main(arguments: list[str]) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = AutoModel.from_pretrained(args.policy, dtype="auto").requires_grad_(False).to(device)
-    train, held_out = split_by_prompt(read_texts(args.completions, policy.config.vocab_size), 0.06, seed=0)
+    texts = Texts(args.completions, policy.config.vocab_size)
+    train, held_out = map(texts.part, split_by_prompt(texts.prompts, 0.06, seed=0))
     parts = portions(train, args.portion, args.portions)
     if not parts:
         parser.error(f"`--completions` hold fewer tokens than a `--portion` of {args.portion:,}")
