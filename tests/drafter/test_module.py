@@ -22,7 +22,7 @@ from tests.support.drafters.draft_texts import (
 from tests.support.drafters.eagle_head import make_head, save_head
 from tlt_lightning.drafter.head import choose_settings
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.drafter.target import choose_layer_ids
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import step_masks, unroll
@@ -245,7 +245,10 @@ def test_the_readme_says_what_was_measured(drafter: DrafterModule, tmp_path: Pat
     text = (drafter.export(tmp_path, quality) / "README.md").read_text()
     assert "**2.76 tokens per step**" in text
     assert "| 2 | 62.0% | 80.0% | 90.0% |" in text
-    assert "1234 engine steps" in text
+    assert "On 1234 engine steps of held-out text of its target, retraced with greedy drafts at temperature 1:" in text
+    drafter.acceptance = AcceptanceRule(samples_drafts=True, temperature=0.7)
+    assert "sampled drafts at temperature 0.7:" in (drafter.export(tmp_path, quality) / "README.md").read_text()
+    drafter.acceptance = AcceptanceRule()
     assert "Not measured" in (drafter.export(tmp_path) / "README.md").read_text()
     assert "then serve that one, as\n`python -m tlt_lightning export` writes it" in text  # trained meanwhile
 

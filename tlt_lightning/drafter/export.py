@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tlt_lightning.drafter.quality import DraftQuality
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.guard.files import set_aside
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ It reads layers {layer_ids}, drafts {vocabulary}, and shares the embedding{head}
 {acceptance}
 """
 
-_TABLE = """On {num_steps} engine steps of held-out text of its target, retraced with greedy drafts:
+_TABLE = """On {num_steps} engine steps of held-out text of its target, retraced with {rule}:
 **{length:.2f} tokens per step** with {num_draft_tokens} drafted (1 without drafting, {best} at best).
 
 | drafted token | accepted, with all before it | likeliest token agrees | among the three likeliest |
@@ -44,12 +44,17 @@ _TABLE = """On {num_steps} engine steps of held-out text of its target, retraced
 
 
 def write_head(
-    head: Eagle3DraftModel, tensors: Iterable[tuple[str, Tensor]], path: str | Path, quality: DraftQuality | None
+    head: Eagle3DraftModel,
+    tensors: Iterable[tuple[str, Tensor]],
+    path: str | Path,
+    quality: DraftQuality | None,
+    rule: AcceptanceRule,
 ) -> Path:
     """Write a head's configuration, `tensors`, vocabulary maps and README to directory `path`.
 
     Without the target's embedding, and its output head where the head drafts its whole vocabulary, vLLM shares the
-    target's own, however far that has been trained. Weights are written in the target's type.
+    target's own, however far that has been trained. Weights are written in the target's type. `rule` is the one that
+    `quality` was measured for.
     """
     from safetensors.torch import save_file
 
@@ -63,7 +68,7 @@ def write_head(
     head.config.dtype = dtype
     head.config.architectures = [type(head).__name__]
     head.config.save_pretrained(folder)
-    (folder / "README.md").write_text(_readme(head, quality))
+    (folder / "README.md").write_text(_readme(head, quality, rule))
     log.info("Wrote the drafter to %s", folder)
     return folder
 
@@ -74,7 +79,7 @@ def keep_earlier(path: str | Path) -> None:
     set_aside(Path(path), [Path(path) / name for name in files], "the drafter")
 
 
-def _readme(head: Eagle3DraftModel, quality: DraftQuality | None) -> str:
+def _readme(head: Eagle3DraftModel, quality: DraftQuality | None, rule: AcceptanceRule) -> str:
     settings: Any = head.config.speculators_config
     whole = head.d2t is None
     size = head.config.draft_vocab_size
@@ -84,15 +89,16 @@ def _readme(head: Eagle3DraftModel, quality: DraftQuality | None) -> str:
         layer_ids=", ".join(map(str, head.config.eagle_aux_hidden_state_layer_ids)),
         vocabulary="its whole vocabulary" if whole else f"{size} of its {head.verifier_vocab_size} tokens",
         head=" and output head" if whole else "",
-        acceptance="Not measured." if quality is None else _table(quality),
+        acceptance="Not measured." if quality is None else _table(quality, rule),
     )
 
 
-def _table(quality: DraftQuality) -> str:
+def _table(quality: DraftQuality, rule: AcceptanceRule) -> str:
     columns = zip(quality.accepted, quality.top1, quality.top3, strict=True)
     rows = [f"| {k} | {a:.1%} | {top1:.1%} | {top3:.1%} |" for k, (a, top1, top3) in enumerate(columns, start=1)]
     return _TABLE.format(
         num_steps=quality.num_steps,
+        rule=rule.in_words(),
         length=quality.acceptance_length,
         num_draft_tokens=len(quality.accepted),
         best=len(quality.accepted) + 1,

@@ -328,7 +328,7 @@ class DrafterModule(L.LightningModule):
         tensors = dict(self.trainable_tensors())
         if not self.follows_target:
             tensors[POLICY_ROWS] = self._built.lm_head.weight.detach()
-        return write_head(self._built, tensors.items(), path, quality)
+        return write_head(self._built, tensors.items(), path, quality, self.acceptance)
 
     @override
     def on_fit_end(self) -> None:

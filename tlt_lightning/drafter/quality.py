@@ -52,6 +52,13 @@ class AcceptanceRule:
         """Return the rule by which an engine accepts that samples so."""
         return replace(self, **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")})
 
+    def in_words(self) -> str:
+        """Say how drafts are made and accepted."""
+        drafts = "greedy drafts"
+        if self.samples_drafts:
+            drafts = "drafts sampled with the noise of verification" if self.shares_noise else "sampled drafts"
+        return f"{drafts} at temperature {self.temperature:g}"
+
     def judge(self, logits: Tensor, targets: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chance that a draft is accepted, and that given the text's token, (n,) each.
 
