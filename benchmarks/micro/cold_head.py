@@ -181,7 +181,7 @@ def main(arguments: list[str]) -> None:
     )
     layer_ids = DrafterModule(args.policy).layer_ids
     states = [with_states(policy, part, layer_ids) for part in parts]
-    judged = with_states(policy, (portions(held_out, args.portion, 1) or [held_out])[0], layer_ids)
+    judged = with_states(policy, (portions(held_out, args.portion, 1) or [list(held_out)])[0], layer_ids)
     results: dict[str, Any] = {"about": about(args.name, args.note, args.seed), "runs": []}
     for optimizer in args.optimizers:
         for seed in args.seeds:
