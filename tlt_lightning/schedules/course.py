@@ -105,8 +105,7 @@ class RolloutCourse:
         """Take a response; return True if from now on there is enough, and the open ones are to be stopped."""
         self.responses[response.request_id] = response
         had_enough = self.chosen is not None
-        if not response.is_unfinished:
-            self._close(response.request_id // self.group_size)
+        self._close(response.request_id // self.group_size)
         return self.schedule.stops and self.chosen is not None and not had_enough
 
     def _close(self, place: int) -> None:
@@ -144,7 +143,7 @@ class RolloutCourse:
         rest = [(place, group) for place, group in enumerate(self.groups) if place not in chosen]
         written = {
             place: tuple(
-                _plain(self.responses[i]) for i in range(place * size, (place + 1) * size) if i in self.responses
+                self.responses[i] for i in range(place * size, (place + 1) * size) if i in self.responses
             )  # none of a group that was drawn while what was put aside is enough
             for place, _ in rest
         }
@@ -291,9 +290,3 @@ def texts_by_seed(responses: Mapping[int, Sequence[Response]]) -> dict[int, Sequ
 def _ended_texts(group: OpenGroup) -> list[Sequence[int]]:
     """Return the group's responses that are kept and have ended; each had noise of its own."""
     return [response.token_ids for response in group.responses if not response.is_unfinished]
-
-
-def _plain(response: Response) -> Response:
-    """Return the response in lists and tuples of numbers, as a checkpoint holds them."""
-    tokens, logps, drafts = list(response.token_ids), list(response.logps), list(response.drafts)
-    return replace(response, token_ids=tokens, logps=logps, drafts=drafts)

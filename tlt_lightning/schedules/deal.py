@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 
 def deal(lengths: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
@@ -22,8 +22,7 @@ def deal(lengths: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
     typical = sum(known) / len(known) if known else 1.0
     expected = [length or typical for length in lengths]
     shares: list[list[int]] = [[] for _ in numbers]
-    lightest = [(0.0, rank) for rank, number in enumerate(numbers) if number]
-    heapify(lightest)
+    lightest = [(0.0, rank) for rank, number in enumerate(numbers) if number]  # a heap, as it is sorted
     for place in sorted(range(len(expected)), key=lambda place: -expected[place]):
         num_tokens, rank = heappop(lightest)
         shares[rank].append(place)
