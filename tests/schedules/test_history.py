@@ -47,7 +47,7 @@ def test_the_last_answers_of_all_ranks_are_kept_and_those_ahead_beside_them() ->
 
 
 def test_prompts_answered_least_recently_are_forgotten_first() -> None:
-    history = AnswerHistory(EarlierAnswers(max_tokens=6))
+    history = AnswerHistory(EarlierAnswers(max_tokens=5))
     learn(history, answered(p1=[[1, 1]], p2=[[2, 2]]))
     learn(history, answered(p1=[[1, 1, 1]]))
     learn(history, answered(p3=[[3, 3]]))
@@ -134,6 +134,7 @@ def test_texts_that_nobody_reads_and_writers_that_never_wait_are_refused() -> No
     AnswerHistory().check(engine(reads=False), 1)
     AnswerHistory(EarlierAnswers()).check(engine(), 1)
     AnswerHistory(EarlierAnswers(ahead=2)).check(engine(), 2)
+    AnswerHistory(EarlierAnswers()).check(engine(num_ranks=2), 4)
     with pytest.raises(ValueError, match=r"TransformersEngine drafts from no text; use VLLMEngine"):
         AnswerHistory(EarlierAnswers()).check(TransformersEngine(), 1)
     with pytest.raises(ValueError, match=r"`data.earlier_answers.ahead` is 2, but there is one engine"):

@@ -116,6 +116,14 @@ def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_schedule_woul
     assert batched.backlog.aside == []
 
 
+def test_what_is_deferred_beyond_a_long_iteration_waits_for_the_next() -> None:
+    batched = run(TailBatching(0.5), 30, wanted=3)  # two are deferred at a time: of four, one is left
+    draws = [draw for iteration in batched.learned for draw in iteration]
+    waiting = [group.draw for group in batched.backlog.aside]
+    assert sorted(draws + waiting) == list(range(batched.position))
+    assert batched.log.read()["schedule/deferrals"] == ("max", 1)
+
+
 def test_deferred_prompts_with_new_noise_would_lean_to_short_responses() -> None:
     plain, fresh = (run(schedule, 200) for schedule in (SynchronousSchedule(), Fresh(0.25)))
     assert mean_reward(fresh) > mean_reward(plain) * 0.95  # rewards are negative lengths
@@ -172,8 +180,9 @@ def test_a_run_that_returns_to_the_synchronous_schedule_answers_what_waits() -> 
     partial = run(PartialRollout(0.5), 2)
     waiting = {group.draw for group in partial.backlog.aside}
     partial.backlog.schedule = SynchronousSchedule()
+    partial.iterate(3)  # fewer than wait
     partial.iterate(8)
-    assert waiting < set(partial.learned[-1])
+    assert set(partial.learned[-2]) < waiting < {*partial.learned[-2], *partial.learned[-1]}
     assert partial.backlog.aside == []
 
 
@@ -192,8 +201,9 @@ def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> No
     backlog = run(PartialRollout(0.5), 2).backlog
     saved, held = backlog.state_dict(), backlog.aside
     assert any(response.token_ids for group in held for response in group.responses)
-    load_backlog(backlog, [saved])
-    assert backlog.aside == held
+    for rank, was in enumerate((held, [])):
+        load_backlog(backlog, [saved, []], rank, 2)
+        assert backlog.aside == was
     parts = []
     for rank in range(3):
         load_backlog(backlog, [saved[:1], saved[1:]], rank, 3)
@@ -215,6 +225,13 @@ def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits(caplo
     assert not caplog.text
     load_backlog(backlog, [saved], max_tokens=limit)
     assert [bool(group.responses) for group in backlog.aside] == [length < limit for length in lengths]
+    caplog.clear()
+    for state in (ended := saved[lengths.index(limit)])["responses"]:
+        state["finish_reason"] = "stop"
+    load_backlog(backlog, [[ended]], max_tokens=limit)
+    assert backlog.aside[0].responses  # as long as it may be, and whole
+    assert not caplog.text
+    load_backlog(backlog, [[ended]], max_tokens=limit - 1)
     assert "responses beyond `sampling.max_tokens`" in caplog.text
 
 
