@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.speculation import BEGMABSelector, CostModelSelector
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
-from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
-from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
-from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter
+from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
+from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy
 from tlt_lightning.speculation.trace import StepTrace
 
@@ -79,7 +77,10 @@ def test_only_settled_decode_steps_teach_the_selector() -> None:
 def test_calls_that_finish_no_step_add_to_the_next() -> None:
     selector = ScriptedSelector()
     control = StrategyController(selector, steps_per_choice=1)
+    control.add("a", [1, 2])  # without look-ups there is nothing to add to
     control.plan(1, 0.0, 0)
+    assert control.look_up(["a"], 3) == {}
+    control.remove("a")
     control.account(0.5)
     control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
     control.account(0.25)
@@ -87,22 +88,16 @@ def test_calls_that_finish_no_step_add_to_the_next() -> None:
 
 
 def test_a_rollout_begins_without_the_seconds_choice_and_counts_of_the_last() -> None:
-    selector, lookups = ScriptedSelector(), LookupDrafter(siblings=True, ngram=False)
-    control = StrategyController(selector, steps_per_choice=2, lookups=lookups)
+    selector = ScriptedSelector()
+    control = StrategyController(selector, steps_per_choice=2)
     for _ in range(2):
         control.begin_rollout()
-        control.add("a", [1, 2])
         control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
         control.account(0.25)
         control.plan(1, 0.0, 0)
         control.plan(1, 0.0, 0)  # the first of a choice that the rollout's end cuts short
         control.account(0.5, 0.5)
-        assert control.look_up(["a"], 3) == {}
-        control.remove("a")
-        assert lookups.propose("a", Strategy(2, "sibling"), 2) is None
-        control.add("b", [1, 2])
         control.end_rollout()
-        assert lookups.propose("b", Strategy(2, "sibling"), 2) is None
     assert [seconds for *_, seconds in selector.records] == [0.25, 0.25]
     assert control.counters.decode_steps == 1
     selector.script = lambda state: Strategy(2)
@@ -110,13 +105,79 @@ def test_a_rollout_begins_without_the_seconds_choice_and_counts_of_the_last() ->
     assert control.plan(1, 0.0, 0).drafts == Strategy(2)  # a choice of its own
 
 
+def test_steps_that_look_up_draft_from_what_others_write_until_the_rollout_ends() -> None:
+    selector, prompt, text = ScriptedSelector(("learned", "sibling")), list(range(1, 11)), [20, 21, 22]
+    control = StrategyController(selector, steps_per_choice=1, lookups=LookupDrafter(siblings=True, ngram=False))
+    texts = {"a": prompt + text, "b": [*prompt]}
+    for name, tokens in texts.items():
+        control.add(name, tokens, len(prompt))
+
+    def look_up(strategy: Strategy) -> dict[str, list[int]]:
+        selector.script = lambda state: strategy
+        control.plan(2, 0.0, 0)
+        return {name: draft.tokens for name, draft in control.look_up([*texts, "gone"], 3).items()}
+
+    assert look_up(Strategy(3)) == {}
+    assert look_up(Strategy(3, "sibling")) == {"b": [20, 21, 22]}
+    texts["a"].append(23)
+    texts["b"].append(20)
+    assert look_up(Strategy(3, "sibling")) == {"b": [21, 22, 23]}  # each step reads on
+    control.remove("b")
+    assert look_up(Strategy(3, "sibling")) == {}
+    control.end_rollout()
+    control.add("b", texts["b"], len(prompt))
+    assert look_up(Strategy(3, "sibling")) == {}
+
+
+def test_a_cold_head_is_silenced_until_weights_of_its_own_have_come() -> None:
+    selector = ScriptedSelector()
+    selector.script = lambda state: Strategy(2)
+    control = StrategyController(selector, steps_per_choice=1, is_cold=True)
+    assert (control.plan(1, 0.0, 0).drafts, control.plan(1, 0.0, 0).state.is_silenced) == (OFF, True)
+    control.weights_changed()  # the policy's
+    assert (control.plan(1, 0.0, 0).drafts, control.drafter_version) == (OFF, -1)
+    control.weights_changed(0)
+    assert (control.plan(1, 0.0, 0).drafts, control.drafter_version) == (Strategy(2), 0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "emitted", "is_silenced"),
+    [([LEARNED] * 2, [1, 1], True), ([LEARNED] * 2, [2, 1], False), ([("sibling", 4)] * 2, [1, 1], False)],
+)
+def test_the_head_is_silenced_by_its_own_drafts_of_which_none_is_accepted(
+    sources: list[Source], emitted: list[int], is_silenced: bool
+) -> None:
+    control = StrategyController(ScriptedSelector(), alarm=AcceptanceAlarm(window=8))
+    for _ in range(4):
+        control.finished(result(control.plan(2, 0.0, 0), [2, 2], emitted, sources=sources))
+        control.account(1.0)
+    assert control.is_silenced is is_silenced
+
+
+def test_a_step_in_which_nothing_was_decoded_teaches_nothing() -> None:
+    selector = ScriptedSelector()
+    control = StrategyController(selector, steps_per_choice=1)
+    control.finished(result(control.plan(1, 0.0, 0), [], []))
+    control.account(0.25)
+    assert selector.records == []
+    assert control.counters.decode_steps == 0
+
+
+def test_a_plan_is_of_the_requests_that_really_run() -> None:
+    plan = StrategyController(ScriptedSelector()).plan(4, 100.0, 1)
+    assert with_batch(plan, 4) == plan
+    fewer = with_batch(plan, 3)
+    assert fewer.state == SelectorState(batch_size=3, mean_context=100.0, drafter_version=-1, waiting=1)
+    assert (fewer.verifies, fewer.drafts, fewer.learns_for) == (plan.verifies, plan.drafts, plan.learns_for)
+
+
 def test_pauses_are_the_steps_own_unless_they_may_have_outlasted_it() -> None:
     selector = ScriptedSelector()
     control = StrategyController(selector, steps_per_choice=1)
-    for seconds, pause in ((0.25, 0.125), (0.125, 0.25), (0.25, 0.125)):
+    for seconds, pause in ((0.25, 0.125), (0.125, 0.25), (0.1875, 0.125)):
         control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
         control.account(seconds, pause)
-    assert [seconds for *_, seconds in selector.records] == [0.375] * 2
+    assert [seconds for *_, seconds in selector.records] == [0.375, 0.3125]
     assert control.counters.decode_steps == 3
 
 
@@ -150,6 +211,10 @@ def test_state_is_restored() -> None:
     assert (again.is_silenced, again.drafter_version, again.alarm.num_rung) == (True, 5, 1)
     assert again.lookups is not None
     assert again.lookups.scores.expected(LEARNED, 2) < 1
+    without = StrategyController(BEGMABSelector())
+    again.load_state_dict(without.state_dict())
+    without.load_state_dict(control.state_dict())
+    assert (again.drafter_version, without.drafter_version) == (-1, 5)
 
 
 @pytest.mark.parametrize("kind", [CostModelSelector, BEGMABSelector])
@@ -197,30 +262,6 @@ def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
         assert all(set(map(tuple, after)) <= set(map(tuple, before)) for before, after in zip(*rewards, strict=True))
 
 
-def test_counts_begin_at_zero_and_acceptance_at_one() -> None:
-    counters = SpeculationCounters()
-    assert not any(getattr(counters, count.name) for count in fields(counters))
-    assert counters.stats() == {
-        "speculation/acceptance_length": 1.0,
-        "speculation/off_share": 0.0,
-        "speculation/k_mean": 0.0,
-        "speculation/switches": 0.0,
-    }
-
-
-def test_counters_by_hand() -> None:
-    counters = SpeculationCounters()
-    counters.count_step(OFF, [0, 0], [1, 1])
-    counters.count_step(Strategy(3), [3, 3, 0], [4, 2, 1])
-    counters.count_step(Strategy(1, "ngram"), [1], [1])
-    stats = counters.stats()
-    assert stats["speculation/acceptance_length"] == pytest.approx((4 + 2 + 1) / 3)
-    assert stats["speculation/off_share"] == pytest.approx(1 / 3)
-    assert stats["speculation/k_mean"] == pytest.approx(4 / 3)
-    assert [stats[f"speculation/acceptance_rate_pos_{k}"] for k in (1, 2, 3)] == pytest.approx([2 / 3, 1 / 2, 1 / 2])
-    assert arm_name(Strategy(7, "sibling")) == "sibling_7"
-
-
 def test_the_alarm_rings_once_and_only_below_the_floor(caplog: pytest.LogCaptureFixture) -> None:
     alarm = AcceptanceAlarm(window=100, floor=0.01)
     for _ in range(40):
@@ -263,9 +304,9 @@ def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
     for _ in range(2):
         control.begin_rollout()
         for _ in range(3):
-            control.finished(result(control.plan(2, 8.0, 1), [2, 0], [2, 1]))
+            control.finished(result(control.plan(2, 8.0, 1), [2, 1, 0], [2, 1, 1]))
             control.account(0.125)
-    trace.close()
+        control.end_rollout()
     rows = [json.loads(line) for line in (tmp_path / "deep" / "steps.jsonl").read_text().splitlines()]
     assert [(row["rollout"], row["step"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert rows[-1] == {
@@ -276,9 +317,10 @@ def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
         "verifies": "learned_2",
         "drafts": "learned_2",
         "k": 2,
-        "verifications": 1,
-        "drafted": 2,
+        "verifications": 2,
+        "drafted": 3,
         "accepted": 1,
-        "emitted": 3,
+        "emitted": 4,
         "decode": True,
     }
+    trace.close()
