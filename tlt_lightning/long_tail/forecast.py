@@ -31,7 +31,7 @@ class GainForecast:
 
     def begin_anew(self) -> None:
         """Forget all evidence."""
-        self._gap, self._log_weight = self._gaps.copy(), np.zeros_like(self._gaps)
+        self._gap, self._log_weight = self._gaps, np.zeros_like(self._gaps)
         self._foretold = np.zeros_like(self._gaps)  # gain since the last evidence
 
     @property
@@ -73,7 +73,7 @@ class GainForecast:
             decode_seconds: Seconds of decoding with the head, an iteration, as good as the head is now.
             horizon: Rollouts to come.
         """
-        if not shares or horizon < 1:
+        if not shares:
             return None, 0.0
         best_share: float | None = None
         best = baseline = float(self._weight @ self._resting(self._gap[:, None], horizon)[:, 0]) * decode_seconds
