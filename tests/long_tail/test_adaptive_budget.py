@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import expm1, log
+from math import expm1, inf, log
 
 import pytest
 
@@ -10,7 +10,6 @@ from tests.support.simulations.training import World, simulate
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration
-from tlt_lightning.long_tail.forecast import GainForecast
 from tlt_lightning.long_tail.publication import Publication
 
 CONSTANT = (0.0, *(2.0**-number for number in range(8)))
@@ -84,6 +83,7 @@ def test_nothing_is_trained_that_no_rollout_is_left_for() -> None:
 def test_the_first_iteration_has_a_trial_and_later_ones_what_is_in_the_account() -> None:
     budget = AdaptiveBudget(most=0.5, trial=0.5)
     assert budget.decide(0, None) == 0.5
+    assert budget.decide(0, 0) is None  # no rollout is left that would use it
     assert budget.limit(elapsed=8.0) == 4.0
     took = MeasuredIteration(
         seconds=10.0, decode_seconds=5.0, cost=2.0, training_seconds=1.0, share=0.5, learned_share=0.0
@@ -123,23 +123,6 @@ def test_a_run_goes_on_with_another_budget() -> None:
     budget.load_state_dict(FixedBudget().state_dict())
     assert budget.decide(7, None) == 0.5
     FixedBudget().load_state_dict(budget.state_dict())
-
-
-def test_gains_that_shrink_foretell_smaller_ones() -> None:
-    """What is left of the gap decides on a plan: a head that gained little lately is let alone."""
-    shares, costs = [1.0, 0.5], [2.0, 1.0]
-    plans = {}
-    for gains in ((0.3, 0.3, 0.3), (0.3, 0.05, 0.0)):
-        forecast = GainForecast()
-        for gain in gains:
-            forecast.advance(1.0)
-            forecast.observe(gain, 0.01)
-            forecast.settle()
-        plans[gains] = forecast.plan(shares, costs, decode_seconds=5.0, horizon=10)
-    (share, saving), (other, less) = plans.values()
-    assert share == 1.0
-    assert other is None
-    assert saving > 5 > less == 0
 
 
 def publication(before: float, after: float, error: float, *, is_published: bool) -> Publication:
@@ -208,14 +191,135 @@ def settled_budget() -> AdaptiveBudget:
 
 
 @pytest.mark.parametrize(
-    ("trained", "acceptance", "tries"), [(0.0, 1.89, True), (0.5, 1.89, False), (0.0, 1.91, False)]
+    ("trained", "hidden", "acceptance", "horizon", "tries"),
+    [
+        (0.0, 0.0, 1.89, 50, True),
+        (0.5, 0.0, 1.89, 50, False),
+        (0.5, 0.5, 1.89, 50, False),
+        (0.0, 0.0, 1.91, 50, False),
+        (0.5, 0.0, 1.89, 11, True),  # no trial within the horizon
+    ],
 )
 def test_acceptance_that_falls_without_training_is_drift_and_tried_anew(
-    trained: float, acceptance: float, tries: bool
+    trained: float, hidden: float, acceptance: float, horizon: int, tries: bool
 ) -> None:
     budget = settled_budget()
-    budget.note_iteration(replace(TOOK, share=trained, acceptance=acceptance))
+    budget.horizon = horizon
+    budget.note_iteration(replace(TOOK, share=trained, idle_share=hidden, acceptance=acceptance))
     assert (budget.decide(13, None) is not None) is tries
+
+
+def test_single_texts_that_show_no_gain_speak_against_it() -> None:
+    savings = []
+    for is_told in (False, True):
+        budget = AdaptiveBudget()
+        for _ in range(6):
+            budget.note_iteration(replace(TOOK, cost=0.0))
+            if is_told:
+                budget.note_publication(publication(2.0, 2.0, inf, is_published=False))
+        budget.decide(6, None)
+        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+    assert savings[1] < 0.7 * savings[0]
+
+
+def test_a_trainee_that_starts_over_need_not_show_what_was_hoped_of_its_training() -> None:
+    savings = []
+    for has_diverged in (False, True):
+        budget = AdaptiveBudget()
+        for _ in range(3):
+            budget.note_iteration(replace(TOOK, cost=0.0))
+        same = publication(2.0, 2.0, 0.001, is_published=False)
+        for each in (replace(same, has_diverged=has_diverged), same):
+            budget.note_publication(each)
+        budget.decide(4, None)
+        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+    assert savings[0] < savings[1]
+
+
+def rested(budget: AdaptiveBudget, *acceptances: float) -> float:
+    """Return the balance after iterations that trained nothing and cost nothing."""
+    for acceptance in acceptances:
+        budget.note_iteration(replace(TOOK, share=0.0, cost=0.0, training_seconds=0.0, acceptance=acceptance))
+    return budget.limit(0.0)
+
+
+def test_drift_shows_against_the_best_that_was_heard_and_once() -> None:
+    creeping = settled_budget()
+    rested(creeping, 1.96, 1.92)
+    assert creeping.decide(13, None) is None
+    rested(creeping, 1.88)  # a fall of 6% in all
+    assert creeping.decide(14, None) is not None
+    for _ in range(12):  # nothing is gained at the new level, either
+        creeping.note_iteration(replace(TOOK, acceptance=1.88))
+        creeping.note_publication(publication(1.88, 1.88, 0.001, is_published=False))
+    rested(creeping, 1.88)
+    assert creeping.decide(15, None) is None
+
+
+def test_drift_is_worth_a_new_trial_once_in_a_horizon() -> None:
+    budget = AdaptiveBudget(trial=0.5, overhead=0.0, horizon=10)
+    budget.note_iteration(replace(TOOK, cost=6.0, acceptance=2.0))
+    assert rested(budget, *[2.0] * 8, 1.8) == 0.5 * 8 - 6.0
+    assert rested(budget, 1.7) == 0.5 * 8  # eleven iterations after the first
+    budget.note_iteration(replace(TOOK, cost=3.0, learned_share=None, acceptance=1.7))
+    assert rested(budget, 1.5) == pytest.approx(0.5 * 8 - 3.0)
+
+
+def test_a_head_that_is_hardly_asked_is_hardly_worth_training() -> None:
+    savings = []
+    for learned_share in (1.0, 0.0):
+        budget = AdaptiveBudget()
+        for _ in range(20):
+            budget.note_iteration(replace(TOOK, cost=0.0, training_seconds=0.01, learned_share=learned_share))
+        budget.decide(21, None)
+        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+    assert savings[0] > 20 * savings[1]
+
+
+def test_a_gain_that_the_past_speaks_against_is_not_paid_in_full() -> None:
+    paid = []
+    for budget in (AdaptiveBudget(overhead=0.0), settled_budget()):
+        budget.overhead = 0.0
+        budget.note_iteration(replace(TOOK, cost=3.0))
+        before = budget.limit(0.0)
+        budget.note_publication(publication(2.0, 2.4, 0.1, is_published=True))
+        budget.note_iteration(replace(TOOK, cost=0.0, acceptance=2.0))
+        paid.append(budget.limit(0.0) - before)
+    assert 0 < paid[1] < 0.5 * paid[0]
+
+
+def test_a_single_text_takes_nothing_from_what_is_certain() -> None:
+    balances = []
+    for more in ([], [publication(2.2, 2.2, inf, is_published=False)]):
+        budget = AdaptiveBudget()
+        budget.note_iteration(replace(TOOK, cost=3.0))
+        for each in (publication(2.0, 2.2, 0.1, is_published=True), *more):
+            budget.note_publication(each)
+        budget.note_iteration(TOOK)
+        balances.append(budget.limit(0.0))
+    assert balances[0] == balances[1]
+
+
+def test_a_gain_counts_for_the_horizon_where_the_run_is_longer() -> None:
+    savings = []
+    for remaining in (None, 10, 1000, 3):
+        budget = AdaptiveBudget(horizon=10)
+        budget.note_iteration(TOOK)
+        budget.decide(1, remaining)
+        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+    assert savings[0] == savings[1] == savings[2] > savings[3]
+
+
+def test_what_training_costs_is_learned_from_iterations_that_trained() -> None:
+    """The first may have had too little text to train on; what it took is known all the same."""
+    budget = AdaptiveBudget(trial=0.5, overhead=0.0)
+    rested(budget, 2.0)
+    assert budget.decide(1, None) == 1.0
+    for _ in range(2):  # measuring takes long
+        budget.note_iteration(replace(TOOK, cost=1.9, training_seconds=0.4, learned_share=0.0))
+    assert budget.limit(0.0) == pytest.approx(0.2)
+    rested(budget, *[2.0] * 5)  # says nothing of it
+    assert budget.decide(7, None) is None
 
 
 def test_rest_is_doubted_after_four_iterations_and_then_after_twice_as_many() -> None:
@@ -227,17 +331,3 @@ def test_rest_is_doubted_after_four_iterations_and_then_after_twice_as_many() ->
                 budget.note_publication(publication(2.0, 2.0, 0.001, is_published=False))
                 budget.note_iteration(replace(TOOK, acceptance=2.0))
     assert tried == [16, 25]
-
-
-def test_forecasts_are_those_of_the_weighted_hypotheses() -> None:
-    """The numbers of the module's grid, before and after evidence; no hypothesis gains more than its gap."""
-    forecast, shares = GainForecast(), [1.0, 0.25]
-    assert forecast.plan(shares, [1.0, 0.25], 5.0, 20) == (1.0, pytest.approx(17.1960, abs=1e-4))  # once, then less
-    forecast.advance(0.5)
-    assert forecast.observe(0.1, 0.02) == pytest.approx(0.109499, abs=1e-6)
-    assert forecast.plan(shares, [1.0, 0.25], 5.0, 20) == (1.0, pytest.approx(17.3713, abs=1e-4))
-    forecast.advance(1.0)
-    assert forecast.observe(0.15, 0.0) == pytest.approx(0.173821, abs=1e-6)
-    assert forecast.plan(shares, [3.0, 0.75], 5.0, 20) == (0.25, pytest.approx(7.9334, abs=1e-4))
-    assert forecast.plan([], [], 5.0, 20) == forecast.plan(shares, [1.0, 0.25], 5.0, 0) == (None, 0.0)
-    assert forecast.plan(shares, [0.0, 0.0], 5.0, 1)[0] == 1.0  # one rollout is left to gain in
