@@ -35,6 +35,7 @@ def test_sequences_that_fit_are_cut_only_to_fill_a_gap() -> None:
     assert spans([102, 102, 52], 256) == {0: [(0, 100)], 1: [(0, 100)], 2: [(0, 50)]}
     assert spans([202, 202], 256) == {0: [(0, 144), (144, 200)], 1: [(0, 200)]}
     assert spans([250, 202], 256) == {0: [(0, 248)], 1: [(0, 200)]}  # a gap of 8 is not worth a cut
+    assert plan_packs([250, 9], 256) == [[(0, 0, 248), (1, 0, 7)]]  # what fits into it whole is
     assert spans([249, 202], 256) == {0: [(0, 247)], 1: [(0, 191), (191, 200)]}
 
 

@@ -29,7 +29,7 @@ def counted(steps: list[tuple[int, int]], num_drafts: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(10))
 def test_steps_of_an_engine_with_greedy_drafts_are_retraced(seed: int) -> None:
     draw = random.Random(seed)
-    lengths = [draw.randint(1, 20) for _ in range(6)]
+    lengths = [1, *(draw.randint(1, 20) for _ in range(6))]  # the first is shorter than a step's drafts
     first = 2
     matches = [[draw.random() < 0.7 for _ in range(sum(lengths))] for _ in range(3)]
     is_response = torch.cat([torch.arange(length) >= first for length in lengths])
@@ -164,6 +164,27 @@ def test_drafts_that_share_the_noise_are_judged_to_a_hundredth(
     rates, matches = rule.judge(logits, targets, token[:, 0])
     torch.testing.assert_close(rates.double(), (p * same).sum(-1), atol=0.015, rtol=0)
     torch.testing.assert_close(matches.double(), same.gather(-1, token)[:, 0], atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("samples_drafts", [False, True])
+def test_logits_in_bfloat16_are_judged_in_float32(samples_drafts: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets, logits = torch.randn(2, 8, 600, generator=generator).bfloat16()
+    p, q = (values.double().softmax(-1) for values in (targets, logits))
+    rates, _ = AcceptanceRule(samples_drafts).judge(logits, targets, torch.zeros(8, dtype=torch.long))
+    expected = torch.minimum(p, q).sum(-1) if samples_drafts else p.gather(-1, q.argmax(-1, keepdim=True))[:, 0]
+    torch.testing.assert_close(rates.double(), expected, atol=0, rtol=1e-5)
+
+
+def test_no_token_is_kept_with_more_than_certainty() -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = 10 * torch.randn(50, generator=generator)
+    logits, tokens = targets + 20 * torch.randn(50, generator=generator), torch.arange(50)
+    for shares_noise in (False, True):
+        rule = AcceptanceRule(samples_drafts=True, shares_noise=shares_noise)
+        _, matches = rule.judge(logits.expand(50, -1), targets.expand(50, -1), tokens)
+        assert matches.min() >= 0
+        assert matches.max() == 1, shares_noise
 
 
 def test_a_head_sure_of_tokens_that_the_target_never_writes_is_hardly_ever_kept() -> None:

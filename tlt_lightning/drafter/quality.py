@@ -222,4 +222,4 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
         start = end
     sums = torch.stack([reached[:-1] * rates, is_known]) * visits  # (2, K, T)
     documents = sums[..., :start].split(list(lengths), -1)
-    return torch.stack([part.sum(-1) for part in documents]) if documents else sums.new_zeros(0, 2, num_drafts)
+    return torch.stack([part.sum(-1) for part in documents])
