@@ -115,6 +115,14 @@ def test_chances_stay_chances():
     assert estimator.expected_emitted(3, 5.0) == 4.0
 
 
+def test_a_restored_state_is_in_force_at_once() -> None:
+    estimator, again = AcceptanceEstimator(2), AcceptanceEstimator(2)
+    estimator.update(2, (1, 2, 3, 3))
+    assert again.probability(1) != estimator.probability(1)
+    again.load_state_dict(estimator.state_dict())
+    assert [again.probability(k) for k in (1, 2)] == [estimator.probability(k) for k in (1, 2)]
+
+
 def test_the_state_of_another_draft_length_is_refused():
     with pytest.raises(ValueError, match="3 positions, this one 2"):
         AcceptanceEstimator(2).load_state_dict(AcceptanceEstimator(3).state_dict())

@@ -40,7 +40,7 @@ class AcceptanceEstimator:
         self.keep = 1 - 1 / window
         self._means = [PRIOR] * max_draft_tokens
         self._counts = [0.0] * max_draft_tokens  # observations still remembered
-        self._seen = [0.0] * max_draft_tokens  # all observations, up to a bound
+        self._seen = [0.0] * max_draft_tokens  # all observations
         self._cache: dict[float, tuple[list[float], list[float]]] = {}
 
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class AcceptanceEstimator:
             if index < num_draft_tokens and reached:
                 accepted = reached - num_emitted.count(index + 1)
                 self._counts[index] += reached
-                self._seen[index] = min(self._seen[index] + reached, 1e6)
+                self._seen[index] += reached
                 shift = (accepted - reached * self._means[index]) / (self._counts[index] + PRIOR_STRENGTH)
                 reached = accepted
             self._means[index] = min(max(self._means[index] + shift, 0.0), 1.0)
