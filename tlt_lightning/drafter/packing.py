@@ -83,7 +83,7 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
     packs = []
     while rest:
         room, pack = num_tokens, []
-        while rest and room:
+        while rest:
             fitting = bisect_right(rest, (room, len(lengths))) - 1
             if fitting < 0 and room <= num_tokens // _LARGEST_GAP:
                 break
