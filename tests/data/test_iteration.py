@@ -43,9 +43,9 @@ class Sharded(FSDP2Strategy):
 
 
 class Answers:
-    """A collector whose responses to prompt `i` have `i + 1` tokens, and another one of an older version first."""
+    """A collector whose responses to prompt `i` have `i + 2` tokens, all but the last of an older version."""
 
-    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=None)
+    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
@@ -62,7 +62,7 @@ class Answers:
         self.requests = course.requests([prompt.ids for prompt in prompts], first_group, has_seeds=True)
         for request in self.requests:
             length = 1 + len(request.prompt_ids)
-            versions, counts = ((0, self.version), (1, length - 1)) if self.version else ((0,), ())
+            versions, counts = ((0, self.version), (length - 1, 1)) if self.version else ((0,), ())
             course.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
         self.ahead = [] if coming is None else coming()
         rollouts = []
@@ -121,6 +121,9 @@ class OneRank:
     def on_rollout_end(self, trainer: Any, module: Any, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
 
+    def on_rollout_scored(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.scored = batch
+
     def steps(self) -> Iterator[list[RolloutBatch]]:
         """Yield the micro-batches of each step, and take it."""
         for step in self.iteration.minibatches(PROMPTS):
@@ -151,6 +154,8 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     assert arguments["coming"] is None
     assert sorted(batch.groups.tolist()) == [0, 0, 1, 1]
     assert len(rank.rollouts) == 4
+    assert rank.scored.old_logps is not None
+    assert rank.scored.advantages is not None
     assert rank.numbers()["rollout/seconds"] == 2.0
     assert not any(name.startswith(("schedule/", "rollout/groups")) for name in rank.numbers())
 
@@ -247,8 +252,7 @@ def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() ->
     assert [state is None for state in states] == [True, *[False] * 5]
     assert rank.iteration.state() is None
     assert rank.iteration.num_steps == 6
-    again = OneRank(num_minibatches=2, inner_epochs=3, saved=states[4])
-    again.trainer.global_step = 4
+    again = OneRank(num_minibatches=2, inner_epochs=3, first_step=4, saved=states[4])
     assert [row for step in again.steps() for part in step for row in part.rows] == seen[8:]
     assert again.collector.calls == again.asked == []
 
@@ -264,7 +268,7 @@ def test_an_update_of_one_step_needs_no_log_probs_from_before_it() -> None:
 def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> None:
     wanted = {"prompts_per_iteration": 8, "dynamic_sampling": DynamicSampling(max_rounds=2)}
     rank = OneRank(**wanted)
-    list(rank.steps())
+    (parts,) = rank.steps()
     calls = rank.collector.calls
     order = PromptCursor(len(PROMPTS), 0).take(16)
     dull = [index for index in order[1:8:2] if index in DULL]
@@ -281,6 +285,30 @@ def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> N
     assert len(rank.rollouts) == 2 * (4 + len(dull))  # what callbacks see
     informative = [index for index in drawn[0] if index not in DULL] + [i for i in drawn[1] if i not in DULL]
     assert [rollout.prompt.index for rollout in rank.rollouts[::2]][: len(informative)] == informative
+    groups = sorted(rank.rollouts[2 * place].group for place in range(4))  # no more than wanted are learned from
+    assert sorted(part.groups[row].item() for part in parts for row in range(len(part.groups))) == sorted(2 * groups)
+
+
+@pytest.mark.parametrize(("schedule", "num_drawn"), [(None, 2), (PartialRollout(1.0), 4)])
+def test_a_rank_that_lacks_nothing_begins_nothing_in_the_rounds_of_others(
+    schedule: RolloutSchedule | None, num_drawn: int, needs_of_others: dict[int, int]
+) -> None:
+    needs_of_others[0] = 1
+    rank = OneRank(prompts_per_iteration=2, dynamic_sampling=DynamicSampling(max_rounds=2), schedule=schedule)
+    list(rank.steps())
+    assert [len(prompts) for prompts, *_ in rank.collector.calls] == [num_drawn // 2, 0]
+    assert rank.cursor.position == num_drawn + 1
+    assert rank.numbers()["rollout/groups_drawn"] == 1
+
+
+@pytest.mark.parametrize(("pad_id", "filled"), [(0, 0), (7, 7), (None, 1)])
+def test_batches_are_padded_with_the_tokenizers_own_token_or_the_one_that_ends_a_text(
+    pad_id: int | None, filled: int
+) -> None:
+    rank = OneRank()
+    rank.collector.tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=pad_id)
+    ((batch,),) = rank.steps()
+    assert batch.input_ids.flatten().unique().tolist() == sorted({2, 9, filled})
 
 
 @pytest.mark.parametrize(
@@ -305,6 +333,13 @@ def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:
     rank = OneRank(first_step=6, num_minibatches=3, schedule=PartialRollout(0.5))
     list(rank.steps())
     lengths = [len(rollout.response.token_ids) for rollout in rank.rollouts]
-    assert rank.numbers()["schedule/age"] == pytest.approx(2.0 * len(lengths) / sum(lengths))
+    assert rank.numbers()["schedule/age"] == pytest.approx(sum(2.0 * (n - 1) for n in lengths) / sum(lengths))
     assert rank.numbers()["schedule/age_max"] == 2.0
     assert rank.numbers()["schedule/put_aside"] == 1 == len(rank.backlog.aside)
+
+
+def test_a_trial_run_has_its_number_of_prompts_a_rank_and_one_step() -> None:
+    rank = OneRank(num_minibatches=2)
+    rank.trainer.fast_dev_run = 3
+    trial = rank.iteration.settings.of_dev_run(rank.trainer)
+    assert (trial.prompts_per_iteration, trial.num_steps, trial.group_size) == (6, 1, 2)
