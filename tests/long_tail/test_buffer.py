@@ -60,7 +60,7 @@ def test_the_buffer_never_holds_more_than_its_bound(max_tokens):
 
 def test_long_sequences_of_the_previous_iteration_stay_and_older_ones_go():
     buffer = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0, previous_share=0.5)
-    lengths = [300, 150, 50, 50, 50, *[20] * 20]
+    lengths = [50, *[20] * 20, 150, 50, 300, 50]
     for version in range(2):
         buffer.add([sequence(length, i, version) for i, length in enumerate(lengths)])
     assert [len(item) for item in buffer.training if item.policy_version == 0] == [300, 150, 50]
@@ -88,6 +88,9 @@ def test_held_out_prompts_are_the_newest_and_never_trained_on():
         assert prompts(buffer.held_out).isdisjoint(prompts(buffer.training))
         assert {item.policy_version for item in buffer.held_out} == {version}
     assert {item.policy_version for item in buffer.training} == {1, 2}
+    assert len(buffer) == len(buffer.training)
+    buffer.add([sequence(20, i // 4, version=3, answer=i) for i in range(8)])
+    assert [len(prompts(part)) for part in (buffer.held_out, buffer.training[: 8 - len(buffer.held_out)])] == [1, 1]
 
 
 def test_what_was_trained_on_leaves_when_its_prompt_is_held_out():
@@ -108,9 +111,12 @@ def test_of_a_single_prompt_sequences_are_held_out():
 
 
 def test_something_is_held_out_even_if_it_takes_more_than_its_share():
-    buffer = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0.05)
+    buffer = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0.05, previous_share=0.5)
     buffer.add([sequence(400, prompt) for prompt in range(4)])
     assert (len(buffer), len(buffer.held_out)) == (1, 1)
+    buffer.add([sequence(900, prompt, version=1) for prompt in range(4, 8)])
+    assert (len(buffer), lengths_of(buffer.held_out)) == (0, [900])  # nor does anything of before beside it
+    assert buffer.nbytes <= buffer.max_bytes
 
 
 def test_nothing_is_held_out_where_nothing_shall_be():
@@ -129,8 +135,13 @@ def test_an_empty_iteration_changes_nothing():
 
 def test_an_iteration_that_does_not_fit_is_a_warning(caplog):
     buffer = DrafterBuffer(100 * TOKEN_BYTES, held_out_share=0)
-    buffer.add([sequence(101, prompt) for prompt in range(3)])
-    assert "None of an iteration's 3 sequences fits" in caplog.text
+    buffer.add([sequence(50)])
+    assert not caplog.text
+    buffer = DrafterBuffer(100 * TOKEN_BYTES, held_out_share=0)
+    buffer.add([sequence(102 - prompt % 2, prompt) for prompt in range(3)])
+    assert f"None of an iteration's 3 sequences fits the drafter's buffer: the shortest has {101 * TOKEN_BYTES}" in (
+        caplog.text
+    )
     assert buffer.nbytes == 0
     with pytest.raises(RuntimeError, match="nothing to train on"):
         buffer.sample(10, generator())

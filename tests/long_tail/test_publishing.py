@@ -22,6 +22,7 @@ def publisher_of(drafter: Any = None, sum_over_ranks: Any = None, **buffer: int)
 def test_better_weights_are_published() -> None:
     publisher = publisher_of()
     assert publisher.publish_if_better() is None
+    assert (publisher.version, publisher.data_version) == (0, -1)
     publisher.trainer.train(steps(2))
     decision = publisher.publish_if_better()
     assert decision is not None
@@ -96,9 +97,7 @@ def test_a_refusal_throws_no_training_away() -> None:
     assert trainer.optimizer.state[trainer.drafter.fc]["step"] == 4
     trainer.drafter.direction = -1.0
     trainer.train(steps(9))
-    decision = publisher.publish_if_better()
-    assert decision is not None
-    assert decision.is_published
+    assert publisher.publish_if_better().is_published  # type: ignore[union-attr]
     assert publisher.version == 1
 
 
@@ -120,9 +119,9 @@ def test_a_trainee_that_has_truly_diverged_starts_over_from_what_is_published(ca
     assert decision.metrics()["drafter/started_over"] == 1
 
 
-@pytest.mark.parametrize(("kept", "has_diverged"), [(0.52, False), (0.48, True)])
+@pytest.mark.parametrize(("kept", "has_diverged"), [(0.42, False), (0.38, True)])
 def test_a_trainee_has_diverged_once_half_of_what_drafts_gained_is_lost(kept: float, has_diverged: bool) -> None:
-    publisher = publisher_of(OneWeight(1.0))
+    publisher = publisher_of(OneWeight(0.8))
     for _ in range(3):
         publisher.trainer.train(steps(1))
         publisher.trainer.drafter.fc.data.fill_(kept)
@@ -131,15 +130,26 @@ def test_a_trainee_has_diverged_once_half_of_what_drafts_gained_is_lost(kept: fl
     assert decision.has_diverged is has_diverged
 
 
-def test_evidence_is_pooled_over_four_decisions() -> None:
+def test_evidence_is_pooled_over_four_decisions_and_forgotten_with_the_weights_that_it_is_of() -> None:
     publisher, counts = publisher_of(OneWeight(1.0)), []
     publisher.trainer.train(steps(20))  # of a head that is young nothing is pooled
-    for _ in range(6):
+    for worth in (*[0.9] * 6, 1.5):  # the last is published
         publisher.trainer.train(steps(1))
-        publisher.trainer.drafter.fc.data.fill_(0.9)
+        publisher.trainer.drafter.fc.data.fill_(worth)
         publisher.publish_if_better()
         counts.append(len(publisher.state_dict()["evidence"]))
-    assert counts == [1, 2, 3, 4, 4, 4]
+    assert counts == [1, 2, 3, 4, 4, 4, 0]
+    assert publisher.version == 1
+
+
+def test_a_trainee_is_lost_three_times_in_a_row_before_it_starts_over_and_so_again() -> None:
+    publisher, lost = publisher_of(OneWeight(1.0)), []
+    for worth in (0.1, 0.1, 0.9, *[0.1] * 7):
+        publisher.trainer.train(steps(1))
+        publisher.trainer.drafter.fc.data.fill_(worth)
+        lost.append(publisher.publish_if_better().has_diverged)  # type: ignore[union-attr]
+        assert (publisher.state_dict()["evidence"] == []) is lost[-1]
+    assert [number for number, is_lost in enumerate(lost) if is_lost] == [5, 8]
 
 
 def test_the_published_weights_are_lent_and_training_goes_on_from_its_own() -> None:
@@ -186,12 +196,14 @@ def test_what_few_prompts_say_is_not_enough_and_evidence_is_pooled_over_decision
 def test_evidence_of_a_young_head_is_not_held_against_it(head_path: str | None) -> None:
     drafter = OneWeight(0.4)
     drafter.head_path = head_path
-    publisher, published = publisher_of(drafter), []
-    for worth in (0.1, 0.5):  # a fall, as its drafts get longer, that later gains have not made up for
+    publisher, published, is_young = publisher_of(drafter), [], []
+    for worth in (0.1, 0.5, 1.1):  # a fall, as its drafts get longer, that later gains have not made up for
         publisher.trainer.train(steps(1))
         drafter.load_trainable(dict(drafter.trainable_tensors()) | {"fc.weight": torch.full((2,), worth)})
         published.append(publisher.publish_if_better().is_published)  # type: ignore[union-attr]
-    assert published == [False, head_path is None]
+        is_young.append(publisher.trainer.is_young)
+    assert published == [False, head_path is None, True]
+    assert is_young == [head_path is None] * 2 + [False]  # of more than two tokens per step
 
 
 def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
@@ -211,15 +223,6 @@ def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
     again = pair[:, drawn].sum(2)  # (2, 4000, 2, 2)
     ratios = (again[:, :, 0] / again[:, :, 1]).sum(-1)
     assert error == pytest.approx(1.304 * float((ratios[1] - ratios[0]).std()), rel=0.05)  # Student's, 39 degrees
-
-
-@pytest.mark.parametrize(("num_clusters", "quantile"), [(3, 1.886), (4, 1.638), (6, 1.476), (11, 1.372), (101, 1.290)])
-def test_few_prompts_widen_the_error_as_students_distribution_does(num_clusters: int, quantile: float) -> None:
-    values = torch.randn(num_clusters, generator=torch.Generator().manual_seed(1)).double()
-    after = torch.stack([values, torch.ones_like(values)], -1)
-    before = torch.stack([torch.zeros_like(values), torch.ones_like(values)], -1)
-    _, error = compare(torch.stack([before, after])[..., None])
-    assert error == pytest.approx(quantile * float(values.std()) / num_clusters**0.5, rel=0.03)
 
 
 def test_a_single_prompt_proves_nothing() -> None:
@@ -260,12 +263,15 @@ def test_a_resumed_run_goes_on_as_the_other_one() -> None:
     publisher.publish_if_better()
     publisher.trainer.drafter.direction = 1.0
     publisher.trainer.train(steps(2))
-    publisher.publish_if_better()
+    publisher.trainer.drafter.fc.data.fill_(0.5)
+    publisher.publish_if_better()  # refused
     publisher.trainer.train(steps(2))
     other = publisher_of(OneWeight(0.9), version=8, num_sequences=4)
     trainer, mine = saved(publisher)
     other.trainer.load_state_dict(trainer)
     other.load_state_dict(mine)
+    torch.testing.assert_close(other.state_dict(), publisher.state_dict(), rtol=0, atol=0)
+    assert other.state_dict()["evidence"]
     other.trainer.drafter.direction = 1.0
     decisions = []
     for each in (publisher, other):
