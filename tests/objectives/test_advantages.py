@@ -64,6 +64,18 @@ def test_masked_tokens_inside_a_response_do_not_discount(random_vectors: RandomV
     torch.testing.assert_close(to_go / to_go[-1], 0.5 ** torch.arange(6.0, -1, -1).double())
 
 
+def test_a_token_that_costs_reward_lowers_what_was_to_go_up_to_it(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0).batch
+    token_rewards = torch.zeros_like(batch.old_logps)
+    row = int(batch.response_mask.sum(-1).argmax())
+    place = int(batch.response_mask[row].nonzero()[2])
+    token_rewards[row, place] = -1.0
+    zeros = torch.zeros_like(batch.rewards)
+    advantages, _ = WhitenedRewardToGo()(batch, zeros, token_rewards, lambda x: x)
+    is_lower = (advantages < 0) & batch.response_mask.bool()
+    assert is_lower.nonzero().tolist() == [[row, t] for t in range(place + 1) if batch.response_mask[row, t]]
+
+
 def test_two_values_are_whitened_by_their_unbiased_variance() -> None:
     x, mask = torch.tensor([[1.0, 3.0, 9.0]], dtype=torch.float64), torch.tensor([[True, True, False]])
     expected = torch.tensor([[-(0.5**0.5), 0.5**0.5, 0.0]], dtype=torch.float64)
