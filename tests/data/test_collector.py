@@ -190,18 +190,47 @@ def test_the_last_worker_has_no_idle_window(collector: RolloutCollector, hooks: 
 def test_what_is_written_ahead_is_kept_by_prompt_or_by_seed_where_it_is_that_response(
     collector: RolloutCollector, shares_noise: bool
 ) -> None:
-    collector.engine.stop = lambda ids: None  # type: ignore[method-assign]
-    collector.engine.drafts_may_share_noise = shares_noise
-    coming = [Request(id=i, prompt_ids=[2], group=7 + i, seed=70 + i) for i in range(2)]
-    collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, coming=lambda: coming)
+    engine: Any = collector.engine
+    stopped: list[list[int]] = []
+    engine.stop, engine.drafts_may_share_noise = stopped.append, shares_noise
+    asleep_or_not: list[list[str]] = []
+
+    def coming() -> list[Request]:
+        asleep_or_not.append([*engine.calls])
+        return [Request(id=i, prompt_ids=[2], group=7 + i, seed=70 + i) for i in range(2)]
+
+    collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, coming=coming)
     by_seed, by_prompt = (
         [(key, text.tolist()) for key, text in held] for held in (collector.twins, collector.written_ahead)
     )
     assert by_seed == ([(70, [5, 1]), (71, [5, 1])] if shares_noise else [])
     assert by_prompt == ([] if shares_noise else [(7, [5, 1]), (8, [5, 1])])
+    assert collector.log.read()["schedule/written_ahead"] == ("sum", 4)
+    assert stopped == [[0, 1]] * 2  # the window is closed
+    assert (asleep_or_not, engine.calls) == ([["wake"]], ["wake", "sleep"])
+
+
+def test_the_last_worker_writes_nothing_ahead(collector: RolloutCollector) -> None:
+    collector.idle.num_writing = 0  # type: ignore[union-attr]
+    collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, coming=lambda: pytest.fail("nobody waits"))
+    assert "schedule/written_ahead" not in collector.log.read()
+    assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("step", "num_probed"), [(0, [10]), (1, [])])
+def test_the_engine_is_probed_by_responses_of_the_weights_of_now(
+    collector: RolloutCollector, step: int, num_probed: list[int]
+) -> None:
+    probed: list[int] = []
+    collector.trainer.global_step = step  # type: ignore[misc]
+    probe: Any = SimpleNamespace(check=lambda trainer, engine, current, sampling: probed.append(len(current)))
+    collector.probe = probe
+    collect(collector)
+    assert probed == num_probed
 
 
 def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -> None:
+    assert set(collector.metrics.values()) == {0.0}
     collect(collector)
     assert collector.metrics["rollout/tail_share"] == pytest.approx(3 / 4)
     collector.engine.slow = 0.0  # type: ignore[attr-defined]
@@ -212,13 +241,14 @@ def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -
 
 
 def test_tokens_of_earlier_rollouts_do_not_count_as_written(collector: RolloutCollector) -> None:
-    begun = Response(0, [5], [-1.0], "unfinished", (0,))
-    group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(begun, begun))
+    begun, ended = Response(0, [5], [-1.0], "unfinished", (0,)), Response(1, [7, 1], [-1.0] * 2, "stop", (0,))
+    group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(begun, ended))
     collector.engine.stop = lambda request_ids: None  # type: ignore[method-assign]
     course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1), [group], 2)
     rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
-    assert [rollout.response.token_ids for rollout in rollouts] == [(5, 1)] * 2
-    assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(2 / 4)
+    assert [list(rollout.response.token_ids) for rollout in rollouts] == [[5, 1], [7, 1]]
+    assert [rollout.reward for rollout in rollouts] == [0.5] * 2  # what had ended before is scored, too
+    assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(1 / 4)
 
 
 def test_a_rollout_that_what_was_put_aside_is_enough_for_tells_nothing_of_the_engine(

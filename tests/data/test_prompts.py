@@ -74,11 +74,19 @@ def test_a_chat_template_of_ones_own_replaces_the_tokenizers(
         PromptSource(path=prompts_path, chat_template="missing.jinja")
 
 
-@pytest.mark.parametrize("arguments", [{"chat": True}, {"system_prompt": "be brief"}])
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"chat": True}, "`chat: true`, but the policy's tokenizer has no chat template"),
+        ({"system_prompt": "be brief"}, "`system_prompt`, .* are for chat"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "`chat_template_kwargs` are for chat"),
+        ({"chat": False, "chat_template": CHAT_TEMPLATE}, "`chat_template` and `chat_template_kwargs` are for chat"),
+    ],
+)
 def test_chat_options_without_a_chat_template_are_an_error(
-    arguments: dict, policy_path: str, prompts_path: str
+    arguments: dict, match: str, policy_path: str, prompts_path: str
 ) -> None:
-    with pytest.raises(ValueError, match="chat"):
+    with pytest.raises(ValueError, match=match):
         load_prompts(PromptSource(path=prompts_path, **arguments), load_tokenizer(policy_path), max_prompt_tokens=16)
 
 
@@ -156,8 +164,10 @@ def test_variables_reach_the_chat_template(policy_path: str) -> None:
     [
         (None, "must hold text or a list of messages, .* got None"),
         ("", "must hold text"),
+        (" \n", "must hold text"),
         (5, "must hold text"),
         (["1"], "must hold text"),
+        ([*CONVERSATION, "1"], "must hold text"),
         ([], "must hold text"),
         ([{"role": "user"}], "must hold text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "must hold text"),
@@ -171,8 +181,14 @@ def test_what_is_no_prompt_is_refused_with_its_row(prompt: Any, match: str, poli
 
 
 def test_a_conversation_that_cannot_be_written_is_refused(policy_path: str) -> None:
-    with pytest.raises(ValueError, match=r"Row 0 .* needs a tokenizer with a chat template"):
-        load_rows([{"prompt": CONVERSATION}], load_tokenizer(policy_path))
+    user, system = ({"role": role, "content": "1"} for role in ("user", "system"))
+    for conversation in (CONVERSATION, [user, user], [system]):
+        with pytest.raises(ValueError, match=r"Row 0 .* needs a tokenizer with a chat template"):
+            load_rows([{"prompt": conversation}], load_tokenizer(policy_path))
+    tokenizer = load_tokenizer(policy_path)
+    tokenizer.chat_template = "{{ messages[0].nothing }}"
+    with pytest.raises(ValueError, match="Row 0 of `rows` gives an empty prompt"):
+        load_rows([{"prompt": "1"}], tokenizer)
     with pytest.raises(ValueError, match=r"Row 0 .* system message of its own"):
         load_rows([{"prompt": CONVERSATION}], chat_tokenizer(policy_path), system_prompt="2")
 

@@ -55,6 +55,8 @@ def test_micro_batches_name_rows_and_refuse_what_fits_into_none() -> None:
     assert cut_micro_batches(rows, lengths, 11) == [[1, 2], [4, 0]]
     assert cut_micro_batches(rows, lengths, 10, is_padded=True) == [[4, 0], [1], [2]]
     assert cut_micro_batches(rows[:0], lengths, 11) == []
+    assert cut_micro_batches(rows, lengths, 9) == [[1], [0, 2], [4]]
+    assert cut_alike([rows], lengths, 10, is_padded=True, agree=None) == [[[4, 0], [1], [2]]]
     with pytest.raises(ValueError, match="has 9 tokens, more than `micro_batch_tokens` 8"):
         cut_micro_batches(rows, lengths, 8)
 
