@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -33,5 +34,23 @@ def test_nothing_runs_after_a_failure_until_it_was_heard_of() -> None:
     background.check()
     assert done == []
     background.submit(lambda: done.append("next"))
+    background.wait()
+    assert done == ["next"]
+
+
+def test_what_failed_while_it_was_waited_for_was_heard_of() -> None:
+    background, done = Background(), []
+
+    def fail() -> None:
+        while not background.is_idle:  # until it is waited for
+            time.sleep(0.001)
+        time.sleep(0.05)
+        raise OSError("no room")
+
+    background.submit(fail)
+    with pytest.raises(OSError, match="no room"):
+        background.wait()
+    background.submit(lambda: done.append("next"))
+    time.sleep(0.05)
     background.wait()
     assert done == ["next"]

@@ -87,6 +87,19 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) ->
         fit(tmp_path / "adam", torch.optim.Adam, tmp_path / "sgd" / "checkpoints" / "epoch=2.ckpt")
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_setting_that_another_torch_has_added_or_dropped_ends_no_run(tmp_path: Path, is_added: bool) -> None:
+    fit(tmp_path)
+    checkpoint = torch.load(tmp_path / "checkpoints" / "epoch=2.ckpt", weights_only=True)
+    (group,) = checkpoint["optimizer_states"][0]["param_groups"]
+    if is_added:
+        group["of_a_later_torch"] = False
+    else:
+        del group["maximize"]
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    fit(tmp_path / "resumed", ckpt_path=tmp_path / "other.ckpt")
+
+
 class Ending(RolloutCallback):
     """Ends the run by an error while the first checkpoint is being written."""
 
