@@ -7,6 +7,7 @@ import torch
 
 from tests.conftest import save_policy
 from tests.support.drafters.draft_texts import alone, make_drafter, pack, random_sequence, train
+from tlt_lightning.drafter import training_time_test
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack
 from tlt_lightning.drafter.teaching import Teaching
@@ -38,7 +39,11 @@ def cut(length: int = LENGTH) -> tuple[PackedBatch, list[PackedBatch]]:
     return whole, [fill_pack([others, (text, piece)], PACK) for piece in pieces]
 
 
-def test_every_entry_of_a_piece_has_the_features_that_it_has_in_the_whole_text(drafter: DrafterModule) -> None:
+@pytest.mark.parametrize("rows", [1024, 64])
+def test_every_entry_of_a_piece_has_the_features_that_it_has_in_the_whole_text(
+    rows: int, drafter: DrafterModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_time_test, "_ROWS", rows)  # a context is read at once, or in parts
     whole, packs = cut()
     expected, _ = unroll(drafter.head, whole, STEPS)
     for number, batch in enumerate(packs):
