@@ -19,7 +19,7 @@ _FIRST_REST = 4  # iterations until what was learned is doubted; twice as many e
 _LUCK = 0.04  # of the margin: what a bound of a normal error, 90% certain, shows on average where nothing is gained
 _COLD_TRIAL = 4  # trials of a head that drafts nothing yet
 _FALL = 0.95  # of the acceptance that the engine had: less is drift
-_EXPONENT = 0.5  # of tokens per step in a token's decode time; 0.34 to 0.43 were measured (docs/results.md)
+_EXPONENT = 0.5  # of tokens per step in a token's decode time; 0.34 to 0.75 were measured (docs/results.md)
 
 
 class AdaptiveBudget(TrainingBudget):
