@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,11 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#888888"
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
 """Told apart by colour-blind readers (Okabe and Ito)."""
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each of the different `names`, in their order; a fifth has that of the first again."""
+    return dict(zip(dict.fromkeys(names), cycle(COLOURS), strict=False))
 
 
 def frame(num_panels: int) -> tuple[Figure, list[Axes]]:

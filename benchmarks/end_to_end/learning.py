@@ -132,7 +132,7 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any
 def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw reward and held-out accuracy over iterations: a line for each arm's mean, thin ones for its seeds."""
     figure, panels = plots.frame(2)
-    colours = dict(zip(dict.fromkeys(run["arm"] for run in runs), plots.COLOURS, strict=False))
+    colours = plots.colours_of(run["arm"] for run in runs)
     for panel, metric, label in zip(panels, CURVES, ("mean reward", "held-out accuracy"), strict=False):
         panel.set_ylabel(label, fontsize=9)
         for arm, colour in colours.items():

@@ -138,8 +138,7 @@ def picture(runs: Sequence[dict[str, Any]], path: Path) -> None:
     figure, (panel,) = plots.frame(1)
     panel.set_xlabel("thousand tokens trained on")
     panel.set_ylabel("tokens per step", fontsize=9)
-    arms = list(dict.fromkeys(run["optimizer"] for run in runs))
-    for arm, colour in zip(arms, plots.COLOURS, strict=False):
+    for arm, colour in plots.colours_of(run["optimizer"] for run in runs).items():
         curves = [run["curve"] for run in runs if run["optimizer"] == arm]
         thousands = [tokens / 1000 for tokens, _ in curves[0]]
         for curve in curves:

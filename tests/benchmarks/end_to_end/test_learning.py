@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,14 @@ def test_each_arm_and_seed_is_a_run_and_a_row(at_once: str, commands: Commands, 
     assert runs[0]["curves"]["val/accuracy"] == [[0, 0.25], [2, 0.5]]
     assert "| head | 2 | 2 | 0.25 | 0.75 | 0.1 | 0.3 | 4 | - | 1.5 | 9 |" in (tmp_path / "learning_b.md").read_text()
     assert (tmp_path / "learning_b.png").stat().st_size > 10_000
+
+
+def test_every_arm_has_a_line_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [{"arm": f"arm {number}", "curves": {"reward/mean": [[1, 0.1], [2, 0.3]]}} for number in range(5)]
+    drawn: list[Any] = []
+    monkeypatch.setattr(learning.plots, "save", lambda figure, path: drawn.append(figure))
+    learning.picture(runs, tmp_path / "rewards.png")
+    assert [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()] == [run["arm"] for run in runs]
 
 
 def test_runs_go_side_by_side(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
