@@ -152,12 +152,8 @@ class DrafterPublisher:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` saved."""
         self._published.fill(state_dict["published"].items())
-        shape = (
-            2,
-            NUM_CLUSTERS,
-            2,
-            self.trainer.drafter.num_draft_tokens,
-        )  # which the selector of now may have changed
+        # Evidence of another draft length, which the selector of now may ask for, does not compare.
+        shape = (2, NUM_CLUSTERS, 2, self.trainer.drafter.num_draft_tokens)
         self._evidence = [pair for pair in state_dict["evidence"] if pair.shape == shape]
         for name in _COUNTS:
             setattr(self, name, state_dict[name])
