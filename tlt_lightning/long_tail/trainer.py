@@ -269,20 +269,24 @@ class DrafterTrainer:
         return value
 
     def _shrink(self, message: str) -> bool:
-        """Halve the packs after the device ran out of memory; False, unchanged, if a step cannot be smaller."""
+        """Halve the packs after a training step ran out of memory; False, unchanged, if a step cannot be smaller."""
         self.optimizer.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         before = self.step_tokens
         can_go_on = before > PACK_MULTIPLE
         if can_go_on:
-            self.pack_tokens = self.pack_tokens // 2 // PACK_MULTIPLE * PACK_MULTIPLE
+            self.halve_packs()
             outcome = f"goes on with {self.step_tokens} (`pack_tokens` is {self.pack_tokens} from now on)"
         else:
+            torch.cuda.empty_cache()
             outcome = "stops for now: there are no smaller ones"
         log.warning("The drafter had no memory for a training step of %d tokens and %s: %s", before, outcome, message)
-        self._packs, self._ahead = self._draw(), None
         return can_go_on
+
+    def halve_packs(self) -> None:
+        """Make packs half as long, at least `PACK_MULTIPLE`, and free what is kept of the larger ones."""
+        self.pack_tokens = max(PACK_MULTIPLE, self.pack_tokens // 2 // PACK_MULTIPLE * PACK_MULTIPLE)
+        self._packs, self._ahead = self._draw(), None
+        torch.cuda.empty_cache()
 
     def _draw(self) -> Iterator[MakePack]:
         num_tokens = self.step_tokens
