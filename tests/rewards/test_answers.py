@@ -104,3 +104,9 @@ def test_format_matches_a_pattern_from_end_to_end() -> None:
 def test_format_refuses_a_broken_pattern() -> None:
     with pytest.raises(ValueError, match=r"`pattern` must be a regular expression, got '\('"):
         Format("(")
+
+
+@pytest.mark.parametrize("answer", [{"ground_truth": "4", "style": "rule"}, ["4", "four"]])
+def test_an_answer_with_parts_is_no_text_to_compare_with(answer: object) -> None:
+    with pytest.raises(ValueError, match=r"which is a (dict|list) here.*write a reward that reads `row` itself"):
+        exact_match("", "4", {"answer": answer})

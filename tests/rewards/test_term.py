@@ -182,3 +182,11 @@ def test_importing_rewards_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_reward_with_verls_signature_is_refused_with_the_wrapper() -> None:
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+        return float(solution_str == ground_truth)
+
+    with pytest.raises(TypeError, match=r"`score` has verl's signature .*def reward\(prompt, response, row\)"):
+        RewardPool(as_terms([score]))

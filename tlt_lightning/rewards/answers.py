@@ -13,6 +13,11 @@ def expected_answer(row: dict[str, Any]) -> str:
             f"This reward compares with `row['answer']`, which is {answer!r} here; set the data module's answer column "
             f"to one of {sorted(row)}."
         )
+    if isinstance(answer, (dict, list)):
+        raise ValueError(
+            f"This reward compares with `row['answer']`, which is a {type(answer).__name__} here, {answer!r}, not text "
+            "or a number; set the data module's answer column to another, or write a reward that reads `row` itself."
+        )
     return str(answer).strip()
 
 

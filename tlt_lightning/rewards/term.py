@@ -111,6 +111,12 @@ def takes_lists(function: RewardFunction, name: str) -> bool:
         return False
     if "completions" in signature.parameters:
         return True
+    if "solution_str" in signature.parameters:  # three values bind, but to other meanings
+        raise TypeError(
+            f"Reward `{name}` has verl's signature {signature}; here it is (prompt, response, row). Wrap it: `def "
+            "reward(prompt, response, row): return f(data_source=row.get('data_source'), solution_str=response, "
+            "ground_truth=row['answer'])`."
+        )
     try:
         signature.bind("", "", {})
     except TypeError as error:
