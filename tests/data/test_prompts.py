@@ -240,3 +240,8 @@ def test_cursor_goes_on_where_it_was() -> None:
     resumed = PromptCursor(7, seed=0)
     resumed.position = cursor.position
     assert resumed.take(9) == cursor.take(9)
+
+
+def test_a_variable_that_a_command_line_left_as_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`chat_template_kwargs\.enable_thinking` is the text 'false'.*'\{enable_"):
+        PromptSource(rows=[{"prompt": "0"}], chat_template_kwargs={"enable_thinking": "false"})

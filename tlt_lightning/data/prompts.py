@@ -66,6 +66,12 @@ class PromptSource:
             raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
         if (self.chat_template or "").endswith(".jinja"):
             object.__setattr__(self, "chat_template", Path(str(self.chat_template)).expanduser().read_text())
+        for name, value in (self.chat_template_kwargs or {}).items():
+            if isinstance(value, str) and value.lower() in ("true", "false", "null", "none"):  # true in a template
+                raise ValueError(
+                    f"`chat_template_kwargs.{name}` is the text {value!r}; on a command line give the variables "
+                    f"together, as in --data.train.chat_template_kwargs '{{{name}: {value}}}'."
+                )
         if self.rows is None:
             object.__setattr__(self, "path", str(self.path))  # in Python perhaps a `Path`
             check_path(self.path)
