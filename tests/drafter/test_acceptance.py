@@ -62,4 +62,5 @@ def test_measured_acceptance_is_what_the_engine_reaches_at_a_temperature(
     assert reached == pytest.approx(measured, rel=0.06)
     drafter.acceptance = AcceptanceRule(draft_sampling != "probabilistic").of(sampling)
     of_the_other = quality_on(drafter, pack(sequences[len(sequences) // 2 :], 512)).acceptance_length
-    assert abs(of_the_other - reached) > 0.15  # 1.13 greedy, 1.51 sampled: one does not stand for the other
+    # One does not stand for the other: 1.13 greedy, 1.51 sampled; 1.16 and 1.27 with shared noise and a top_p of 0.8.
+    assert of_the_other != pytest.approx(reached, rel=0.06)

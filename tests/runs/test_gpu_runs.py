@@ -9,7 +9,7 @@ from tests.conftest import save_policy
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tests.support.speculation_engines import save_endless_policy
 from tlt_lightning import VLLMEngine
-from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.planned_memory import gpu_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def test_an_engine_holds_the_weights_and_the_cache_that_were_planned(tmp_path: P
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
     policy = str(save_policy(tmp_path, num_hidden_layers=16, max_position_embeddings=8192, vocab_size=32000, **shape))
     engine = VLLMEngine(dtype="bfloat16", max_num_seqs=64)
-    planned = engine.planned_memory(policy, max_model_len=2048, device_bytes=internals.device_bytes())
+    planned = engine.planned_memory(policy, max_model_len=2048, device_bytes=gpu_bytes())
     before = torch.cuda.memory_allocated()
     engine.setup(policy, max_model_len=2048, seed=0)
     held = torch.cuda.memory_allocated() - before
