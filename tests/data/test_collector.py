@@ -251,17 +251,21 @@ def test_tokens_of_earlier_rollouts_do_not_count_as_written(collector: RolloutCo
     assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(1 / 4)
 
 
-def test_a_rollout_that_what_was_put_aside_is_enough_for_tells_nothing_of_the_engine(
-    collector: RolloutCollector,
+def test_a_further_rollout_that_what_was_put_aside_is_enough_for_lets_the_engine_sleep_and_tells_nothing_of_it(
+    collector: RolloutCollector, hooks: list[str]
 ) -> None:
     stats = iter([{"speculation/acceptance_length": 3.0}, {"speculation/acceptance_length": 1.0}])
     collector.engine.stats = lambda: next(stats)  # type: ignore[method-assign]
     collect(collector)
+    hooks.clear()
     ended = Response(0, [5, 1], [-1.0, -1.0], "stop", (0,))
     group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(ended, ended))
     course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1, is_first=False), [group], 2)
-    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
+    aside: dict[str, Any] = {"course": course, "coming": lambda: pytest.fail("the engine sleeps")}
+    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, **aside)
     assert [rollout.reward for rollout in rollouts] == [0.5, 0.5]
+    assert hooks == ["on_rollout_idle"]
+    assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
     assert collector.log.read()["speculation/acceptance_length"] == ("mean", 3.0)
 
 

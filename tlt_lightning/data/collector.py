@@ -93,26 +93,29 @@ class RolloutCollector:
         other workers write, answers to the requests of `coming` are written ahead, and in what callbacks leave of that
         time `score` is given what is returned, without rewards.
 
-        Without prompts, only wait for the other workers: the engine sleeps on, `on_rollout_idle` is the only hook;
-        unless the others' rollout needs this rank's engine or shards.
+        Without prompts, and in a further rollout that what was put aside is enough for, the engine sleeps on and
+        `on_rollout_idle` is the only hook; unless the others' rollout needs this rank's engine or shards.
         """
-        # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
-        if not prompts and self.engine.num_ranks == 1 and agreement(self.trainer) is None:
-            self._spend_idle_time()
-            return []
-        self._wake()
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
         course = course or RolloutCourse.of_all(len(prompts), group_size, **ranks)
         ids = [prompt.ids for prompt in prompts]
         requests = course.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
+        # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
+        is_alone = self.engine.num_ranks == 1 and agreement(self.trainer) is None
+        sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
+        if sleeps_on:
+            coming = None
+        else:
+            self._wake()
         # Dynamic sampling rolls out several times an iteration, with or without prompts of this rank's.
-        is_first, self._has_begun = not self._has_begun, True
+        is_first = not sleeps_on and not self._has_begun
+        self._has_begun |= is_first
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
         rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
         taken = [rollouts[number] for number in course.taken]
         self.log.lap("rollout")
-        if coming is None:
+        if coming is None and not sleeps_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
         self._spend_idle_time(
             None if coming is None else partial(self._write_ahead, coming, sampling),
@@ -194,6 +197,8 @@ class RolloutCollector:
         return str(self.tokenizer.decode([token for token in token_ids if token not in self._unseen]))
 
     def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:
+        if not requests and self.engine.num_ranks == 1:
+            return
         trace: list[tuple[float, int]] = []
 
         def on_progress(progress: RolloutProgress) -> None:
