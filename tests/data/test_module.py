@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
-from tlt_lightning import TransformersEngine
+from tlt_lightning import TailBatching, TransformersEngine
 
 
 def test_functions_and_rows_are_enough_to_train(
@@ -24,7 +24,19 @@ def test_functions_and_rows_are_enough_to_train(
     make_trainer(tmp_path, recorder, max_epochs=1).fit(make_module(policy_path), data)
     assert {rollout.prompt.index for rollout in recorder.rollouts[0]} == {0, 1, 2}
     assert all(rollout.reward == rollout.rewards["evenness"] for rollout in recorder.rollouts[0])
-    assert "`data.prompts_per_iteration` is 4, but `data.train` has 3 prompts" in caplog.text
+    drawn = "draws up to 4 prompts (`data.prompts_per_iteration` 4, `data.schedule` SynchronousSchedule)"
+    assert f"{drawn}, but `data.train` has 3: it answers some more than once" in caplog.text
+
+
+@pytest.mark.parametrize(("num_prompts", "is_few"), [(5, True), (6, False)])
+def test_prompts_that_a_schedule_draws_beyond_those_needed_count(
+    num_prompts: int, is_few: bool, policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()][:num_prompts]
+    data = make_data(prompts_path, train=rows, schedule=TailBatching(0.5))
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
+    drawn = "draws up to 6 prompts (`data.prompts_per_iteration` 4, `data.schedule` TailBatching)"
+    assert (f"{drawn}, but `data.train` has 5: " in caplog.text) is is_few
 
 
 @pytest.mark.parametrize("value", ["8", None, 0.5, 0])

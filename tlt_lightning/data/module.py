@@ -203,12 +203,8 @@ class RolloutDataModule(L.LightningDataModule):
             )
         if name == "train":
             prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
-            if needed and len(prompts) < self._settings.prompts_per_iteration:
-                log.warning(
-                    "`data.prompts_per_iteration` is %d, but `data.train` has %d prompts: an iteration answers some "
-                    "more than once, in groups of their own.",
-                    *(self._settings.prompts_per_iteration, len(prompts)),
-                )
+            if needed:
+                self.backlog.warn_of_few(len(prompts), self._settings.prompts_per_iteration, self._trainer.world_size)
         return prompts
 
     @override

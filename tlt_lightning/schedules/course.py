@@ -176,6 +176,16 @@ class Backlog:
             )
         self.schedule.check(sampling, objective)
 
+    def warn_of_few(self, num_prompts: int, per_iteration: int, num_ranks: int) -> None:
+        """Warn if an iteration may draw more prompts than there are."""
+        num_drawn = num_ranks * self.schedule.begin(Demand(wanted=per_iteration // num_ranks, iteration=0), [])[1]
+        if num_prompts < num_drawn:
+            log.warning(
+                "An iteration draws up to %d prompts (`data.prompts_per_iteration` %d, `data.schedule` %s), but "
+                "`data.train` has %d: it answers some more than once, in groups of their own.",
+                *(num_drawn, per_iteration, type(self.schedule).__name__, num_prompts),
+            )
+
     @property
     def twins(self) -> dict[int, Sequence[int]]:
         """Texts that were thrown away and are now written anew, by the seeds of their responses."""
