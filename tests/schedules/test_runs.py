@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.runs.test_resume import STEPS, Paths, SaveAt, run
 from tests.support.rl_runs import Recorder, make_data, make_engine
@@ -104,6 +105,19 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
         versions = {rollout.response.policy_versions for rollout in recorder.rollouts[1]}
         assert (0, STEPS) in versions
         assert "samples from another policy" not in caplog.text
+
+
+@pytest.mark.vllm
+def test_ages_are_counted_in_iterations_though_these_had_another_number_of_steps(paths: Paths) -> None:
+    def go(num_minibatches: int, *callbacks: Any, **other: Any) -> Any:
+        data = data_of("vllm", PartialRollout(0.5, 1), num_minibatches=num_minibatches)
+        return run(paths, *callbacks, data=data, limit_val_batches=0, **other)[1]
+
+    save = ModelCheckpoint(paths[2], "end", save_on_train_epoch_end=True)
+    go(2, save, max_epochs=1, enable_checkpointing=True)
+    history = go(1, ckpt=Path(save.best_model_path))
+    assert 0 < history[2]["schedule/age"] < 1
+    assert [history[iteration]["schedule/age_max"] for iteration in (2, 3)] == [1, 1]
 
 
 def first_is_even(prompt: str, response: str, row: dict[str, Any]) -> float:

@@ -110,6 +110,7 @@ class PolicyIteration:
         self.first_prompt, self.first_aside, self.first_history = cursor.position, backlog.aside, history.copy()
         self.first_engine = deepcopy(collector.engine.state_dict())
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
+        backlog.note_weights(self.first_step, trainer.current_epoch)
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
         self._scoring: Scoring | None = None  # begun in an idle window
 
@@ -268,9 +269,11 @@ class PolicyIteration:
         if not self.backlog.schedule.stops:
             return
         self.log.sum("schedule/put_aside", len(self.backlog.aside))
-        now, per_iteration = self.trainer.global_step, self.settings.num_steps
+        written_in, now = self.backlog.written_in, self.trainer.current_epoch
         segments = [segment for rollout in rollouts for segment in rollout.response.segments]
-        ages = [((now - version) / per_iteration, count) for version, count in segments]
+        guesses = {each: now - (self.first_step - each) / self.settings.num_steps for each, _ in segments}
+        versions = guesses | written_in  # checkpoints until 2026-11 do not say which iteration wrote what waits
+        ages = [(now - versions[each], count) for each, count in segments]
         self.log.mean("schedule/age", sum(age * count for age, count in ages) / sum(count for _, count in ages))
         self.log.max("schedule/age_max", max(age for age, _ in ages))
 

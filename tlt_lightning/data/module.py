@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -148,7 +149,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
         self.history = AnswerHistory(self.history.settings)
-        self._iteration, self._saved_iteration, self.backlog.aside = None, None, []
+        self._iteration, self._saved_iteration = None, None
+        self.backlog.aside, self.backlog.written_in = [], {}
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self._ends = end_token_ids(policy, self.tokenizer)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
@@ -236,6 +238,7 @@ class RolloutDataModule(L.LightningDataModule):
         own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
         own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
         own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
+        own["written_in"] = self.backlog.written_in
         # After an error the others may not come.
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)
         return {
@@ -273,6 +276,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.history.load_state_dict(state_dict["answers"])
             aside = [state["aside"] for state in ranks]
             self.backlog.load(aside, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
+            self.backlog.written_in = dict(chain.from_iterable(state.get("written_in", {}).items() for state in ranks))
         if any(state["iteration"] is not None for state in ranks):
             check_update(saved, now, len(ranks))
             self._saved_iteration = ranks[rank]["iteration"]

@@ -164,6 +164,8 @@ class Backlog:
         check_optional("schedule", schedule, RolloutSchedule, "Give for example `TailBatching(extra=0.25)`.")
         self.schedule = schedule or SynchronousSchedule()
         self.aside: list[OpenGroup] = []
+        self.written_in: dict[int, int] = {}
+        """Iteration in which each version of the weights wrote, of those that wrote what waits and that of now."""
         self._dropped: dict[int, tuple[Response, ...]] = {}  # what was thrown away of groups now written anew, by draw
 
     def check(self, engine: RolloutEngine, sampling: Sampling, objective: PolicyObjective) -> None:
@@ -185,6 +187,11 @@ class Backlog:
                 "`data.train` has %d: it answers some more than once, in groups of their own.",
                 *(num_drawn, per_iteration, type(self.schedule).__name__, num_prompts),
             )
+
+    def note_weights(self, version: int, iteration: int) -> None:
+        """Note that an iteration writes with this version of the weights."""
+        held = {each for group in self.aside for response in group.responses for each in response.policy_versions}
+        self.written_in = {each: self.written_in[each] for each in held & self.written_in.keys()} | {version: iteration}
 
     @property
     def twins(self) -> dict[int, Sequence[int]]:
