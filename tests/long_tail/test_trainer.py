@@ -281,3 +281,20 @@ def test_ranks_end_with_the_mean_by_micro_steps() -> None:
         assert weight(trainer) == weight(trainers[0])
         assert weight(trainer) == pytest.approx([0.8 * own[0] + 0.2 * own[2]] * 2)
         assert (trainer.num_pending, trainer.seen_version) == (5, 3)
+
+
+def test_a_rank_whose_gradients_were_not_finite_weighs_nothing_in_the_mean() -> None:
+    ranks = Ranks(2)
+    trainers = [make_trainer(OneWeight(0.1), ranks.sum_for(rank)) for rank in range(2)]
+    trainers[1].drafter.direction = math.nan
+    own: list[float] = []
+
+    def work(rank: int) -> None:
+        trainers[rank].train(steps(2))
+        own.extend(weight(trainers[rank])[:1] if rank == 0 else [])
+        trainers[rank].average()
+
+    ranks.run(work)
+    for trainer in trainers:
+        assert weight(trainer) == pytest.approx(own * 2)
+        assert trainer.num_pending == 4  # a head that is no number is to be judged, too

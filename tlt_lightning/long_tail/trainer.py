@@ -103,7 +103,7 @@ class DrafterTrainer:
         """Newest policy version whose hidden states were trained on; -1 for none."""
         self.num_pending = 0
         """Micro-steps of all workers since the last decision about publishing."""
-        self._num_own = 0  # micro-steps of this worker that were not averaged yet
+        self._num_own, self._num_moved = 0, 0  # micro-steps not averaged yet, and those that were not left out
         self.num_seen = 0
         """Tokens trained on since `begin`."""
         self._most_steps = _SHORT if drafter.head_path is None else None
@@ -259,6 +259,7 @@ class DrafterTrainer:
         if math.isfinite(norm):
             self.optimizer.step()
             self._warmup.step()
+            self._num_moved += 1
         else:
             log.warning(
                 "A micro-step of the drafter was left out: loss %s, norm of the gradient %s. Lower its learning rate.",
@@ -303,15 +304,16 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the weights over all workers by their micro-steps; a collective.
+        """Average the weights over all workers by the micro-steps that moved them; a collective.
 
         Call it before the buffer takes anything new.
         """
         if self.sum_over_ranks is None:
             return
-        total = int(self.sum_over_ranks(torch.tensor(float(self._num_own), device=self.device)))
-        share, self._num_own = self._num_own / max(total, 1), 0
-        if total:
+        own = torch.tensor([self._num_own, self._num_moved], dtype=torch.float64, device=self.device)
+        total, num_moved = map(int, self.sum_over_ranks(own).tolist())
+        share, self._num_own, self._num_moved = self._num_moved / max(num_moved, 1), 0, 0
+        if num_moved:
             with self.on_device():
                 weights = self.weights().items()
                 self.load_weights({name: self.sum_over_ranks(tensor * share) for name, tensor in weights})
