@@ -142,6 +142,13 @@ def test_a_nucleus_of_very_many_tokens_is_not_cut() -> None:
     assert rates == [pytest.approx(1 / 5000)] * 2
 
 
+def test_more_tokens_than_the_likeliest_that_are_usually_looked_at_may_be_kept() -> None:
+    targets = torch.linspace(0, 1, 5000)[None]
+    p = (targets[0, -2000:].softmax(-1)[-1]).item()
+    rates, _ = AcceptanceRule(top_k=2000).judge(targets, targets, torch.tensor([4999]))
+    assert rates.item() == pytest.approx(p)
+
+
 def same_draws(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the chance that the head draws each token with the noise by which the target draws it, (n, V)."""
     p, q = (values.double().div(temperature).softmax(-1)[..., None] for values in (targets, logits))

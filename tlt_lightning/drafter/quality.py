@@ -73,6 +73,7 @@ class AcceptanceRule:
         temperature = max(self.temperature, _COLDEST)
         rates, matches = judge(logits, self._cut(targets, temperature), written.clamp(min=0), temperature)
         # The target's distribution is known over the head's tokens alone; a text that leaves them stands for the rest.
+        # With sampled drafts that foretells less than the engine has, by at most the share of text that leaves them.
         is_known = written >= 0
         # Drafts of a head whose features are no numbers, as after a rate that was too high, are worth nothing.
         is_known &= (logits[:, 0] + targets[:, 0]).isfinite()
@@ -81,12 +82,12 @@ class AcceptanceRule:
     def _cut(self, targets: Tensor, temperature: float) -> Tensor:
         """Return the logits without tokens that the engine leaves out: by `min_p`, then `top_k`, then `top_p`, as vLLM.
 
-        The likeliest tokens tell, for sorting all takes time and memory; what is larger than they are is not cut.
+        The likeliest tokens tell, for sorting all takes time and memory; a nucleus of more is not cut.
         """
         if (self.top_p, self.top_k, self.min_p) == (1, 0, 0):
             return targets
         scores = targets.float().div(temperature)
-        best = scores.topk(min(_LIKELIEST, scores.shape[-1])).values
+        best = scores.topk(min(max(_LIKELIEST, self.top_k), scores.shape[-1])).values
         least = best[:, :1] + (log(self.min_p) if self.min_p else -inf)
         if 0 < self.top_k <= best.shape[-1]:
             least = torch.maximum(least, best[:, self.top_k - 1, None])
