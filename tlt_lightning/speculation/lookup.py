@@ -144,6 +144,10 @@ class LookupDrafter:
             drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - MATCH_LENGTHS[0])
             for drafter in self.indices
         }
+        if (before := self._texts.get(request_id)) is not None:  # it goes on: what is read of it stays
+            read = before.read
+            if "sibling" in self.indices:
+                self._members["sibling", group].remove(before)
         text = self._texts[request_id] = _Text(request_id, group, tokens, read, len(prompt))
         if "sibling" in self.indices:
             text.twin = [*twin]
