@@ -99,7 +99,7 @@ class RLModule(L.LightningModule):
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: Reference | None = None
-        self._update = resume.UpdateState()
+        self.update_state = resume.UpdateState()
         self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
@@ -234,7 +234,7 @@ class RLModule(L.LightningModule):
         """Stop the iteration's updates once the policy has moved by `objective.stop_at_kl`."""
         limit = self.objective.stop_at_kl
         if limit is not None and self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > limit:
-            self._update.is_stopped = True
+            self.update_state.is_stopped = True
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -242,7 +242,7 @@ class RLModule(L.LightningModule):
         metrics = end_step(self._parts)
         self.iteration_log.update(metrics)
         self._check_kl(metrics)
-        if self._update.is_stopped:
+        if self.update_state.is_stopped:
             for parameter in self.parameters():
                 parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
             return
@@ -262,7 +262,7 @@ class RLModule(L.LightningModule):
             optimization.apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
             if self._saved["is_within"]:
                 self.iteration_log.load_state_dict(self._saved["log"])
-                self._update = resume.UpdateState(**self._saved["update"])
+                self.update_state = resume.UpdateState(**self._saved["update"])
                 if (texts := self._saved.get("texts")) is not None:
                     self._tap = BatchTap.resume(texts)
                     self._hand_out_states(is_last=self._saved["is_updated"])
@@ -270,7 +270,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_epoch_start(self) -> None:
-        self._update = resume.UpdateState(first_step=self.trainer.global_step)
+        self.update_state = resume.UpdateState(first_step=self.trainer.global_step)
         self._parts.clear()
         self._finish_iteration()
 
@@ -281,7 +281,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = {**self.iteration_metrics, **self._update.validated}
+        metrics = {**self.iteration_metrics, **self.update_state.validated}
         call_rollout_hook(self.trainer, "on_iteration_end", self.current_epoch + 1, metrics)
         self.iteration_log.open()
 
@@ -313,7 +313,7 @@ class RLModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         metrics = self.held_out.read("val")
         if self._is_fitting:
-            self._update.validated = metrics
+            self.update_state.validated = metrics
             log_of_iteration(self, metrics)
         else:  # Lightning wants a name logged in one way throughout a fit, its sanity check included
             self.log_dict(metrics, logger=not self.trainer.sanity_checking)
@@ -330,7 +330,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        now: dict[str, Any] = {"update": asdict(self._update), "optimizer": self._optimizer_settings}
+        now: dict[str, Any] = {"update": asdict(self.update_state), "optimizer": self._optimizer_settings}
         now |= {"log": self.iteration_log.state_dict(), "texts": self._tap and self._tap.state_dict()}
         checkpoint["iteration"], within = resume.hand_over(self.trainer, self._saved or now)
         if within:

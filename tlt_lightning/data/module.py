@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -135,6 +136,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._given = IterationSettings(**{item.name: arguments[item.name] for item in fields(IterationSettings)})
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
+        self._unvalidated_engine: dict[str, Any] | None = None  # its state before this iteration's validation
 
     # Set-up and tear-down
 
@@ -148,9 +150,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
-        self.history = AnswerHistory(self.history.settings)
-        self._iteration, self._saved_iteration = None, None
-        self.backlog.aside, self.backlog.written_in = [], {}
+        self.history, self.backlog = AnswerHistory(self.history.settings), Backlog(self.backlog.schedule)
+        self._iteration = self._saved_iteration = self._unvalidated_engine = None
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self._ends = end_token_ids(policy, self.tokenizer)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
@@ -236,11 +237,12 @@ class RolloutDataModule(L.LightningDataModule):
         iteration = self._iteration
         anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
         own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
+        if self._trainer.validating and not self._module.update_state.validated:  # a resumed run validates anew
+            own["engine"] = self._unvalidated_engine or own["engine"]
         own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
         own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
         own["written_in"] = self.backlog.written_in
-        # After an error the others may not come.
-        ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)
+        ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
             "answers": (self.history if anew is None else anew.first_history).state_dict(),
@@ -305,13 +307,11 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
-        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if done == self._settings.num_steps:
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == self._settings.num_steps:
             return  # resumed behind an update's last step, Lightning asks for a batch more if no validation is due
-        collector = self._collector(self._module.iteration_log)
-        parts = (self._settings, self.cursor, self.history, self.backlog, self._saved_iteration)
-        self._iteration = PolicyIteration(self._trainer, self._module, collector, *parts)
-        self._saved_iteration = None
+        parts = (self._collector(self._module.iteration_log), self._settings, self.cursor, self.history, self.backlog)
+        self._iteration = PolicyIteration(self._trainer, self._module, *parts, self._saved_iteration)
+        self._saved_iteration = self._unvalidated_engine = None
         yield from self._iteration.minibatches(self.train_prompts)
 
     @property
@@ -319,6 +319,7 @@ class RolloutDataModule(L.LightningDataModule):
         return self.val_prompts[self._trainer.global_rank :: self._trainer.world_size]
 
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
+        self._unvalidated_engine = deepcopy(self.engine.state_dict())
         collector = self._collector(IterationLog())  # the iteration's own books all of this as validation
         rollouts = collector.collect(
             self._own_val_prompts[: num_held_out_batches(self._trainer)],
@@ -331,9 +332,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
-        peak = self._module.iteration_log.peak_memory
-        own = (self._weights, self.tokenizer, self._ends, self.pool, log, self.idle, self._probe, peak)
-        return RolloutCollector(self._trainer, self.engine, *own)
+        own = (self._weights, self.tokenizer, self._ends, self.pool, log, self.idle, self._probe)
+        return RolloutCollector(self._trainer, self.engine, *own, self._module.iteration_log.peak_memory)
 
     @property
     def _settings(self) -> IterationSettings:
