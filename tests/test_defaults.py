@@ -35,7 +35,7 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.Sampling: {"max_tokens": 1024, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0},
     tlt.DynamicSampling: {"max_rounds": 4},
     tlt.RolloutBatch: {"temperature": 1.0, "num_loss_tokens": 0.0, "num_loss_sequences": 0.0, "num_shares": 1},
-    tlt.Demand: {"is_first": True},
+    tlt.Demand: {"is_first": True, "least_aside": None},
     tlt.OpenGroup: {"deferrals": 0, "responses": (), "expected_tokens": 0.0},
     tlt.PartialRollout: {"extra": 0.5, "max_policy_lag": 2},
     tlt.TailBatching: {"extra": 0.25},

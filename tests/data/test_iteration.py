@@ -78,7 +78,11 @@ class Answers:
 def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Prompts that rank 0 draws where rank 1 draws so many; as many unless a test says otherwise."""
     needs: dict[int, int] = {}
-    monkeypatch.setattr(iteration, "gather_over_ranks", lambda _, number: [needs.get(number, number), number])
+
+    def gather(_: Any, own: Any) -> list[Any]:
+        return [(needs.get(own[0], own[0]), own[1]) if isinstance(own, tuple) else needs.get(own, own), own]
+
+    monkeypatch.setattr(iteration, "gather_over_ranks", gather)
     return needs
 
 

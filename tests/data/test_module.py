@@ -30,7 +30,12 @@ def test_functions_and_rows_are_enough_to_train(
 
 @pytest.mark.parametrize(("num_prompts", "is_few"), [(5, True), (6, False)])
 def test_prompts_that_a_schedule_draws_beyond_those_needed_count(
-    num_prompts: int, is_few: bool, policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    num_prompts: int,
+    is_few: bool,
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()][:num_prompts]
     data = make_data(prompts_path, train=rows, schedule=TailBatching(0.5))

@@ -73,7 +73,10 @@ def test_an_engine_learns_once_from_a_validation_that_a_resumed_run_makes_anew(
             trainer.save_checkpoint(tmp_path / "amid.ckpt")
 
     learned = []
-    for callback, saved in ((type("Save", (RolloutCallback,), {hook: staticmethod(save)})(), None), (None, "amid.ckpt")):
+    for callback, saved in (
+        (type("Save", (RolloutCallback,), {hook: staticmethod(save)})(), None),
+        (None, "amid.ckpt"),
+    ):
         L.seed_everything(11)
         callbacks = [] if callback is None else [callback]
         trainer = make_trainer(tmp_path, *callbacks, limit_val_batches=1.0, max_epochs=3, check_val_every_n_epoch=2)

@@ -156,9 +156,15 @@ class PolicyIteration:
         own, num_begun = Answered(), 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
-            if not any(gather_over_ranks(self.trainer, missing)):
+            needs, num_aside = zip(*gather_over_ranks(self.trainer, (missing, len(self.backlog.aside))), strict=True)
+            if not any(needs):
                 break
-            demand = Demand(wanted=missing, iteration=self.trainer.current_epoch, is_first=number == 0)
+            demand = Demand(
+                wanted=missing,
+                iteration=self.trainer.current_epoch,
+                is_first=number == 0,
+                least_aside=min(num_aside),
+            )
             seed = iteration_seed(self.trainer, f"train {number}")
             course, rollouts = self._collect_round(prompts, demand, seed, num_begun)
             num_begun += len(course.groups)

@@ -52,18 +52,18 @@ class Demand:
         wanted: Groups to learn from, at least 1.
         iteration: Number of the policy iteration.
         is_first: False for the further rollouts of an iteration, by which dynamic sampling replaces groups.
+        least_aside: Groups put aside on the rank that has the fewest, by which all decide alike; None is as many as on
+            this one. Numbers differ where a resumed run has dealt out what waited, or with dynamic sampling.
     """
 
     wanted: int
     iteration: int
     is_first: bool = True
+    least_aside: int | None = None
 
 
 class RolloutSchedule(ABC):
-    """Decides what a rollout starts and when it has enough; each rank decides by itself.
-
-    Ranks without dynamic sampling make the same decisions, as these go by counts of groups alone.
-    """
+    """Decides what a rollout starts and when it has enough, each rank for itself."""
 
     stops: ClassVar[bool] = True
     """True if rollouts may end with requests unfinished, which the engine must be able to stop."""

@@ -15,10 +15,10 @@ from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
 class TailBatching(RolloutSchedule):
     """Starts more prompts than an iteration needs, takes the first whose responses have all ended, defers the others.
 
-    Once as many are deferred as an iteration needs, they are its prompts, and it waits for all of them: no prompt is
-    deferred twice. They are written anew by the weights of then, so that each update is on-policy, with the noise that
-    they had: where the same noise gives the same text, nothing is chosen by length over a cycle of short and long
-    iterations. As far as it does not, because weights have moved or (not with vLLM's V2 runner and greedy drafts)
+    Once as many are deferred on each rank as an iteration needs, they are its prompts, and it waits for all of them: no
+    prompt is deferred twice. They are written anew by the weights of then, so that each update is on-policy, with the
+    noise that they had: where the same noise gives the same text, nothing is chosen by length over a cycle of short and
+    long iterations. As far as it does not, because weights have moved or (not with vLLM's V2 runner and greedy drafts)
     speculation drafted otherwise, what is learned from leans to short responses; `schedule/repeated` is the share of
     deferred tokens that were written again.
 
@@ -39,7 +39,8 @@ class TailBatching(RolloutSchedule):
     def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
         if not demand.is_first:  # of what dynamic sampling replaces nothing is deferred: the ranks stay together
             return [], demand.wanted
-        if len(aside) >= demand.wanted:
+        num_ready = len(aside) if demand.least_aside is None else demand.least_aside
+        if num_ready >= demand.wanted:
             return [group.anew(demand.iteration) for group in aside[: demand.wanted]], 0
         return [], demand.wanted + ceil(self.extra * demand.wanted)
 
