@@ -80,6 +80,8 @@ def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     needs: dict[int, int] = {}
 
     def gather(_: Any, own: Any) -> list[Any]:
+        if isinstance(own, Answered):
+            return [Answered(), own]
         return [(needs.get(own[0], own[0]), own[1]) if isinstance(own, tuple) else needs.get(own, own), own]
 
     monkeypatch.setattr(iteration, "gather_over_ranks", gather)
@@ -222,6 +224,31 @@ def test_answers_ahead_are_the_very_responses_to_come_where_drafts_may_share_the
         assert (request.seed in ahead) is shares_noise
         twin = [PROMPTS[len(request.prompt_ids) - 1].index] * 50 if shares_noise else ()
         assert (request.twin, request.written) == (twin, None)
+
+
+@pytest.mark.parametrize("shares_noise", [True, False])
+def test_answers_ahead_are_drafts_of_further_rollouts_which_draw_their_prompts(shares_noise: bool) -> None:
+    class Ahead(Answers):
+        def collect(self, *given: Any, **arguments: Any) -> list[Rollout]:
+            rollouts = super().collect(*given, **arguments)
+            self.asked.append([*self.requests])
+            self.twins = [(each.seed, [8] * 50) for each in self.ahead if shares_noise]
+            self.written_ahead = [(each.group, [8] * 50) for each in self.ahead if not shares_noise]
+            return rollouts
+
+    settings = {"prompts_per_iteration": 8, "dynamic_sampling": DynamicSampling(max_rounds=2)}
+    rank = OneRank(earlier=EarlierAnswers(ahead=2), **settings)
+    rank.collector = collector = Ahead(0)
+    collector.asked, collector.engine.drafts_may_share_noise = [], shares_noise
+    rank.iteration.collector = collector
+    list(rank.steps())
+    first, further = collector.asked
+    assert {len(each.twin) for each in first} == {0}
+    assert {len(each.earlier_answers) for each in first} == {0}
+    assert further
+    assert {len(each.twin) for each in further} == {50 if shares_noise else 0}
+    assert {len(each.earlier_answers) for each in further} == {2}  # a twin drafts for its siblings, too
+    assert rank.history.twins == rank.history.texts == {}  # which a resumed run begins this iteration with
 
 
 def test_a_response_that_is_written_again_has_its_stopped_text_or_a_longer_one_for_a_twin() -> None:

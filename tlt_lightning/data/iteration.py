@@ -113,6 +113,7 @@ class PolicyIteration:
         backlog.note_weights(self.first_step, trainer.current_epoch)
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
         self._scoring: Scoring | None = None  # begun in an idle window
+        self._drafts = history  # and what is written ahead in this iteration
 
     @property
     def num_steps(self) -> int:
@@ -159,6 +160,10 @@ class PolicyIteration:
             needs, num_aside = zip(*gather_over_ranks(self.trainer, (missing, len(self.backlog.aside))), strict=True)
             if not any(needs):
                 break
+            if number and self.history.ahead:  # a further rollout draws the prompts that answers ahead are to
+                self._drafts = self.history.copy()
+                ahead = Answered(ahead=self.collector.written_ahead, twins=self.collector.twins)
+                self._drafts.take_ahead(gather_over_ranks(self.trainer, ahead))
             demand = Demand(
                 wanted=missing,
                 iteration=self.trainer.current_epoch,
@@ -192,7 +197,7 @@ class PolicyIteration:
         """Roll out once, under the schedule; return the course, and the rollouts to learn from."""
         groups = self._begin(demand)
         twins = self._twins(self.backlog.twins)
-        size, earlier = self.settings.group_size, self.history.texts
+        size, earlier = self.settings.group_size, self._drafts.texts
         course = RolloutCourse(self.backlog.schedule, demand, groups, size, earlier=earlier, twins=twins)
         # Of dynamic sampling nobody knows yet what is learned from; a pass of shards needs all ranks.
         scores_early = self.settings.dynamic_sampling is None and agreement(self.trainer) is None
@@ -236,8 +241,8 @@ class PolicyIteration:
         """Return the longer text of each seed, of `written` and those written ahead; none where they are no drafts."""
         if not self.collector.engine.drafts_may_share_noise:
             return {}
-        seeds = {*written, *self.history.twins}
-        return {seed: max(self.history.twins.get(seed, ()), written.get(seed, ()), key=len) for seed in seeds}
+        ahead = self._drafts.twins
+        return {seed: max(ahead.get(seed, ()), written.get(seed, ()), key=len) for seed in {*written, *ahead}}
 
     def _coming(self, course: RolloutCourse, prompts: Sequence[Prompt]) -> list[Request]:
         """Return requests that write the next iteration's answers ahead; `group` is the prompt's number.
@@ -264,7 +269,7 @@ class PolicyIteration:
                     group=group.prompt,
                     seed=seed,
                     expected_tokens=self.history.mean_lengths.get(group.prompt, 0.0),
-                    earlier_answers=self.history.texts.get(group.prompt, ()),
+                    earlier_answers=self._drafts.texts.get(group.prompt, ()),
                     twin=twins.get(seed, ()),
                 )
                 requests.append(request)

@@ -116,11 +116,18 @@ class AnswerHistory:
         self.mean_lengths = {**self.mean_lengths, **means}
         if self.settings is None:
             return
-        self.twins = dict(chain.from_iterable(own.twins for own in ranks))
         answers: dict[int, list[array[int]]] = {}
         for prompt, text in chain.from_iterable(own.texts for own in ranks):
             answers.setdefault(prompt, []).append(text)
-        texts = {prompt: held for prompt, held in self.texts.items() if prompt not in answers} | answers
+        self.twins = {}
+        self.texts = {prompt: held for prompt, held in self.texts.items() if prompt not in answers} | answers
+        self.take_ahead(ranks)
+
+    def take_ahead(self, ranks: Sequence[Answered]) -> None:
+        """Keep what all ranks have written ahead beside what is remembered; texts must be kept."""
+        assert self.settings is not None
+        self.twins = self.twins | dict(chain.from_iterable(own.twins for own in ranks))
+        texts = dict(self.texts)
         for prompt, text in chain.from_iterable(own.ahead for own in ranks):
             texts[prompt] = [*texts.pop(prompt, ()), text]
         surplus = sum(len(text) for held in texts.values() for text in held) - self.settings.max_tokens
