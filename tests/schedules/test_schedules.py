@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,32 @@ def test_a_run_with_larger_groups_writes_what_they_lack() -> None:
         backlog.end(course, log)
 
 
+class Continuing(RolloutSchedule):
+    """A user's, which says nothing of older weights; or says wrongly that it begins all groups anew."""
+
+    def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
+        return list(aside), demand.wanted + 1
+
+    choose = PartialRollout.choose
+    max_policy_lag = 2
+
+
+class Denying(Continuing):
+    continues = False
+
+
+def test_a_schedule_of_ones_own_is_taken_to_learn_from_older_weights_unless_it_begins_groups_anew() -> None:
+    with pytest.raises(ValueError, match=r"`data.schedule` Continuing learns.*`continues = False`"):
+        Backlog(Continuing()).check(TransformersEngine(), Sampling(), GRPO(correction=None))
+    for schedule in (Continuing(), Denying()):
+        Backlog(schedule).check(TransformersEngine(), Sampling(), GRPO())
+    backlog = run(Continuing(), 1).backlog
+    assert any(group.responses for group in backlog.aside)
+    backlog.schedule = Denying()
+    with pytest.raises(ValueError, match=r"`Denying.begin` goes on with what older weights wrote"):
+        backlog.begin(Demand(wanted=1, iteration=1), IterationLog())
+
+
 def test_what_a_schedule_cannot_work_with_is_refused_before_it_starts() -> None:
     backlog, engine = Backlog(PartialRollout()), TransformersEngine()
     backlog.check(engine, Sampling(), GRPO())
@@ -254,6 +281,7 @@ def test_what_a_schedule_cannot_work_with_is_refused_before_it_starts() -> None:
         backlog.check(engine, Sampling(), GRPO(correction=None))
     with pytest.raises(ValueError, match=r"`sampling.stop_strings` is \('x',\)"):
         backlog.check(engine, Sampling(stop_strings=("x",)), GRPO())
+    Backlog(TailBatching()).check(engine, Sampling(stop_strings=("x",)), GRPO(correction=None))
     other: Any = SimpleNamespace(can_stop=False)
     with pytest.raises(ValueError, match=r"cannot stop requests.*TailBatching"):
         Backlog(TailBatching()).check(other, Sampling(), GRPO())

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from tlt_lightning.engine.base import Response, Sampling
-    from tlt_lightning.objectives.base import PolicyObjective
+    from tlt_lightning.engine.base import Response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +70,8 @@ class RolloutSchedule(ABC):
     has_own_noise: ClassVar[bool] = False
     """True if a group that is written anew gets the random numbers that it had."""
 
-    def check(self, sampling: Sampling, objective: PolicyObjective) -> None:  # noqa: B027 - most can do all
-        """Raise ValueError for what the schedule cannot work with, before anything starts."""
+    continues: ClassVar[bool] = True
+    """True if what older weights wrote of a group may be gone on with; without a correction that is refused."""
 
     @abstractmethod
     def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:

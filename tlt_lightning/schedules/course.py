@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.arguments import check_optional
 from tlt_lightning.engine.base import Request, Response
+from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
 from tlt_lightning.schedules.saved_group import pack, unpack
 from tlt_lightning.schedules.synchronous import SynchronousSchedule
@@ -176,7 +177,19 @@ class Backlog:
                 f"`data.engine` {type(engine).__name__} cannot stop requests, which `data.schedule` {name} asks for; "
                 "use VLLMEngine, or SynchronousSchedule."
             )
-        self.schedule.check(sampling, objective)
+        if not self.schedule.continues:
+            return
+        remedy = "Use TailBatching, or set `continues = False` in a schedule of yours that begins groups anew."
+        if isinstance(objective, ComposedObjective) and objective.correction is None:
+            raise ValueError(
+                f"`data.schedule` {name} learns from tokens of older weights, and `objective.correction` is None: "
+                f"nothing would make up for it. Leave `correction` at its default. {remedy}"
+            )
+        if sampling.stop_strings:
+            raise ValueError(
+                f"`sampling.stop_strings` is {sampling.stop_strings}: with `data.schedule` {name} one across the seam "
+                f"of a continued response would be missed. Use `stop_token_ids`. {remedy}"
+            )
 
     def warn_of_few(self, num_prompts: int, per_iteration: int, num_ranks: int) -> None:
         """Warn if an iteration may draw more prompts than there are."""
@@ -205,6 +218,11 @@ class Backlog:
             raise ValueError(
                 f"`{type(self.schedule).__name__}.begin` takes up {len(groups)} groups and draws {num_fresh}, and the "
                 f"rollout has to bring {demand.wanted} (`demand.wanted`): return at least as many in all."
+            )
+        if not self.schedule.continues and any(group.responses for group in groups):
+            raise ValueError(
+                f"`{type(self.schedule).__name__}.begin` goes on with what older weights wrote, and its `continues` is "
+                "False: take up `group.anew(demand.iteration)`, or leave `continues` True."
             )
         kept = {group.draw: group for group in groups}
         before = [group for group in self.aside if group.draw in kept]

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_within
-from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
-
-if TYPE_CHECKING:
-    from tlt_lightning.engine.base import Sampling
-    from tlt_lightning.objectives.base import PolicyObjective
 
 
 class PartialRollout(RolloutSchedule):
@@ -35,19 +29,6 @@ class PartialRollout(RolloutSchedule):
         check_at_least("schedule.max_policy_lag", max_policy_lag, 1, "SynchronousSchedule has no lag.")
         self.extra = extra
         self.max_policy_lag = max_policy_lag
-
-    @override
-    def check(self, sampling: Sampling, objective: PolicyObjective) -> None:
-        if isinstance(objective, ComposedObjective) and objective.correction is None:
-            raise ValueError(
-                "`data.schedule` PartialRollout learns from tokens of older weights, and `objective.correction` is "
-                "None: nothing would make up for it. Leave `correction` at its default, or use TailBatching."
-            )
-        if sampling.stop_strings:
-            raise ValueError(
-                f"`sampling.stop_strings` is {sampling.stop_strings}: with `data.schedule` PartialRollout one across "
-                "the seam of a continued response would be missed. Use `stop_token_ids`."
-            )
 
     @override
     def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:

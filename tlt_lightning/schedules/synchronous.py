@@ -17,6 +17,7 @@ class SynchronousSchedule(RolloutSchedule):
     """
 
     stops: ClassVar[bool] = False
+    continues: ClassVar[bool] = False
 
     @override
     def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:

@@ -29,6 +29,7 @@ class TailBatching(RolloutSchedule):
             `1 + 1 / extra` is a long one. Each rank rounds up: where one needs 2 prompts, 0.25 is as much as 0.5.
     """
 
+    continues: ClassVar[bool] = False
     has_own_noise: ClassVar[bool] = True
 
     def __init__(self, extra: float = 0.25) -> None:
