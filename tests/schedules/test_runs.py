@@ -77,6 +77,7 @@ def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_run_does(path
     assert history[3]["schedule/repeated"] == 1.0
     assert [history[n]["schedule/put_aside"] for n in (1, 2, 3)] == [2, 4, 0]
     assert history[3]["schedule/age_max"] == 0
+    assert [{rollout.deferrals for rollout in recorder.rollouts[n]} for n in range(3)] == [{0}, {0}, {1}]
 
 
 @pytest.mark.parametrize(("engine", "schedule"), RUNS)

@@ -48,6 +48,7 @@ class Rollout:
         group: Number of the prompt within the iteration; its `group_size` rollouts share it.
         rewards: One value per reward function, unweighted.
         reward: Their weighted sum, which the objective sees.
+        deferrals: Times a schedule had put the prompt aside before.
     """
 
     prompt: Prompt
@@ -56,6 +57,7 @@ class Rollout:
     group: int
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
+    deferrals: int = 0
 
     @property
     def is_correct(self) -> bool:
@@ -79,6 +81,7 @@ class Rollout:
             "correct": self.is_correct,
             "tokens": len(self.response.token_ids),
             "finish_reason": self.response.finish_reason,
+            "deferrals": self.deferrals,
             "prompt_ids": list(self.prompt.ids),  # the tokens themselves: decoded text does not always encode back
             "response_ids": list(self.response.token_ids),
         }

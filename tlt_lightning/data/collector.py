@@ -175,7 +175,10 @@ class RolloutCollector:
             _check_finite(response)
             place = response.request_id // course.group_size
             prompt, text = prompts[place], self._decode(response.token_ids)
-            rollout = Rollout(prompt=prompt, response=response, text=text, group=first_group + place)
+            deferrals = course.groups[place].deferrals
+            rollout = Rollout(
+                prompt=prompt, response=response, text=text, group=first_group + place, deferrals=deferrals
+            )
             rollouts[response.request_id] = rollout
             self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
 
