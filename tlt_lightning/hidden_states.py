@@ -28,6 +28,7 @@ class PolicyText:
         last_states: Input of the policy's final norm; what the policy predicts follows from it. (n, H), bfloat16
         prompt_length: Tokens of the prompt.
         policy_version: Version of the weights that the states come from.
+        others: Spans of tokens behind the prompt, `start` to `stop`, that the policy did not write.
     """
 
     input_ids: Tensor
@@ -35,6 +36,7 @@ class PolicyText:
     last_states: Tensor
     prompt_length: int
     policy_version: int = 0
+    others: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.input_ids), len(self.states), len(self.last_states)}

@@ -26,11 +26,13 @@ from torch import Tensor
 from benchmarks.common import plots
 from benchmarks.common.arguments import ASSETS, parser_of
 from benchmarks.common.results import about, heading, save, table
-from tlt_lightning.drafter.data import Text, Texts, similar_lengths, split_by_prompt
+from tlt_lightning.drafter.data import similar_lengths
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import AcceptanceRule, quality_of
+from tlt_lightning.drafter.texts.formats import RowReader, Text
+from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.trainer import DrafterTrainer
@@ -50,12 +52,12 @@ def with_states(policy: torch.nn.Module, texts: Sequence[Text], layer_ids: Seque
     """Return `texts` with the policy's states over them, on the CPU, in their order."""
     results: dict[int, PolicyText] = {}
     device = next(policy.parameters()).device
-    for rows in similar_lengths([len(prompt) + len(response) for prompt, response in texts], 8192):
-        ids = [torch.tensor(texts[row][0] + texts[row][1]) for row in rows]
+    for rows in similar_lengths([len(text.ids) for text in texts], 8192):
+        ids = [torch.tensor(texts[row].ids) for row in rows]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         with HiddenStateTap(policy, layer_ids, range(len(rows))) as tap:
             policy(input_ids=padded, use_cache=False)
-        results |= zip(rows, tap.read(ids, [len(texts[row][0]) for row in rows]), strict=True)
+        results |= zip(rows, tap.read(ids, [texts[row].prompt_length for row in rows]), strict=True)
     return [results[row] for row in range(len(texts))]
 
 
@@ -67,7 +69,7 @@ def portions(texts: Sequence[Text], num_tokens: int, count: int) -> list[list[Te
         if held >= num_tokens:
             dealt, held = [*dealt, []], 0
         dealt[-1].append(text)
-        held += len(text[0]) + len(text[1])
+        held += len(text.ids)
     return dealt[:count] if held >= num_tokens else dealt[:-1][:count]
 
 
@@ -169,13 +171,14 @@ def main(arguments: list[str]) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = AutoModel.from_pretrained(args.policy, dtype="auto").requires_grad_(False).to(device)
-    texts = Texts(args.completions, policy.config.vocab_size)
+    reader = RowReader(args.policy, policy.config.max_position_embeddings)
+    texts = Texts([str(path) for path in args.completions], reader, policy.config.vocab_size)
     train, held_out = map(texts.part, split_by_prompt(texts.prompts, 0.06, seed=0))
     parts = portions(train, args.portion, args.portions)
     if not parts:
         parser.error(f"`--completions` hold fewer tokens than a `--portion` of {args.portion:,}")
     counts = torch.bincount(
-        torch.tensor([token for part in parts for _, response in part for token in response]),
+        torch.tensor([token for part in parts for text in part for token in text.answers]),
         minlength=policy.config.vocab_size,
     )
     layer_ids = DrafterModule(args.policy).layer_ids

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
+from tests.drafter.texts.test_formats import messages, save_target
 from tests.support.drafters.draft_texts import read_by_target
 from tests.support.speculation_engines import greedy_texts, save_endless_policy
 from tlt_lightning.commands.cli import run_drafter_cli
-from tlt_lightning.drafter.data import DrafterDataModule, Texts, similar_lengths, split_by_prompt
+from tlt_lightning.drafter.data import DrafterDataModule, similar_lengths
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.teaching import Teaching
+from tlt_lightning.drafter.texts.texts import split_by_prompt
 from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.speculation.eagle3_files import read_head
 
@@ -104,7 +107,7 @@ def test_a_reduced_vocabulary_is_chosen_from_what_the_training_texts_hold(
     drafted = set(drafted_tokens(module.head.d2t).tolist())
     others = set(range(32)) - drafted
     assert min(counts[token] for token in drafted - {1}) >= max(counts[token] for token in others)  # 1 ends a text
-    written = [token for _, response in data.train_texts for token in response]
+    written = [token for text in data.train_texts for token in text.answers]
     assert int(counts[9]) == written.count(9)
 
 
@@ -154,11 +157,28 @@ def test_features_are_those_of_each_text_alone(policy: str, completions: str, tm
     make_trainer(tmp_path, max_epochs=0).fit(module, data)
     data.setup("fit")
     for text, sequence in zip(data.train_texts, data.sequences(data.train_texts), strict=True):
-        (expected,) = read_by_target(policy, [text[0] + text[1]], len(text[0]), module.layer_ids)
+        (expected,) = read_by_target(policy, [text.ids], text.prompt_length, module.layer_ids)
         assert torch.equal(sequence.input_ids, expected.input_ids)
         assert sequence.prompt_length == 4
         torch.testing.assert_close(sequence.states.float(), expected.states, atol=0.03, rtol=0.01)  # bfloat16
         torch.testing.assert_close(sequence.last_states.float(), expected.last_states, atol=0.03, rtol=0.01)
+
+
+def test_conversations_of_a_hub_teach_all_their_answers(policy: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(policy, target)
+    save_target(target)
+    turns = [("user", "1"), ("assistant", "2 + 3 * 4"), ("user", "5"), ("assistant", "6 - 7 / 8")]
+    rows = [{"messages": [{"role": "user", "content": str(n)}, *messages(turns)]} for n in range(12)]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    module = make_module(str(target))
+    trainer = make_trainer(tmp_path, max_epochs=4)
+    data = DrafterDataModule(str(path), num_tokens=128, split="train[:8]")
+    trainer.fit(module, data)
+    assert len(data.train_texts) + len(data.val_texts) == 8
+    assert 2 < module.quality.num_steps <= 2 * 5  # entries of two answers of six tokens
+    assert trainer.callback_metrics["drafter/loss"].isfinite()
 
 
 def test_packs_come_in_another_order_in_each_epoch(policy: str, completions: str, tmp_path: Path) -> None:
@@ -215,38 +235,6 @@ def test_groups_of_similar_length_waste_little() -> None:
     for group in groups:
         longest = max(lengths[row] for row in group)
         assert len(group) * longest <= max(512, longest)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "1 + 1", "response": "2"}, "line 2.*`prompt_ids` and `response_ids`"),
-        ({"prompt_ids": [5], "response_ids": [3, 32]}, "line 2.*vocabulary of 32"),
-        ([5, 3], "line 2.*`prompt_ids` and `response_ids`"),
-    ],
-)
-def test_rows_that_cannot_be_trained_on_are_named(row: Any, message: str, tmp_path: Path) -> None:
-    good = {"prompt_ids": [5], "response_ids": [3, 31]}
-    path = tmp_path / "completions.jsonl"
-    path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=message):
-        Texts([path], 32)
-
-
-def test_texts_are_read_from_their_places_in_files_with_any_characters(tmp_path: Path) -> None:
-    written = [([n], [n, *range(n)]) for n in range(1, 9)]
-    paths = [tmp_path / "completions.rank0.jsonl", tmp_path / "completions.rank1.jsonl"]
-    for rank, path in enumerate(paths):
-        rows = [
-            json.dumps({"text": "\u4e00\u2028\x85", "prompt_ids": prompt, "response_ids": response}, ensure_ascii=False)
-            for prompt, response in written[rank::2]
-        ]
-        path.write_text("\n\n".join(rows))  # as `predict` writes them; blank lines hold nothing
-    texts = Texts(paths, 32)
-    assert list(texts) == written[::2] + written[1::2]
-    assert list(texts.lengths) == [len(prompt) + len(response) for prompt, response in texts]
-    assert list(texts.part([6, 1])) == [texts[6], texts[1]]
-    assert len(set(texts.prompts)) == 8
 
 
 def test_packs_of_very_many_texts_are_planned_in_parts(

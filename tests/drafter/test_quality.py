@@ -246,3 +246,10 @@ def test_quality_is_the_mean_over_steps_and_positions() -> None:
 
 def test_nothing_measured_is_no_acceptance() -> None:
     assert quality_of(torch.zeros(6, 3)).acceptance_length == 1
+
+
+def test_a_later_answer_of_a_text_is_drafted_by_steps_of_its_own() -> None:
+    matches = torch.ones(2, 9)
+    is_response = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0]).bool()
+    # A step of two drafts from entry 1, and one from entry 5; none reaches into what others wrote.
+    assert expect_acceptance(matches, matches, [8], is_response).tolist() == [[[2, 2], [2, 2]]]

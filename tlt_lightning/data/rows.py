@@ -33,16 +33,16 @@ class RowSource(ABC):
         return (self[index] for index in range(len(self)))
 
 
-def check_path(path: str) -> None:
-    """Raise FileNotFoundError or ValueError unless `path` is readable, or perhaps on the hub."""
+def check_path(path: str, argument: str = "path") -> None:
+    """Raise FileNotFoundError or ValueError, naming `argument`, unless `path` is readable, or perhaps on the hub."""
     place = Path(path).expanduser()
     if place.is_file():
         if kind(place) not in KINDS:
-            raise ValueError(f"`path` {path!r} has no known suffix; it must be {READABLE}.")
+            raise ValueError(f"`{argument}` {path!r} has no known suffix; it must be {READABLE}.")
     elif not place.is_dir():
         is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and place.suffix not in (*KINDS, *OTHER_KINDS)
         if not is_hub_name or ("/" in path and place.parent.is_dir()) or path.startswith("."):
-            raise FileNotFoundError(f"`path` {path!r} does not exist (from {Path.cwd()}); it must be {READABLE}.")
+            raise FileNotFoundError(f"`{argument}` {path!r} does not exist (from {Path.cwd()}); it must be {READABLE}.")
 
 
 def kind(path: Path) -> str:
@@ -76,16 +76,24 @@ def cut(path: str, splits: dict[str, Any], split: str) -> list[Row]:
     """Return the rows of a split or of slices, such as `train[:100]` or `train[:10%]+test`."""
     if split in splits:
         return [dict(row) for row in splits[split]]
+    parts = ranges(path, {name: len(rows) for name, rows in splits.items()}, split)
+    return [dict(splits[name][row]) for name, rows in parts for row in rows]
+
+
+def ranges(path: str, lengths: dict[str, int], split: str) -> list[tuple[str, range]]:
+    """Return the rows of a split or of slices, see `cut`, of splits of these `lengths`."""
+    if split in lengths:
+        return [(split, range(lengths[split]))]
     from datasets import ReadInstruction
 
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+        parts = ReadInstruction.from_spec(split).to_absolute(lengths)
     except ValueError as error:
         raise ValueError(
-            f"`split` {split!r} of {path!r} must be {' or '.join(map(repr, splits))}, or a slice such as "
-            f"'{next(iter(splits))}[:100]': {error}"
+            f"`split` {split!r} of {path!r} must be {' or '.join(map(repr, lengths))}, or a slice such as "
+            f"'{next(iter(lengths))}[:100]': {error}"
         ) from error
-    return [dict(splits[part.splitname][i]) for part in parts for i in range(part.from_, part.to)]
+    return [(part.splitname, range(part.from_, part.to)) for part in parts]
 
 
 def _read_file(path: Path) -> Iterator[Row]:

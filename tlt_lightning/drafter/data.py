@@ -1,12 +1,9 @@
-"""Turn rollouts that `predict` saved into training data of a drafter, pack by pack."""
+"""Turn texts on disk, or on the hub, into training data of a drafter, pack by pack."""
 
 from __future__ import annotations
 
-import json
 import random
-from array import array
-from collections.abc import Hashable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import PackedBatch, Piece, check_num_tokens, fill_pack, plan_packs
+from tlt_lightning.drafter.texts.formats import RowReader, Text
+from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 
 if TYPE_CHECKING:
@@ -23,18 +23,22 @@ if TYPE_CHECKING:
 
     from tlt_lightning.drafter.module import DrafterModule
 
-Text = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to it
 _PLANNED = 4096  # texts whose packs are planned together: the time grows with their square
 
 
 class DrafterDataModule(L.LightningDataModule):
-    """Warms up a drafter offline on completions that `predict` wrote, by `Trainer.fit`.
+    """Warms up a drafter offline, by `Trainer.fit`, on completions that `predict` wrote or on conversations.
 
-    The texts should be the target's own: a head that learns from another's drafts for that one. Nothing is stored: the
-    texts of each pack are read, and the target runs over them, when its turn comes.
+    The answers should be the target's own: a head that learns from another's drafts for that one. Nothing is stored:
+    the texts of each pack are read, and the target runs over them, when its turn comes.
 
     Args:
-        completions: A `completions.jsonl`, or several, one per rank of the run that wrote them.
+        completions: A .jsonl, .json, .csv or .parquet file, a `datasets` folder or a hub dataset, or several of them. A
+            row has `prompt_ids` and `response_ids` (as in `completions.jsonl`), `messages` (each with `role` and
+            `content`), `conversations` (each with `from` and `value`), or `prompt` and `completion`. What `assistant`
+            or `gpt` say is learned, as the target's chat template writes it.
+        split: Split to read, or slices such as `train[:1000]`; a file is all `train`.
+        config: Configuration of a hub dataset.
         num_tokens: Length of a pack, a multiple of 128; memory and time of a step grow with it.
         val_share: Share of the prompts held out, with all their responses, to measure acceptance on.
         seed: Seed of the held-out prompts and of the packs' order.
@@ -47,15 +51,22 @@ class DrafterDataModule(L.LightningDataModule):
     """
 
     def __init__(
-        self, completions: str | list[str], num_tokens: int = 4096, val_share: float = 0.1, seed: int = 0
+        self,
+        completions: str | list[str],
+        split: str = "train",
+        config: str | None = None,
+        num_tokens: int = 4096,
+        val_share: float = 0.1,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         check_num_tokens(num_tokens)
         if not 0 < val_share < 1:
             raise ValueError(f"`val_share` must be between 0 and 1, got {val_share}.")
-        self.paths = [Path(path) for path in ([completions] if isinstance(completions, str) else completions)]
-        if missing := [str(path) for path in self.paths if not path.is_file()]:
-            raise FileNotFoundError(f"`completions` {', '.join(missing)} does not exist (from {Path.cwd()}).")
+        self.paths = [str(path) for path in ([completions] if isinstance(completions, str | Path) else completions)]
+        for path in self.paths:
+            check_path(path, "completions")
+        self.split, self.config = split, config
         self.num_tokens = num_tokens
         self.val_share = val_share
         self.seed = seed
@@ -71,7 +82,9 @@ class DrafterDataModule(L.LightningDataModule):
             return
         from transformers import AutoModel
 
-        texts = Texts(self.paths, self._drafter.target_config.vocab_size)
+        config = self._drafter.target_config
+        reader = RowReader(self._drafter.target, config.max_position_embeddings)
+        texts = Texts(self.paths, reader, config.vocab_size, self.config, self.split)
         parts = split_by_prompt(texts.prompts, self.val_share, self.seed)
         self.train_texts, self.val_texts = map(texts.part, parts)
         target = AutoModel.from_pretrained(self._drafter.target, dtype="auto").requires_grad_(False)
@@ -80,8 +93,8 @@ class DrafterDataModule(L.LightningDataModule):
     def token_counts(self) -> Tensor:
         """Count how often each token was written in the training texts, (V,)."""
         counts = torch.zeros(self._drafter.target_config.vocab_size, dtype=torch.long)
-        for _, response in self.train_texts:
-            counts += torch.bincount(torch.tensor(response, dtype=torch.long), minlength=len(counts))
+        for text in self.train_texts:
+            counts += torch.bincount(torch.tensor(text.answers, dtype=torch.long), minlength=len(counts))
         return counts
 
     @override
@@ -97,12 +110,14 @@ class DrafterDataModule(L.LightningDataModule):
         """Return `texts` with the target's states over them, on the CPU, in their order."""
         assert self.target is not None, "`sequences` before `setup`"
         results: dict[int, PolicyText] = {}
-        for rows in similar_lengths([len(prompt) + len(response) for prompt, response in texts], self.num_tokens):
-            ids = [torch.tensor(texts[row][0] + texts[row][1]) for row in rows]
+        for rows in similar_lengths([len(text.ids) for text in texts], self.num_tokens):
+            ids = [torch.tensor(texts[row].ids) for row in rows]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.target.device)
             with HiddenStateTap(self.target, self._drafter.layer_ids, range(len(rows))) as tap:
                 self.target(input_ids=padded, use_cache=False)
-            results |= zip(rows, tap.read(ids, [len(texts[row][0]) for row in rows]), strict=True)
+            results |= zip(rows, tap.read(ids, [texts[row].prompt_length for row in rows]), strict=True)
+        for row, sequence in results.items():
+            sequence.others = texts[row].others
         return [results[row] for row in range(len(texts))]
 
     @override
@@ -145,84 +160,6 @@ class PackLoader:
     def _pack(self, plan: list[Piece]) -> PackedBatch:
         sequences = self.data.sequences([self.texts[piece.sequence] for piece in plan])
         return fill_pack(list(zip(sequences, plan, strict=True)), self.data.num_tokens)
-
-
-class Texts(Sequence[Text]):
-    """Reads prompts and responses, as tokens, from the files that they are in whenever they are asked for.
-
-    So a million long texts take some 30 MB. They are read once at the start: ValueError unless they are the target's.
-    """
-
-    def __init__(self, paths: Sequence[Path], vocab_size: int) -> None:
-        self.paths = paths
-        self.lengths, self.prompts = array("q"), array("Q")  # tokens, and a hash of the prompt
-        self._files, self._starts = array("H"), array("q")
-        for number, path in enumerate(paths):
-            start = 0
-            with path.open("rb") as file:
-                for line_number, line in enumerate(file, start=1):  # ends at "\n" alone, unlike `str.splitlines`
-                    if line.strip():
-                        self._add(number, start, line, line_number, vocab_size)
-                    start += len(line)
-
-    def _add(self, file: int, start: int, line: bytes, line_number: int, vocab_size: int) -> None:
-        place = f"`completions` {str(self.paths[file])!r}, line {line_number},"
-        try:
-            prompt, response = _read(line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{place} has no `prompt_ids` and `response_ids`; write it with `predict` of this package."
-            ) from error
-        if max(prompt + response, default=0) >= vocab_size:
-            raise ValueError(
-                f"{place} holds tokens that the target's vocabulary of {vocab_size} has not: they are another model's."
-            )
-        self.lengths.append(len(prompt) + len(response))
-        self.prompts.append(int.from_bytes(blake2b(str(prompt).encode(), digest_size=8).digest(), "little"))
-        self._files.append(file)
-        self._starts.append(start)
-
-    def part(self, rows: Sequence[int]) -> Texts:
-        """Return the texts of some rows."""
-        part = Texts.__new__(Texts)
-        part.paths = self.paths
-        for name in ("lengths", "prompts", "_files", "_starts"):
-            values: array[int] = getattr(self, name)
-            setattr(part, name, array(values.typecode, (values[row] for row in rows)))
-        return part
-
-    @override
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @override
-    def __getitem__(self, row: Any) -> Any:
-        with self.paths[self._files[row]].open("rb") as file:
-            file.seek(self._starts[row])
-            return _read(file.readline())
-
-
-def _read(line: bytes) -> Text:
-    row = json.loads(line)
-    return row["prompt_ids"], row["response_ids"]
-
-
-def split_by_prompt(keys: Sequence[Hashable], val_share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split texts, given a key of each one's prompt, into rows to train on and held-out ones.
-
-    No prompt is on both sides.
-    """
-    prompts = sorted(set(keys))  # type: ignore[type-var]
-    if len(prompts) < 2:
-        raise ValueError(
-            f"`completions` answer {len(prompts)} prompt(s); at least one to train on and one to hold out."
-        )
-    num_held_out = min(len(prompts) - 1, max(1, round(val_share * len(prompts))))
-    held_out = set(random.Random(seed).sample(prompts, num_held_out))
-    parts: tuple[list[int], list[int]] = ([], [])
-    for row, key in enumerate(keys):
-        parts[key in held_out].append(row)
-    return parts
 
 
 def similar_lengths(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

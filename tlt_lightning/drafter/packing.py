@@ -44,7 +44,7 @@ class PackedBatch:
         last_states: Input of the target's final norm at `i + 1`, where `next_ids` is predicted. (1, T, H)
         document_ids: Number of the sequence (or of the piece of one) within the pack, -1 for padding. (1, T), int64
         position_ids: `i`, the position that the engine gives this entry. (1, T), int64
-        loss_mask: True where token `i + 1` was written by the policy, so that drafting really happens. (1, T), bool
+        loss_mask: True where tokens `i + 1` and `i + 2` are one answer's, so that drafting really happens. (1, T), bool
         lengths: Entries of each document, in their order.
         contexts: What each document that is a later piece of a sequence attends to before itself, None for the others.
     """
@@ -145,6 +145,8 @@ def fill_pack(
         document_ids[here] = number
         position_ids[here] = torch.arange(start, stop, device=ids.device)
         loss_mask[here] = position_ids[here] + 1 >= sequence.prompt_length
+        for left, entered in sequence.others:  # of two tokens: the one read, and the one to draft
+            loss_mask[here] &= (position_ids[here] + 2 < left) | (position_ids[here] + 1 >= entered)
         before = sequence.input_ids[1 : start + 1], sequence.states[:start]
         contexts.append(Context(*(part.pin_memory() if pins else part for part in before)) if start else None)
     states[end:], last_states[end:] = 0, 0

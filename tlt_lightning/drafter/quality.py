@@ -6,8 +6,9 @@ The target's and the head's distributions give it, which varies less than counts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import exp, inf, log
 from typing import TYPE_CHECKING
 
@@ -192,7 +193,7 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
     matches; the next step starts one entry after the last match. So `visits`, the chance that a step starts from an
     entry, follows from those before it. The last draft that counts is taken at its mean over all tokens that the target
     might have written, not at the one in the text: the same on average, with less variance. Drafts that would reach
-    beyond the text are in no count.
+    beyond the answer are in no count, and a later answer of the text starts anew.
 
     Args:
         rates: Chance that a draft is accepted, over the target's distribution. (K, T)
@@ -202,25 +203,36 @@ def expect_acceptance(rates: Tensor, matches: Tensor, lengths: Sequence[int], is
 
     Returns:
         Each document's engine steps expected to accept the k-th draft and all before it, and all of its engine steps
-        whose k-th draft is within the text. (documents, 2, K)
+        whose k-th draft is within the answer. (documents, 2, K)
     """
-    num_drafts, responses = len(rates), is_response.tolist()
-    left = torch.cat([torch.zeros(0), *(torch.arange(length, 0, -1) for length in lengths)])
-    is_known = torch.arange(num_drafts)[:, None] < F.pad(left, (0, len(responses) - len(left)))
+    num_drafts, num_entries = len(rates), len(is_response)
+    answers = list(_answers(is_response.tolist(), lengths))
+    left = torch.zeros(num_entries)
+    for first, end in answers:
+        left[first:end] = torch.arange(end - first, 0, -1)
+    is_known = torch.arange(num_drafts)[:, None] < left
     rates, matches = (x.cpu().double() * is_known for x in (rates, matches))  # entry by entry a GPU would be slow
     reached = F.pad(matches.cumprod(0), (0, 0, 1, 0), value=1.0)  # chance that the first k match, (K + 1, T)
     jumps = -reached.diff(dim=0, append=torch.zeros_like(reached[:1])).T  # that the next step starts k + 1 entries on
-    visits, start = torch.zeros(len(responses), dtype=torch.float64), 0
-    for length in lengths:
-        end = start + length
-        first = next((entry for entry in range(start, end) if responses[entry]), end)
+    visits = torch.zeros(num_entries, dtype=torch.float64)
+    for first, end in answers:
         chances = [1.0, *[0.0] * (end + num_drafts - first)]
         for entry, way in enumerate(jumps[first:end].tolist()):
             if here := chances[entry]:
                 for place, chance in enumerate(way, entry + 1):
                     chances[place] += here * chance
         visits[first:end] = visits.new_tensor(chances[: end - first])
-        start = end
     sums = torch.stack([reached[:-1] * rates, is_known]) * visits  # (2, K, T)
-    documents = sums[..., :start].split(list(lengths), -1)
+    documents = sums[..., : sum(lengths)].split(list(lengths), -1)
     return torch.stack([part.sum(-1) for part in documents])
+
+
+def _answers(is_response: Sequence[bool], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first entry of each answer, and the one behind its last, of documents of these lengths."""
+    start = 0
+    for length in lengths:
+        for is_answer, group in groupby(range(start, start + length), is_response.__getitem__):
+            if is_answer:
+                first, *rest = group
+                yield first, first + 1 + len(rest)
+        start += length

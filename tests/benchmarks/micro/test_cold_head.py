@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks.common.arguments import ASSETS
 from benchmarks.micro import cold_head
+from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.policy import load_tokenizer
 
 
 def test_portions_hold_as_many_tokens_as_asked_and_leave_a_small_rest_out() -> None:
-    texts = [([1], [2] * 4)] * 7
+    texts = [Text([1, 2, 2, 2, 2], 1)] * 7
     assert [len(part) for part in cold_head.portions(texts, 10, 9)] == [2, 2, 2]
     assert [len(part) for part in cold_head.portions(texts, 10, 2)] == [2, 2]
 

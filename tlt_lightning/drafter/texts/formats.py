@@ -1,0 +1,158 @@
+"""Turn a row of any known format into texts of the target: tokens, and which of them an assistant wrote."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tlt_lightning.policy import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Turn = dict[str, Any]
+Span = tuple[int, int]
+
+FORMATS = (
+    "`prompt_ids` and `response_ids` (as `predict` writes them), `messages` (each with `role` and `content`), "
+    "`conversations` (each with `from` and `value`), or `prompt` and `completion`"
+)
+_ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are as they are
+
+
+class Text(NamedTuple):
+    """Holds the tokens of a prompt and all that follows it, answers and perhaps later turns of others.
+
+    `others` are the spans behind the prompt, `start` to `stop`, that no assistant wrote.
+    """
+
+    ids: list[int]
+    prompt_length: int
+    others: tuple[Span, ...] = ()
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens before the first answer."""
+        return self.ids[: self.prompt_length]
+
+    @property
+    def answers(self) -> list[int]:
+        """Tokens that an assistant wrote."""
+        edges = [self.prompt_length, *(edge for span in self.others for edge in span), len(self.ids)]
+        return [token for at in range(0, len(edges), 2) for token in self.ids[edges[at] : edges[at + 1]]]
+
+
+class LeftOut(Exception):
+    """Says why a row of a known format is no text to learn from."""
+
+
+class RowReader:
+    """Writes rows as texts of a target, conversations by its chat template.
+
+    Args:
+        target: Path or hub name, for the tokenizer.
+        max_tokens: Longest text that the target reads; longer ones are cut there.
+    """
+
+    def __init__(self, target: str, max_tokens: int) -> None:
+        self.target = target
+        self.max_tokens = max_tokens
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's, loaded when text has to be written."""
+        return load_tokenizer(self.target)
+
+    def texts(self, row: Any) -> list[Text]:
+        """Return a row's texts, mostly one.
+
+        Raises:
+            ValueError: It has no known format.
+            LeftOut: It has one, and nothing to learn from.
+        """
+        columns = {name for name, value in row.items() if value is not None} if isinstance(row, Mapping) else set()
+        if columns >= {"prompt_ids", "response_ids"}:
+            return [self._cut(Text([*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"])))]
+        if "messages" in columns:
+            return self._written(_turns(row["messages"]))
+        if "conversations" in columns:
+            return self._written(_turns(row["conversations"]))
+        if columns >= {"prompt", "completion"}:
+            prompt, completion = row["prompt"], row["completion"]
+            if self.tokenizer.chat_template is None and isinstance(prompt, str) and isinstance(completion, str):
+                return [self._cut(self._plain(prompt, completion))]
+            return self._written([*_turns(prompt, "user"), *_turns(completion, "assistant")])
+        has = f"has {', '.join(sorted(columns)) or 'nothing'}" if isinstance(row, Mapping) else f"is {row!r:.80}"
+        raise ValueError(f"{has}; a row must have {FORMATS}")
+
+    def _plain(self, prompt: str, completion: str) -> Text:
+        encoded = self.tokenizer(prompt + completion, return_offsets_mapping=True)
+        start = bisect_left([first for first, _ in encoded["offset_mapping"]], len(prompt))
+        return Text([*encoded["input_ids"], self.tokenizer.eos_token_id], start)
+
+    def _written(self, turns: Sequence[Turn]) -> list[Text]:
+        """Write a conversation as the target's engine would have seen it, each answer behind all before it.
+
+        Where the template writes earlier turns otherwise once there are later ones, as those that drop what was
+        thought do, a new text begins: each answer follows what the engine reads before it.
+        """
+        texts: list[tuple[str, list[Span]]] = []
+        for number, turn in enumerate(turns):
+            if turn["role"] != "assistant" or number == 0:
+                continue
+            before, after = self._template(turns[:number], True), self._template(turns[: number + 1]).rstrip()
+            pairs = enumerate(zip(before, after, strict=False))
+            start = next((place for place, (one, other) in pairs if one != other), len(before))
+            if start < len(before) and start < len(self._template(turns[:number]).rstrip()):
+                raise LeftOut("whose chat template writes what is before an answer otherwise than with the answer")
+            if start >= len(after):
+                continue
+            if not texts or not after.startswith(texts[-1][0]):
+                texts.append(("", []))
+            texts[-1] = after, [*texts[-1][1], (start, len(after))]
+        if not texts:
+            raise LeftOut("in which no `assistant` answers anything")
+        return [self._cut(self._tokens(*text)) for text in texts]
+
+    def _template(self, turns: Sequence[Turn], asks: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"is a conversation, which `target` {self.target!r} has no chat template for; set its tokenizer's "
+                "`chat_template`, or give the texts `prompt` and `completion`"
+            )
+        try:
+            return str(self.tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks))
+        except (TemplateError, TypeError, KeyError) as error:
+            raise LeftOut(f"which the target's chat template cannot write ({error})") from error
+
+    def _tokens(self, text: str, spans: Sequence[Span]) -> Text:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = [first for first, _ in encoded["offset_mapping"]]
+        edges = [bisect_left(starts, edge) for span in spans for edge in span]
+        others = tuple(zip(edges[1:-1:2], edges[2:-1:2], strict=True))
+        return Text(encoded["input_ids"], edges[0], others)
+
+    def _cut(self, text: Text) -> Text:
+        if not 0 < text.prompt_length < min(len(text.ids), self.max_tokens):
+            raise LeftOut(f"of {text.prompt_length} tokens before an answer, which has to end within {self.max_tokens}")
+        others = tuple((start, min(stop, self.max_tokens)) for start, stop in text.others if start < self.max_tokens)
+        return Text(text.ids[: self.max_tokens], text.prompt_length, others)
+
+
+def _turns(value: Any, role: str = "") -> list[Turn]:
+    """Return turns with `role` and `content`; text alone is a turn of `role`."""
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}]
+    turns = []
+    for given in value if isinstance(value, list) else [None]:
+        turn = {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else {}
+        if "from" in turn and "role" not in turn:
+            turn = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+            raise LeftOut(f"with {given!r:.80} in the place of a turn, which has texts as `role` and `content`")
+        turns.append(turn)
+    return turns
