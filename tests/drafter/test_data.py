@@ -22,6 +22,7 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.texts.texts import split_by_prompt
 from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.speculation.eagle3_files import read_head
+from tlt_lightning.training.optimization import WarmupCosine
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "drafter_warmup.yaml"
 NUM_PROMPTS = 24
@@ -162,6 +163,24 @@ def test_features_are_those_of_each_text_alone(policy: str, completions: str, tm
         assert sequence.prompt_length == 4
         torch.testing.assert_close(sequence.states.float(), expected.states, atol=0.03, rtol=0.01)  # bfloat16
         torch.testing.assert_close(sequence.last_states.float(), expected.last_states, atol=0.03, rtol=0.01)
+
+
+def test_the_learning_rate_of_a_run_falls_to_zero_with_its_last_step(
+    policy: str, completions: str, tmp_path: Path
+) -> None:
+    class Seen(L.Callback):
+        rates: list[float]
+
+        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+            self.rates = [*getattr(self, "rates", []), trainer.optimizers[0].param_groups[0]["lr"]]
+
+    seen, module = Seen(), make_module(policy, lr_scheduler=lambda each: WarmupCosine(each, warmup_share=0.2))
+    trainer = make_trainer(tmp_path, callbacks=[seen], max_epochs=3)
+    trainer.fit(module, DrafterDataModule(completions, num_tokens=128))
+    assert len(seen.rates) == trainer.global_step == 3 * trainer.num_training_batches
+    assert seen.rates[0] < 3e-3 == max(seen.rates)
+    assert 0 < seen.rates[-1] < 1e-4
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0)
 
 
 def test_conversations_of_a_hub_teach_all_their_answers(policy: str, tmp_path: Path) -> None:

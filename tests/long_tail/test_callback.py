@@ -25,6 +25,7 @@ from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
+from tlt_lightning.training.optimization import WarmupCosine
 
 
 def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = POLICY) -> None:
@@ -45,6 +46,12 @@ def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = 
 def test_an_engine_that_cannot_serve_the_drafter_is_refused(engine: RolloutEngine, policy: str, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         set_up(make_callback(), engine, policy)
+
+
+def test_a_schedule_of_the_learning_rate_is_refused_beside_a_policy() -> None:
+    drafter = DrafterModule(POLICY, lr_scheduler=WarmupCosine)
+    with pytest.raises(MisconfigurationException, match=r"`drafter\.lr_scheduler` is for `drafter fit`"):
+        set_up(LongTailIdleCallback(drafter), make_engine(fixed()))
 
 
 def test_the_engine_starts_with_the_head_that_training_starts_from(random_head: str) -> None:

@@ -1,15 +1,16 @@
-"""Adam in one pass over the memory: where, and that each kind goes on from the other."""
+"""Adam in one pass over the memory: where, and that each kind goes on from the other; learning rates that move."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tlt_lightning.training.optimization import fuse_adam, fuse_on_gpu, settings_of
+from tlt_lightning.training.optimization import WarmupCosine, fuse_adam, fuse_on_gpu, settings_of, with_schedule
 
 
 def adamw(parameter: nn.Parameter, **options: Any) -> torch.optim.AdamW:
@@ -77,3 +78,39 @@ def test_adam_is_fused_on_a_gpu_alone_and_other_optimizers_stay_as_they_are() ->
     before = settings_of(other)
     fuse_on_gpu(other, torch.device("cuda"))
     assert settings_of(other) == before
+
+
+def rates(scheduler: WarmupCosine, number: int) -> list[float]:
+    """Of the next steps."""
+    seen = []
+    for _ in range(number):
+        seen += scheduler.get_last_lr()
+        scheduler.optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_a_rate_rises_in_a_line_and_falls_along_a_cosine_to_zero() -> None:
+    scheduler = WarmupCosine(adamw(nn.Parameter(torch.ones(3))), num_steps=20, warmup_share=0.2)
+    seen = rates(scheduler, 22)
+    assert seen[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
+    assert seen[12] == pytest.approx(0.05)  # half way down
+    assert seen[4:20] == sorted(seen[4:20], reverse=True)
+    assert 0 < seen[19] < 0.002
+    assert seen[20:] == pytest.approx([0, 0])
+
+
+def test_the_steps_of_the_run_are_told_also_of_one_that_is_resumed() -> None:
+    build = lambda optimizer: WarmupCosine(optimizer, warmup_share=0.5)  # noqa: E731
+    (optimizer,), (config,) = with_schedule(adamw(nn.Parameter(torch.ones(3))), build, 10.0)
+    first = config["scheduler"]
+    assert config["interval"] == "step"
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 6)
+    rates(first, 10)
+    longer = with_schedule(adamw(nn.Parameter(torch.ones(3))), build, 20)[1][0]["scheduler"]
+    longer.load_state_dict(first.state_dict())
+    assert longer.get_lr() == pytest.approx([0.1])
+    for number in (None, float("inf")):
+        with pytest.raises(MisconfigurationException, match=r"WarmupCosine needs `num_steps`.*`Trainer\(max_epochs"):
+            with_schedule(optimizer, build, number)
+    assert with_schedule(optimizer, lambda each: WarmupCosine(each, 5))[1][0]["scheduler"].num_steps == 5

@@ -24,6 +24,21 @@ _TILE = 128  # rows of a product that a multiprocessor takes at once; the last t
 
 Watcher = Callable[[int, slice, Tensor, Tensor], None]
 LossTerms = Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], float]]
+LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
+
+
+def check_names(loss: str | Mapping[str, float]) -> None:
+    """Raise ValueError unless `loss` is, or is several, of `LOSSES`."""
+    names = [loss] if isinstance(loss, str) else list(loss)
+    if not names or set(names) - set(LOSSES):
+        raise ValueError(f"`loss` names {', '.join(names) or 'nothing'}; choose from {', '.join(LOSSES)}.")
+
+
+def terms_of(loss_spec: str, states: Tensor) -> LossTerms:
+    """Return the losses that `loss_spec` names, a name or JSON with weights, in the kernels of the states' device."""
+    from speculators.losses import resolve_loss_config
+
+    return resolve_loss_config(loss_spec, "fused" if states.is_cuda else "eager")
 
 
 @dataclass(slots=True)

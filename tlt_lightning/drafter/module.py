@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -27,13 +27,12 @@ from tlt_lightning.drafter.training_time_test import regress, shifted, step_mask
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.policy import end_token_ids, load_tokenizer
-from tlt_lightning.training.optimization import check_builds
+from tlt_lightning.training.optimization import check_builds, with_schedule
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
 _NUM_DRAFT_TOKENS = 3
-_LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 _FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
 _NO_TEXTS = "`draft_vocab_size` {} needs texts to choose by: train with a DrafterDataModule, or set it to {}."
 POLICY_ROWS = "lm_head.weight"
@@ -55,6 +54,7 @@ class DrafterModule(L.LightningModule):
             log-acceptance) or `lk_hybrid` (KL that turns into TV); or several of them with their weights.
         optimizer: Builds the optimizer from the head's parameters. None is `MuonWithAuxAdam` for a new head, AdamW at a
             learning rate of 1e-4 for one that drafts.
+        lr_scheduler: Builds a scheduler from the optimizer, stepped once per optimizer step; of `Trainer.fit` alone.
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
         draft_vocab_size: Tokens of the target that a new head drafts: those that end texts, and the commonest in the
@@ -76,6 +76,7 @@ class DrafterModule(L.LightningModule):
         teaching: Teaching = Teaching(),  # noqa: B008 - frozen
         loss: str | dict[str, float] = "kl_div",
         optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
         layer_ids: tuple[int, int, int] | None = None,
         draft_vocab_size: int | None = None,
         num_draft_tokens: int | None = None,
@@ -83,11 +84,10 @@ class DrafterModule(L.LightningModule):
         export_dir: str | None = None,
     ) -> None:
         super().__init__()
-        names = [loss] if isinstance(loss, str) else list(loss)
-        if not names or set(names) - set(_LOSSES):
-            raise ValueError(f"`loss` names {', '.join(names) or 'nothing'}; choose from {', '.join(_LOSSES)}.")
+        chunked_loss.check_names(loss)
         self.optimizer = optimizer if optimizer is not None else MuonWithAuxAdam if head is None else _FOLLOWING
         check_builds(self.optimizer, "None takes the default.")
+        self.lr_scheduler = lr_scheduler
         self.target = target
         self.teaching = teaching
         self.acceptance = AcceptanceRule()
@@ -194,8 +194,10 @@ class DrafterModule(L.LightningModule):
         return self.head
 
     @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer([parameter for _, parameter in heads.trainable(self._built)])
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer([parameter for _, parameter in heads.trainable(self._built)])
+        num_steps = None if self.lr_scheduler is None else self.trainer.estimated_stepping_batches
+        return with_schedule(optimizer, self.lr_scheduler, num_steps)
 
     # Learning
 
@@ -211,7 +213,7 @@ class DrafterModule(L.LightningModule):
         positions = masks.sum(-1).clamp(min=1)
         decay = self.teaching.decay ** torch.arange(num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
-        given = (features, batch.last_states[0], self._terms(batch), weights)
+        given = (features, batch.last_states[0], chunked_loss.terms_of(self.loss_spec, batch.states), weights)
         predictions, loss = chunked_loss.predict(head, *given, compares=compares)
         metrics = {}
         if regression_weight:
@@ -223,11 +225,6 @@ class DrafterModule(L.LightningModule):
             agreement = (predictions.top1 & masks).sum(-1) / positions
             metrics |= {f"drafter/top1_pos_{k}": value for k, value in enumerate(agreement, start=1)}
         return loss, metrics
-
-    def _terms(self, batch: PackedBatch) -> chunked_loss.LossTerms:
-        from speculators.losses import resolve_loss_config
-
-        return resolve_loss_config(self.loss_spec, "fused" if batch.states.is_cuda else "eager")
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
@@ -256,7 +253,8 @@ class DrafterModule(L.LightningModule):
             tokens = shifted(written, step)[rows]
             rates[step, rows], matches[step, rows] = self.acceptance.judge(logits, targets, tokens)
 
-        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], self._terms(batch), weights, judge)
+        terms = chunked_loss.terms_of(self.loss_spec, batch.states)
+        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], terms, weights, judge)
         steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
         sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
         by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)

@@ -84,6 +84,11 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             f"`drafter.target` is {drafter.target!r}, but the policy is {policy!r}; in YAML write "
             "`target: ${model.policy}`."
         )
+    if drafter.lr_scheduler is not None:
+        raise MisconfigurationException(
+            "`drafter.lr_scheduler` is for `drafter fit`, which knows its steps; beside a policy the learning rate "
+            "rises at first and then stays: leave it out."
+        )
     if not _learned_arms(engine, speculation):
         raise MisconfigurationException(
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
