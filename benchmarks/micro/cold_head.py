@@ -26,14 +26,14 @@ from torch import Tensor
 from benchmarks.common import plots
 from benchmarks.common.arguments import ASSETS, parser_of
 from benchmarks.common.results import about, heading, save, table
-from tlt_lightning.drafter.data import similar_lengths
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import AcceptanceRule, quality_of
 from tlt_lightning.drafter.texts.formats import RowReader, Text
+from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
-from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
+from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 
@@ -45,20 +45,6 @@ WAYS = {
     "sampled with the noise of verification": AcceptanceRule(samples_drafts=True, shares_noise=True),
 }
 MAX_BYTES = 4 * 2**30
-
-
-@torch.no_grad()
-def with_states(policy: torch.nn.Module, texts: Sequence[Text], layer_ids: Sequence[int]) -> list[PolicyText]:
-    """Return `texts` with the policy's states over them, on the CPU, in their order."""
-    results: dict[int, PolicyText] = {}
-    device = next(policy.parameters()).device
-    for rows in similar_lengths([len(text.ids) for text in texts], 8192):
-        ids = [torch.tensor(texts[row].ids) for row in rows]
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
-        with HiddenStateTap(policy, layer_ids, range(len(rows))) as tap:
-            policy(input_ids=padded, use_cache=False)
-        results |= zip(rows, tap.read(ids, [texts[row].prompt_length for row in rows]), strict=True)
-    return [results[row] for row in range(len(texts))]
 
 
 def portions(texts: Sequence[Text], num_tokens: int, count: int) -> list[list[Text]]:
@@ -171,8 +157,8 @@ def main(arguments: list[str]) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = AutoModel.from_pretrained(args.policy, dtype="auto").requires_grad_(False).to(device)
-    reader = RowReader(args.policy, policy.config.max_position_embeddings)
-    texts = Texts([str(path) for path in args.completions], reader, policy.config.vocab_size)
+    rows = RowReader(args.policy, policy.config.max_position_embeddings)
+    texts = Texts([str(path) for path in args.completions], rows, policy.config.vocab_size)
     train, held_out = map(texts.part, split_by_prompt(texts.prompts, 0.06, seed=0))
     parts = portions(train, args.portion, args.portions)
     if not parts:
@@ -181,9 +167,9 @@ def main(arguments: list[str]) -> None:
         torch.tensor([token for part in parts for text in part for token in text.answers]),
         minlength=policy.config.vocab_size,
     )
-    layer_ids = DrafterModule(args.policy).layer_ids
-    states = [with_states(policy, part, layer_ids) for part in parts]
-    judged = with_states(policy, (portions(held_out, args.portion, 1) or [list(held_out)])[0], layer_ids)
+    reader = StateReader(policy, DrafterModule(args.policy).layer_ids, 8192)
+    states = [reader.read(part) for part in parts]
+    judged = reader.read((portions(held_out, args.portion, 1) or [list(held_out)])[0])
     results: dict[str, Any] = {"about": about(args.name, args.note, args.seed), "runs": []}
     for optimizer in args.optimizers:
         for seed in args.seeds:

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from tests.drafter.texts.test_formats import messages, save_target
 from tests.support.drafters.draft_texts import read_by_target
 from tests.support.speculation_engines import greedy_texts, save_endless_policy
 from tlt_lightning.commands.cli import run_drafter_cli
-from tlt_lightning.drafter.data import DrafterDataModule, similar_lengths
+from tlt_lightning.drafter.data import DrafterDataModule
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.teaching import Teaching
+from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.drafter.texts.texts import split_by_prompt
 from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.speculation.eagle3_files import read_head
@@ -157,7 +159,8 @@ def test_features_are_those_of_each_text_alone(policy: str, completions: str, tm
     module, data = make_module(policy), DrafterDataModule(completions, num_tokens=128)
     make_trainer(tmp_path, max_epochs=0).fit(module, data)
     data.setup("fit")
-    for text, sequence in zip(data.train_texts, data.sequences(data.train_texts), strict=True):
+    sequences = StateReader(data.target, module.layer_ids, 128).read(data.train_texts)
+    for text, sequence in zip(data.train_texts, sequences, strict=True):
         (expected,) = read_by_target(policy, [text.ids], text.prompt_length, module.layer_ids)
         assert torch.equal(sequence.input_ids, expected.input_ids)
         assert sequence.prompt_length == 4
@@ -200,7 +203,7 @@ def test_conversations_of_a_hub_teach_all_their_answers(policy: str, tmp_path: P
     assert trainer.callback_metrics["drafter/loss"].isfinite()
 
 
-def test_packs_come_in_another_order_in_each_epoch(policy: str, completions: str, tmp_path: Path) -> None:
+def test_texts_come_in_another_order_in_each_epoch(policy: str, completions: str, tmp_path: Path) -> None:
     class Seen(L.Callback):
         packs: list[list[int]]
 
@@ -217,23 +220,7 @@ def test_packs_come_in_another_order_in_each_epoch(policy: str, completions: str
     first, second = seen.packs[:half], seen.packs[half:]
     assert len(first) == len(second) > 3
     assert first != second
-    assert sorted(first) == sorted(second)
-
-
-def test_ranks_share_the_packs_of_an_epoch(policy: str, completions: str, tmp_path: Path) -> None:
-    data = DrafterDataModule(completions, num_tokens=128)
-    make_trainer(tmp_path, max_epochs=0).fit(make_module(policy), data)
-    data.setup("fit")
-    alone = data.train_dataloader()
-    assert len(alone) == len(alone.plans) > 4
-    ranks = []
-    for rank in (0, 1):
-        loader = data.train_dataloader()
-        loader.rank, loader.num_ranks = rank, 2
-        assert len(loader) == len(alone) // 2
-        ranks.append([pack.input_ids.tolist() for pack in loader])
-    dealt = [pack for pair in zip(*ranks, strict=True) for pack in pair]
-    assert dealt == [pack.input_ids.tolist() for pack in alone][: len(dealt)]
+    assert sorted(chain(*first)) == sorted(chain(*second))
 
 
 def test_responses_to_one_prompt_stay_on_one_side() -> None:
@@ -245,28 +232,6 @@ def test_responses_to_one_prompt_stay_on_one_side() -> None:
     assert split_by_prompt(keys, 0.1, seed=1)[1] != held_out
     for share in (0.001, 0.999):  # of two prompts one is on each side
         assert [len(part) for part in split_by_prompt(keys[:10], share, seed=0)] == [5, 5]
-
-
-def test_groups_of_similar_length_waste_little() -> None:
-    lengths = [random.Random(seed).randrange(1, 200) for seed in range(50)] + [900]
-    groups = list(similar_lengths(lengths, 512))
-    assert sorted(row for group in groups for row in group) == list(range(51))
-    for group in groups:
-        longest = max(lengths[row] for row in group)
-        assert len(group) * longest <= max(512, longest)
-
-
-def test_packs_of_very_many_texts_are_planned_in_parts(
-    policy: str, completions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = DrafterDataModule(completions, num_tokens=128)
-    make_trainer(tmp_path, max_epochs=0).fit(make_module(policy), data)
-    data.setup("fit")
-    monkeypatch.setattr("tlt_lightning.drafter.data._PLANNED", 4)
-    loader = data.train_dataloader()
-    seen = sorted((piece.sequence, *range(piece.start, piece.stop)) for plan in loader.plans for piece in plan)
-    entries = sorted((row, entry) for row, *entries in seen for entry in entries)
-    assert entries == [(row, entry) for row, length in enumerate(loader.texts.lengths) for entry in range(length - 2)]
 
 
 def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path: Path) -> None:

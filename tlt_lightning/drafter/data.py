@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +12,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.data.rows import check_path
-from tlt_lightning.drafter.packing import PackedBatch, Piece, check_num_tokens, fill_pack, plan_packs
-from tlt_lightning.drafter.texts.formats import RowReader, Text
+from tlt_lightning.drafter.packing import check_num_tokens
+from tlt_lightning.drafter.texts.formats import RowReader
+from tlt_lightning.drafter.texts.states import StateReader
+from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
-from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tlt_lightning.drafter.module import DrafterModule
 
-_PLANNED = 4096  # texts whose packs are planned together: the time grows with their square
-
 
 class DrafterDataModule(L.LightningDataModule):
     """Warms up a drafter offline, by `Trainer.fit`, on completions that `predict` wrote or on conversations.
 
     The answers should be the target's own: a head that learns from another's drafts for that one. Nothing is stored:
-    the texts of each pack are read, and the target runs over them, when its turn comes.
+    texts are read from their places, and the target runs over each once an epoch, when its turn comes.
 
     Args:
         completions: A .jsonl, .json, .csv or .parquet file, a `datasets` folder or a hub dataset, or several of them. A
@@ -98,80 +96,20 @@ class DrafterDataModule(L.LightningDataModule):
         return counts
 
     @override
-    def train_dataloader(self) -> PackLoader:
-        return PackLoader(self, self.train_texts, shuffled=True)
+    def train_dataloader(self) -> PackStream:
+        trainer: Any = self.trainer
+        return self._stream(self.train_texts, lambda: f"{self.seed} {trainer.current_epoch}")
 
     @override
-    def val_dataloader(self) -> PackLoader:
-        return PackLoader(self, self.val_texts, shuffled=False)
+    def val_dataloader(self) -> PackStream:
+        return self._stream(self.val_texts)
 
-    @torch.no_grad()
-    def sequences(self, texts: Sequence[Text]) -> list[PolicyText]:
-        """Return `texts` with the target's states over them, on the CPU, in their order."""
-        assert self.target is not None, "`sequences` before `setup`"
-        results: dict[int, PolicyText] = {}
-        for rows in similar_lengths([len(text.ids) for text in texts], self.num_tokens):
-            ids = [torch.tensor(texts[row].ids) for row in rows]
-            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.target.device)
-            with HiddenStateTap(self.target, self._drafter.layer_ids, range(len(rows))) as tap:
-                self.target(input_ids=padded, use_cache=False)
-            results |= zip(rows, tap.read(ids, [texts[row].prompt_length for row in rows]), strict=True)
-        for row, sequence in results.items():
-            sequence.others = texts[row].others
-        return [results[row] for row in range(len(texts))]
+    def _stream(self, texts: Texts, seed_of_epoch: Callable[[], str] | None = None) -> PackStream:
+        assert self.target is not None, "packs before `setup`"
+        reader = StateReader(self.target, self._drafter.layer_ids, self.num_tokens)
+        trainer: Any = self.trainer
+        return PackStream(texts, reader, self.num_tokens, trainer.global_rank, trainer.world_size, seed_of_epoch)
 
     @override
     def teardown(self, stage: str) -> None:
         self.target = None
-
-
-class PackLoader:
-    """Yields the packs of one epoch on this rank, in another order each epoch if `shuffled`."""
-
-    def __init__(self, data: DrafterDataModule, texts: Texts, *, shuffled: bool) -> None:
-        trainer: Any = data.trainer
-        self.data = data
-        self.texts = texts
-        self.shuffled = shuffled
-        self.plans = [
-            [piece._replace(sequence=start + piece.sequence) for piece in plan]
-            for start in range(0, len(texts), _PLANNED)
-            for plan in plan_packs(texts.lengths[start : start + _PLANNED], data.num_tokens)
-        ]
-        self.rank, self.num_ranks = trainer.global_rank, trainer.world_size
-        if len(self) == 0:
-            raise ValueError(
-                f"`completions` fill {len(self.plans)} packs of `num_tokens` {data.num_tokens}, fewer than there are "
-                f"ranks ({self.num_ranks}); give more completions or shorter packs."
-            )
-
-    def __len__(self) -> int:
-        return len(self.plans) // self.num_ranks
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        """Compute each pack when it is asked for."""
-        order = list(range(len(self.plans)))
-        if self.shuffled:
-            epoch: int = self.data.trainer.current_epoch  # type: ignore[union-attr]
-            random.Random(f"{self.data.seed} {epoch}").shuffle(order)
-        for number in range(len(self)):
-            yield self._pack(self.plans[order[number * self.num_ranks + self.rank]])
-
-    def _pack(self, plan: list[Piece]) -> PackedBatch:
-        sequences = self.data.sequences([self.texts[piece.sequence] for piece in plan])
-        return fill_pack(list(zip(sequences, plan, strict=True)), self.data.num_tokens)
-
-
-def similar_lengths(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Group rows, longest first, so that each padded group holds at most `max_tokens`.
-
-    A row longer than that is a group of its own.
-    """
-    group: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if group and (len(group) + 1) * lengths[group[0]] > max_tokens:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
