@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.texts.formats import RowReader
-from tlt_lightning.drafter.texts.states import StateReader
+from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 
@@ -39,7 +41,9 @@ class DrafterDataModule(L.LightningDataModule):
         config: Configuration of a hub dataset.
         num_tokens: Length of a pack, a multiple of 128; memory and time of a step grow with it.
         val_share: Share of the prompts held out, with all their responses, to measure acceptance on.
-        seed: Seed of the held-out prompts and of the packs' order.
+        shard_target: Shard the target over the ranks, for one that no device holds whole. They run it together, each
+            over its own texts; the head is whole on each.
+        seed: Seed of the held-out prompts and of the texts' order.
 
     Example:
         >>> import lightning as L
@@ -55,6 +59,7 @@ class DrafterDataModule(L.LightningDataModule):
         config: str | None = None,
         num_tokens: int = 4096,
         val_share: float = 0.1,
+        shard_target: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -67,6 +72,7 @@ class DrafterDataModule(L.LightningDataModule):
         self.split, self.config = split, config
         self.num_tokens = num_tokens
         self.val_share = val_share
+        self.shard_target = shard_target
         self.seed = seed
         self.target: PreTrainedModel | None = None
 
@@ -78,15 +84,18 @@ class DrafterDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.target is not None:
             return
-        from transformers import AutoModel
-
+        strategy = self.trainer.strategy  # type: ignore[union-attr]
+        if isinstance(strategy, ModelParallelStrategy):  # it adds up gradients of what is sharded alone
+            raise MisconfigurationException(
+                f"`strategy` {type(strategy).__name__} would leave the heads of ranks apart; use `ddp`, with "
+                "`shard_target` for a target that no device holds whole."
+            )
         config = self._drafter.target_config
         reader = RowReader(self._drafter.target, config.max_position_embeddings)
         texts = Texts(self.paths, reader, config.vocab_size, self.config, self.split)
         parts = split_by_prompt(texts.prompts, self.val_share, self.seed)
         self.train_texts, self.val_texts = map(texts.part, parts)
-        target = AutoModel.from_pretrained(self._drafter.target, dtype="auto").requires_grad_(False)
-        self.target = target.to(self.trainer.strategy.root_device)  # type: ignore[union-attr]
+        self.target = load_target(self._drafter.target, strategy.root_device, shards=self.shard_target)
 
     def token_counts(self) -> Tensor:
         """Count how often each token was written in the training texts, (V,)."""

@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
+from tlt_lightning.sharding.units import Sharding, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class StateReader:
-    """Reads texts with their states from a target.
+    """Reads texts with their states from a target; of a sharded one all ranks together, equally often.
 
     Args:
-        target: Frozen trunk.
+        target: Frozen trunk, see `load_target`.
         layer_ids: Layers whose states are read.
         max_tokens: Most tokens, with padding, of a pass over several texts.
     """
@@ -28,19 +32,53 @@ class StateReader:
         self.layer_ids = layer_ids
         self.max_tokens = max_tokens
 
+    @torch.inference_mode(False)  # which a validation's tensors are made in, and sharded weights may not be
     @torch.no_grad()
     def read(self, texts: Sequence[Text]) -> list[PolicyText]:
         """Return `texts` with the target's states over them, on the CPU, in their order."""
         results: dict[int, PolicyText] = {}
-        for rows in similar_lengths([len(text.ids) for text in texts], self.max_tokens):
+        groups = list(similar_lengths([len(text.ids) for text in texts], self.max_tokens))
+        num_others = self._most(len(groups)) - len(groups)  # asked before the first pass: ranks ask and pass in step
+        for rows in groups:
             ids = [torch.tensor(texts[row].ids) for row in rows]
-            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.target.device)
             with HiddenStateTap(self.target, self.layer_ids, range(len(rows))) as tap:
-                self.target(input_ids=padded, use_cache=False)
+                self._run(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
             results |= zip(rows, tap.read(ids, [texts[row].prompt_length for row in rows]), strict=True)
+        for _ in range(num_others):
+            self._run(torch.zeros(1, 1, dtype=torch.long))  # for ranks that have more to read
         for row, sequence in results.items():
             sequence.others = texts[row].others
         return [results[row] for row in range(len(texts))]
+
+    def _run(self, input_ids: Tensor) -> None:
+        self.target(input_ids=input_ids.to(self.target.device), use_cache=False)
+
+    def _most(self, number: int) -> int:
+        """Return the largest `number` of all ranks that share a target, a collective."""
+        if not is_sharded(self.target):
+            return number
+        most = torch.tensor(number, device=self.target.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+
+def load_target(path: str, device: torch.device, *, shards: bool) -> PreTrainedModel:
+    """Load the trunk of the model at `path`, frozen, in the type of its files, whole or sharded over all ranks.
+
+    Raises:
+        MisconfigurationException: Only one rank is there to shard it over.
+    """
+    from transformers import AutoModel
+
+    if shards and not (dist.is_initialized() and dist.get_world_size() > 1):
+        raise MisconfigurationException(
+            "`shard_target` shards the target over the ranks of a run, of which there is one; use it with "
+            "`Trainer(strategy='ddp', devices=...)`."
+        )
+    target = AutoModel.from_pretrained(path, dtype="auto").requires_grad_(False)
+    if shards:  # its weights lie in their files until a layer is taken to the device, and cut
+        Sharding(dist.init_device_mesh(device.type, (dist.get_world_size(),))).shard(target, target.dtype)
+    return target.to(device)
 
 
 def similar_lengths(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

@@ -1,0 +1,74 @@
+"""Run by drafter/texts/test_shard_target.py, once per rank: a warm-up over texts of which ranks read unequally many."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from tlt_lightning import DrafterDataModule, DrafterModule
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
+
+LENGTHS = [700, 20, 31, 44, 9, 600, 25, 60, 12, 18, 90, 500, 33, 41]
+
+
+class Observer(L.Callback):
+    """Counts the target's passes and the bytes that a rank holds of it, once it has run."""
+
+    def __init__(self) -> None:
+        self.num_passes, self.num_tokens = 0, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.datamodule.target.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        self.num_passes += 1
+        self.num_tokens += int((kwargs["input_ids"] > 0).sum())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        target = trainer.datamodule.target
+        self.held = sum(getattr(each, "_local_tensor", each).nbytes for each in target.parameters())
+        self.whole = sum(each.nbytes for each in target.parameters())
+
+
+def write_texts(path: Path) -> str:
+    draw = random.Random(0)
+    rows = [
+        {"prompt_ids": [2 + number] * 3, "response_ids": [draw.randrange(2, 32) for _ in range(length)]}
+        for number, length in enumerate(LENGTHS)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def main(policy: str, completions: str, out: str, strategy: str, shard_target: str) -> None:
+    observer = Observer()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else FSDP2Strategy(),
+        max_epochs=2,
+        callbacks=[observer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+    )
+    module = DrafterModule(policy)
+    data = DrafterDataModule(completions, num_tokens=128, val_share=0.2, shard_target=shard_target == "True")
+    trainer.fit(module, data)
+    state = {
+        "weights": dict(module.trainable_tensors()),
+        "metrics": dict(trainer.callback_metrics),
+        "passes": observer.num_passes,
+        "tokens": observer.num_tokens,
+        "held": observer.held / observer.whole,
+    }
+    torch.save(state, Path(out) / f"{strategy}_{shard_target}_{trainer.global_rank}.pt")
