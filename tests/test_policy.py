@@ -10,12 +10,12 @@ from tests.support.tensor_sizes import LargestOfWidth, MostAtOnceOfWidth
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,
+    PolicyWeights,
     end_token_ids,
     load_policy,
     load_tokenizer,
     policy_shapes,
     response_logps,
-    stream_weights,
     token_logps,
 )
 
@@ -105,7 +105,7 @@ def test_lora_streams_merged_weights_under_hugging_face_names(policy_path: str) 
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     plain = load_policy(policy_path)
-    missing = plain.load_state_dict(dict(stream_weights(model)), strict=False).missing_keys
+    missing = plain.load_state_dict(dict(PolicyWeights(model)), strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}  # tied
     ids = torch.arange(2, 12)[None]
     torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
@@ -118,9 +118,9 @@ def test_adapters_of_experts_are_merged_too(tmp_path: Path) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     plain = load_policy(path)
-    assert stream_weights(model).shapes == stream_weights(plain).shapes == policy_shapes(path)
+    assert PolicyWeights(model).shapes == PolicyWeights(plain).shapes == policy_shapes(path)
     before = plain.model.layers[0].mlp.experts.gate_up_proj.clone()
-    plain.load_state_dict(dict(stream_weights(model)))
+    plain.load_state_dict(dict(PolicyWeights(model)))
     assert not torch.equal(plain.model.layers[0].mlp.experts.gate_up_proj, before)
     ids = torch.arange(2, 12)[None]
     torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
@@ -133,14 +133,14 @@ def test_streaming_does_not_merge_into_the_live_weights(policy_path: str) -> Non
             torch.nn.init.normal_(parameter, std=0.3)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for _ in range(2):
-        list(stream_weights(model))
+        list(PolicyWeights(model))
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
 def test_full_weights_are_streamed_without_a_copy(policy_path: str) -> None:
     model = load_policy(policy_path)
     pointers = {parameter.data_ptr() for parameter in model.parameters()}
-    assert {tensor.data_ptr() for _, tensor in stream_weights(model)} == pointers
+    assert {tensor.data_ptr() for _, tensor in PolicyWeights(model)} == pointers
 
 
 def test_policy_is_in_train_mode_without_dropout(policy_path: str) -> None:

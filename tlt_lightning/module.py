@@ -24,7 +24,7 @@ from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
-from tlt_lightning.policy import LoRA, stream_weights
+from tlt_lightning.policy import LoRA, PolicyWeights
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
@@ -166,7 +166,7 @@ class RLModule(L.LightningModule):
     def policy_weights(self) -> NamedTensors:
         """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""
         assert self.policy is not None, "`policy_weights` before `configure_model`"
-        return stream_weights(self.policy)
+        return PolicyWeights(self.policy)
 
     @property
     def networks(self) -> Networks:

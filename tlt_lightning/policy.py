@@ -300,11 +300,6 @@ def _streamed(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def stream_weights(model: nn.Module) -> PolicyWeights:
-    """Return the policy's weights as a stream."""
-    return PolicyWeights(model)
-
-
 @torch.no_grad()
 def _merged(layer: Any, weight: Tensor) -> Tensor:
     """Return a copy of the weight that an adapted layer computes with, added up in float32."""

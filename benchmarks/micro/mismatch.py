@@ -24,7 +24,7 @@ from tlt_lightning import PromptSource
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.settings import FUSED, linear_layers
-from tlt_lightning.policy import load_policy, load_tokenizer, policy_shapes, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer, policy_shapes
 
 KV_GIB = 4.0
 """Cache of a row's engine on a GPU, where rows run side by side."""
@@ -59,7 +59,7 @@ def measure(kept: list[str] | None, args: Any) -> dict[str, float]:
     )
     policy = load_policy(args.policy).to(device, torch.bfloat16)  # type: ignore[arg-type]
     engine.setup(args.policy, max_model_len=512 + args.max_tokens, seed=args.seed)
-    engine.update_weights(stream_weights(policy), 0)
+    engine.update_weights(PolicyWeights(policy), 0)
     responses = list(engine.generate(requests, Sampling(max_tokens=args.max_tokens), seed=args.seed))
     engine.close()
     prompts_of = [requests[response.request_id].prompt_ids for response in responses]

@@ -53,7 +53,7 @@ def run_head(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
 def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     """Sample responses to held-out questions at temperature 1: lengths and accuracy."""
     from tlt_lightning.engine import Request, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
-    from tlt_lightning.policy import load_policy, load_tokenizer, stream_weights
+    from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
     from tlt_lightning.rewards.countdown import countdown
 
     path = str(args.models / "policy")
@@ -66,7 +66,7 @@ def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
         engine = VLLMEngine(dtype="bfloat16", max_num_seqs=256, sleep=False)
     engine.setup(path, max_model_len=max(map(len, prompts)) + scale.max_tokens, seed=args.seed)
     engine.attach(policy)
-    engine.update_weights(stream_weights(policy), 0)
+    engine.update_weights(PolicyWeights(policy), 0)
     requests = [Request(id=index, prompt_ids=prompt) for index, prompt in enumerate(prompts)]
     responses = list(engine.generate(requests, Sampling(max_tokens=scale.max_tokens), seed=args.seed))
     engine.close()

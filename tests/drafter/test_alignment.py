@@ -26,7 +26,7 @@ from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.engine import Request, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = pytest.mark.vllm
@@ -148,6 +148,6 @@ def test_pushed_to_the_engine_it_stays_aligned_after_the_policy_has_moved(setup:
         for parameter in [*policy.parameters(), *(p for p in setup.drafter.parameters() if p.requires_grad)]:
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     setup.drafter.refresh_target(policy)
-    setup.engine.update_weights(stream_weights(policy), 1)
+    setup.engine.update_weights(PolicyWeights(policy), 1)
     setup.engine.update_drafter(setup.drafter.trainable_tensors(), 1)
     check_alignment(setup, policy)

@@ -28,7 +28,7 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.vocabulary import count_tokens, draft_ids, drafted_tokens
 from tlt_lightning.engine.vllm.drafter_weights import check_tensors
-from tlt_lightning.policy import LoRA, load_policy, stream_weights
+from tlt_lightning.policy import LoRA, PolicyWeights, load_policy
 from tlt_lightning.speculation.eagle3_files import read_head
 
 
@@ -98,7 +98,7 @@ def test_refreshed_it_holds_the_live_policys_weights(llama_path: str, lora: LoRA
     before = {name: p.clone() for name, p in policy.named_parameters()}
     mine = {name: tensor.clone() for name, tensor in drafter.trainable_tensors()}
     drafter.refresh_target(policy)
-    live, head = dict(stream_weights(policy)), drafter.head
+    live, head = dict(PolicyWeights(policy)), drafter.head
     torch.testing.assert_close(head.embed_tokens.weight.data, live["model.embed_tokens.weight"])
     torch.testing.assert_close(head.lm_head.weight.data, live["lm_head.weight"])
     torch.testing.assert_close(head.verifier_norm.weight.data, live["model.norm.weight"])

@@ -19,7 +19,7 @@ from tlt_lightning.engine import Request, Sampling, VLLMEngine
 from tlt_lightning.engine.architectures import ARCHITECTURES, Architecture, check_architecture
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import LoRA, load_policy, stream_weights
+from tlt_lightning.policy import LoRA, PolicyWeights, load_policy
 from tlt_lightning.speculation import FixedSelector
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -82,13 +82,13 @@ def test_an_architecture_of_the_table_writes_with_the_weights_it_is_given(
     engine.setup(path, max_model_len=64, seed=0)
     try:
         policy = load_policy(other)
-        engine.update_weights(stream_weights(policy), 0)
+        engine.update_weights(PolicyWeights(policy), 0)
         assert disagreement(engine, policy) < ROUNDING
         adapted = load_policy(path, lora=LoRA(rank=2))
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        engine.update_weights(stream_weights(adapted), 1)
+        engine.update_weights(PolicyWeights(adapted), 1)
         assert disagreement(engine, adapted) < ROUNDING
         model = internals.model_runner_of(engine.inspect().engine).get_model()
         is_own = not type(model).__name__.startswith("Transformers")

@@ -12,7 +12,7 @@ import torch
 
 from tlt_lightning.engine import Request, Response, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.base import RolloutProgress
-from tlt_lightning.policy import causal_lm, load_policy, load_tokenizer, stream_weights
+from tlt_lightning.policy import PolicyWeights, causal_lm, load_policy, load_tokenizer
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
 MAX_MODEL_LEN = 96
@@ -37,7 +37,7 @@ def policy(engine: RolloutEngine, policy_path: str) -> torch.nn.Module:
     """The saved policy, pushed into the engine as version 0."""
     model = load_policy(policy_path)
     engine.attach(model)
-    engine.update_weights(stream_weights(model), 0)
+    engine.update_weights(PolicyWeights(model), 0)
     return model
 
 
@@ -203,7 +203,7 @@ def test_new_weights_write_the_next_response(engine: RolloutEngine, policy: torc
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
-    engine.update_weights(stream_weights(policy), 3)
+    engine.update_weights(PolicyWeights(policy), 3)
     responses = list(engine.generate(requests(), Sampling(max_tokens=24, temperature=0), seed=0))
     assert engine.policy_version == 3
     assert {response.policy_versions for response in responses} == {(3,)}
@@ -256,7 +256,7 @@ def test_a_stopped_response_is_continued_to_what_it_would_have_been(
     assert [response.is_unfinished for response in stopped] == [False, True, True, True, True]
     assert all(len(response.token_ids) == len(response.logps) < 24 for response in stopped[1:])
     rest = [replace(request, written=stopped[request.id]) for request in uneven()[1:]]
-    engine.update_weights(stream_weights(policy), 1)  # the cache is rebuilt
+    engine.update_weights(PolicyWeights(policy), 1)  # the cache is rebuilt
     seen: list[RolloutProgress] = []
     whole = list(engine.generate(rest, Sampling(max_tokens=24, temperature=0), seed=0, on_progress=seen.append))
     expected = greedy_by_hand(policy, PROMPTS[2], 24)

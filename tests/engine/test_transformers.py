@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from tests.conftest import save_policy
 from tlt_lightning.engine import Request, Sampling, TransformersEngine
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 
 PROMPT = [12, 13, 3, 15, 4]
 
@@ -21,7 +21,7 @@ def test_what_a_checkpoint_says_about_generation_does_not_change_what_is_sampled
     engine = TransformersEngine()
     engine.setup(str(path), max_model_len=96, seed=0)
     engine.attach(model)
-    engine.update_weights(stream_weights(model), 0)
+    engine.update_weights(PolicyWeights(model), 0)
     (response,) = engine.generate([Request(id=0, prompt_ids=PROMPT)], Sampling(max_tokens=8), seed=0)
     tokens = list(response.token_ids)
     with torch.no_grad():

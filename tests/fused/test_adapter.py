@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.test_policy import make_batch
 from tlt_lightning.fused import adapter
 from tlt_lightning.fused.adapter import fuse_adapters
-from tlt_lightning.policy import LoRA, load_policy, response_logps, stream_weights
+from tlt_lightning.policy import LoRA, PolicyWeights, load_policy, response_logps
 
 
 def pair_of(**options: object) -> tuple[nn.Module, nn.Module]:
@@ -125,10 +125,10 @@ def test_a_policy_learns_as_with_peft_alone(policy_path: str, number_fused: list
             (-response_logps(model, make_batch([3, 2], [4, 6]), chunk_size=64)[0].sum()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return {name: weight.clone() for name, weight in stream_weights(model)}
+        return {name: weight.clone() for name, weight in PolicyWeights(model)}
 
     ours, theirs = learned(is_fused=True), learned(is_fused=False)
     assert len(number_fused) == 5 * 2 * 7
-    before = dict(stream_weights(load_policy(policy_path)))
+    before = dict(PolicyWeights(load_policy(policy_path)))
     assert any((theirs[name] - before[name]).abs().max() > 1e-2 for name in theirs)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

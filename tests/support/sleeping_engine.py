@@ -13,7 +13,7 @@ import torch
 from tests.support.speculation_engines import ScriptedSelector, engine_of, siblings, write
 from tlt_lightning.engine import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Strategy
 
 ROOM = 40 * 2**20  # less than the KV cache has, more than one layer of it
@@ -33,7 +33,7 @@ def main(policy: str, head: str, weights: Any = None, cache: Any = "auto") -> No
             accepted.append(engine.stats()["speculation/acceptance_length"])
             engine.sleep()
             engine.wake()
-            engine.update_weights(stream_weights(load_policy(policy)), version)
+            engine.update_weights(PolicyWeights(load_policy(policy)), version)
         engine.sleep()
         held = torch.empty(torch.cuda.mem_get_info()[0] - ROOM, dtype=torch.uint8, device="cuda")
         free = torch.cuda.mem_get_info()[0]

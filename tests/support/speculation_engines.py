@@ -16,7 +16,7 @@ from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head, train_head
 from tlt_lightning.engine import Quantization, Request, Response, RolloutProgress, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 MAX_MODEL_LEN = 128
@@ -114,7 +114,7 @@ def engine_of(
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     try:
-        engine.update_weights(stream_weights(load_policy(policy)), 0)
+        engine.update_weights(PolicyWeights(load_policy(policy)), 0)
         yield engine
     finally:
         engine.close()

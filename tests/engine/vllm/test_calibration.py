@@ -13,7 +13,7 @@ from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy, siblings, write
 from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation import CostModelSelector, FixedSelector, calibration
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, Strategy
 
@@ -108,7 +108,7 @@ def test_rollouts_cannot_tell(setup: Setup) -> None:
     assert (state["alarm"]["steps"], state["lookup_scores"]) == ([], {"scores": []})
     assert setup.selector.records == []
     setup.selector.script = lambda state: OFF
-    weights = list(stream_weights(load_policy(setup.policy)))
+    weights = list(PolicyWeights(load_policy(setup.policy)))
     texts = []
     for measured in (setup.selector.measured, []):
         setup.selector.measured = measured

@@ -13,7 +13,7 @@ from tests.support.speculation_engines import MAX_MODEL_LEN, engine_of, siblings
 from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.planned_memory import BLOCK, planned_memory
 from tlt_lightning.engine.vllm import internals
-from tlt_lightning.policy import PolicyWeights, load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.trace import StepTrace
 
 
@@ -27,7 +27,7 @@ def engine(policy_path: str) -> Iterator[VLLMEngine]:
 def policy(engine: VLLMEngine, policy_path: str) -> torch.nn.Module:
     """The saved policy, pushed into the engine as version 0."""
     model = load_policy(policy_path)
-    engine.update_weights(stream_weights(model), 0)
+    engine.update_weights(PolicyWeights(model), 0)
     return model
 
 
@@ -57,7 +57,7 @@ def test_weights_that_break_off_are_forgotten_and_replaced_by_the_next(
         assert engine.policy_version == -1
         with pytest.raises(RuntimeError, match="no current weights"):
             write(engine, siblings())
-    engine.update_weights(stream_weights(policy), 3)
+    engine.update_weights(PolicyWeights(policy), 3)
     assert write(engine, siblings()) == expected
 
 
@@ -83,7 +83,7 @@ def test_weights_that_are_not_the_policys_are_refused_and_change_nothing(
     engine: VLLMEngine, policy: torch.nn.Module, change: Any, message: str
 ) -> None:
     expected = write(engine, siblings())
-    weights = {name: tensor + 1 for name, tensor in stream_weights(policy)}
+    weights = {name: tensor + 1 for name, tensor in PolicyWeights(policy)}
     with pytest.raises(ValueError, match=f"changed nothing: .*{message}" if "got" not in message else message):
         engine.update_weights(change(weights).items(), 1)
     assert engine.policy_version == 0
@@ -95,12 +95,12 @@ def test_weights_are_refused_before_they_are_touched(engine: VLLMEngine, policy:
     responses = engine.generate(siblings(), Sampling(max_tokens=16), seed=0)
     next(responses)
     with pytest.raises(RuntimeError, match=r"requests running; finish or close `generate`"):
-        engine.update_weights(stream_weights(policy), 1)
+        engine.update_weights(PolicyWeights(policy), 1)
     assert engine.policy_version == 0
     with pytest.raises(RuntimeError, match=r"`sleep` found requests running; finish or close `generate`"):
         engine.sleep()
     responses.close()
-    engine.update_weights(stream_weights(policy), 1)
+    engine.update_weights(PolicyWeights(policy), 1)
     assert engine.policy_version == 1
 
 
@@ -130,7 +130,7 @@ def test_a_sleeping_engine_refuses_weights(
 ) -> None:
     monkeypatch.setattr(engine, "_asleep", True)  # a CPU has no sleep
     with pytest.raises(RuntimeError, match="call `wake` first"):
-        engine.update_weights(stream_weights(policy), 1)
+        engine.update_weights(PolicyWeights(policy), 1)
 
 
 @pytest.mark.vllm

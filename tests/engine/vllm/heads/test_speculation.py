@@ -27,7 +27,7 @@ from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.drafter_weights import check_map, check_tensors
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation import BEGMABSelector, CostModelSelector, FixedSelector, ThresholdSelector
 from tlt_lightning.speculation.strategy import OFF, Strategy, StrategySelector
 
@@ -243,7 +243,7 @@ def test_what_sleep_drops_of_the_head_comes_back_as_it_was_last(setup: Setup) ->
     assert sum(tensor.numel() for tensor in expected.values()) > 100
     assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
     assert all(not tensor.any() for tensor in head.parameters() if id(tensor) in policy)
-    setup.engine.update_weights(stream_weights(load_policy(setup.policy)), 0)
+    setup.engine.update_weights(PolicyWeights(load_policy(setup.policy)), 0)
 
 
 @pytest.mark.parametrize("d2t", [[0, 0, 28, 29], [0, -1, 3, 4], [0.0, 0.0, 0.0, 0.0], [-1, 0, 0, 0]])
@@ -321,11 +321,11 @@ def test_new_weights_of_the_policy_are_drafted_for(setup: Setup) -> None:
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     before = write(setup.engine, siblings(1))
-    setup.engine.update_weights(stream_weights(policy), 1)
+    setup.engine.update_weights(PolicyWeights(policy), 1)
     plain = write(setup.engine, siblings(1))
     setup.selector.at_random(1)
     assert write(setup.engine, siblings(1)) == plain != before
-    setup.engine.update_weights(stream_weights(load_policy(setup.policy)), 2)
+    setup.engine.update_weights(PolicyWeights(load_policy(setup.policy)), 2)
     assert write(setup.engine, siblings(1)) == before
 
 

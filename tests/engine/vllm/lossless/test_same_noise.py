@@ -24,7 +24,7 @@ from tlt_lightning.engine import Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.runner_v2 import keep_drawn
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -123,10 +123,10 @@ def test_what_weights_of_before_wrote_with_the_same_seed_is_nearly_always_kept(s
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.01 * parameter.std() * torch.randn(parameter.shape, generator=generator))
-        setup.engine.update_weights(stream_weights(model), 1)
+        setup.engine.update_weights(PolicyWeights(model), 1)
         assert share_kept(setup, twins) > 0.6  # of drafts of three, up to the first that is not kept
     finally:
-        setup.engine.update_weights(stream_weights(load_policy(setup.policy)), 2)
+        setup.engine.update_weights(PolicyWeights(load_policy(setup.policy)), 2)
 
 
 def test_drafts_are_counted_without_a_wait_for_the_device() -> None:

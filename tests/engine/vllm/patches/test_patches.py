@@ -31,7 +31,7 @@ from tlt_lightning.engine.vllm.patches import (
 )
 from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
 from tlt_lightning.engine.vllm.patches.patch import Patch, replace
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 
 
 def named(patch: Patch) -> str:
@@ -94,7 +94,7 @@ def test_a_reload_without_repairs_leaves_tied_heads_and_experts_wrong(
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch.applied())
-            engine.update_weights(stream_weights(load_policy(other)), 0)
+            engine.update_weights(PolicyWeights(load_policy(other)), 0)
         requests = [Request(id=i, prompt_ids=prompt, group=i) for i, prompt in enumerate(PROMPTS)]
         responses = {r.request_id: list(r.token_ids) for r in engine.generate(requests, greedy, seed=0)}
         return greedy_gap(other, PROMPTS, [responses[i] for i in range(len(PROMPTS))])

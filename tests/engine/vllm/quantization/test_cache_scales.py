@@ -16,7 +16,7 @@ from tests.support.speculation_engines import PROMPTS, engine_of
 from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.cache_scales import LARGEST, CacheScales, unbounded, unknown_norms
 from tlt_lightning.engine.vllm.quantization.norms import norm_offset
-from tlt_lightning.policy import load_policy, policy_shapes, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes
 
 
 def with_outliers(policy: nn.Module, keeps_differences: bool) -> None:
@@ -163,7 +163,7 @@ def test_an_engine_with_an_8_bit_cache_follows_values_beyond_the_type_and_back(
         addresses = [getattr(layer, f"_{part}_scale").data_ptr() for part in "qkv"]
         found = []
         for version, policy in enumerate((plain, large, plain)):
-            engine.update_weights(stream_weights(policy), version)
+            engine.update_weights(PolicyWeights(policy), version)
             found.append((float(layer._v_scale), mean_logp(engine, policy)))
         assert addresses == [getattr(layer, f"_{part}_scale").data_ptr() for part in "qkv"]
     (small, error), (large_scale, large_error), again = found

@@ -37,7 +37,7 @@ from tests.support.speculation_engines import (
 from tlt_lightning.engine import Quantization, Request, Response, Sampling, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes
 
 pytestmark = pytest.mark.vllm
 
@@ -112,7 +112,7 @@ def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
             engine.update_weights(BrokenStream(module), 1)
         with pytest.raises(RuntimeError, match="holds no current weights"):
             write(engine, siblings(prompts=[PROMPT]))
-        engine.update_weights(stream_weights(module), 1)
+        engine.update_weights(PolicyWeights(module), 1)
         assert [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()] == addresses
         for layer in range(4):
             own, theirs = module.get_submodule(f"model.layers.{layer}.mlp.down_proj"), f"model.layers.{layer}.mlp"
@@ -123,7 +123,7 @@ def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
             wanted = rounded(x, kind) @ rounded(weight, kind, levels=127 if ON_GPU else 63).T if layer else x @ weight.T
             assert (found.float().cpu() - wanted.float()).norm() < 0.006 * wanted.float().norm()
         assert write(engine, siblings(prompts=[PROMPT])) != before
-        engine.update_weights(stream_weights(load_policy(policy)), 2)
+        engine.update_weights(PolicyWeights(load_policy(policy)), 2)
         assert write(engine, siblings(prompts=[PROMPT])) == before
 
 

@@ -18,7 +18,7 @@ from tests.support.speculation_engines import (
 )
 from tlt_lightning.engine import Request, RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = pytest.mark.vllm
@@ -50,7 +50,7 @@ def test_selectors_and_callbacks_hear_of_the_requests_that_really_run(
     )
     engine.setup(policy, max_model_len=512, seed=0)
     try:
-        engine.update_weights(stream_weights(load_policy(policy)), 0)
+        engine.update_weights(PolicyWeights(load_policy(policy)), 0)
         scheduler, set_back = engine.inspect().scheduler, []
         preempt = scheduler._preempt_request
 

@@ -25,7 +25,7 @@ from tests.support.speculation_engines import (
 from tlt_lightning.engine import Request, Response, RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
 pytestmark = pytest.mark.vllm
@@ -57,7 +57,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     )
     engine.setup(policy, max_model_len=512, seed=0)
     try:
-        engine.update_weights(stream_weights(load_policy(policy)), 0)
+        engine.update_weights(PolicyWeights(load_policy(policy)), 0)
         yield Setup(engine, selector, policy, load_file(f"{head}/model.safetensors"))
     finally:
         engine.close()

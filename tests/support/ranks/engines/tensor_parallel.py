@@ -18,7 +18,7 @@ from tlt_lightning.engine import RolloutProgress, Sampling, VLLMEngine, rank_gro
 from tlt_lightning.engine.rank_group import RankGroup
 from tlt_lightning.engine.vllm import requests
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation import calibration
 from tlt_lightning.speculation.agreement import ALONE
 from tlt_lightning.speculation.strategy import MeasuredStep, Strategy
@@ -76,7 +76,7 @@ def write_between_sleeps(policy: str, head: str, tensor_parallel: int) -> dict[s
     texts = []
     for version in range(3):
         engine.wake()
-        engine.update_weights(stream_weights(load_policy(policy)), version)
+        engine.update_weights(PolicyWeights(load_policy(policy)), version)
         engine.warm_up()
         texts.append(write(engine, siblings()))
         stats = engine.stats()
@@ -90,7 +90,7 @@ def part(policy: str, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     if rank == 1:
         requests.noise_of = lambda request: 7
     try:
@@ -113,7 +113,7 @@ def be_late(policy: str, rank: int) -> dict[str, Any]:
     """Hold rank 1's interpreter between two steps, as a long garbage collection does."""
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     rank_group._STEP_SECONDS = 1.0
     warnings = list[str]()
     rank_group.log.warning = lambda message, *values: warnings.append(message % values)  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ def leave(policy: str, rank: int) -> str:
     """Let rank 1 end its responses a step before rank 0 does, which then waits for it in the model's next step."""
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     rank_group._STEP_SECONDS = 1.0
     requests.limit_of = lambda request, sampling: 9 - rank
     try:
@@ -161,9 +161,9 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     found: dict[str, Any] = {"open sockets": sum(path.is_socket() for path in Path(out).iterdir())}
-    engine.update_weights(stream_weights(load_policy(other_policy)), 0)
+    engine.update_weights(PolicyWeights(load_policy(other_policy)), 0)
     found["other"] = write(engine, siblings() if rank == 0 else siblings()[:5])  # each has requests of its own
-    engine.update_weights(stream_weights(load_policy(policy)), 1)
+    engine.update_weights(PolicyWeights(load_policy(policy)), 1)
     engine.warm_up()
     found["measured"] = [[step.batch_size, repr(step.strategy), step.seconds] for step in selector.measured]
     found["greedy"] = write(engine, siblings())

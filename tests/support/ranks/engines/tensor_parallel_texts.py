@@ -11,7 +11,7 @@ from tests.engine.vllm.lossless.test_distribution import HORIZON, Setup, cycle, 
 from tests.support.speculation_engines import MAX_MODEL_LEN, ScriptedSelector
 from tlt_lightning.engine import Sampling, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import load_policy, stream_weights
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Drafter
 
 DRAFTERS: tuple[Drafter, ...] = ("learned", "sibling", "ngram", "mixed")
@@ -33,7 +33,7 @@ def main(policy: str, head: str, out: str) -> None:
         tensor_parallel=2,
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.update_weights(stream_weights(load_policy(policy)), 0)
+    engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     controller = engine.inspect().controller
     assert controller is not None
     controller.alarm.window = 10**9  # the head is meant to be wrong
