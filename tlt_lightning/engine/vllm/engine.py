@@ -27,6 +27,8 @@ from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
+from tlt_lightning.engine.vllm.required.parts import check_required
+from tlt_lightning.engine.vllm.required.version import check_version, installed_version
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
@@ -113,7 +115,7 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        internals.check_version()
+        check_version()
         wanted = (policy, max_model_len, seed)
         if self._engine is not None:
             if self._set_up_for != wanted:
@@ -149,7 +151,7 @@ class VLLMEngine(RolloutEngine):
             with EngineRandom(seed).in_force(), quiet_loading(), installed:
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._patches = patches.pop_all()
-        internals.check_required(only_imported=True)
+        check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = tokenizer  # for stop strings
         agreement, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
@@ -158,7 +160,7 @@ class VLLMEngine(RolloutEngine):
             self.drafts_may_share_noise = self._speculative.shares_noise
         self._writer = RequestWriter(self._engine, self._speculative, agreement, comparison)
         self._set_up_for = wanted
-        log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
+        log.info("vLLM %s is ready after %.1f s", installed_version(), time.perf_counter() - started)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
         from vllm import EngineArgs
