@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.hooks import RolloutCallback as RolloutCallback
     from tlt_lightning.long_tail.callback import LongTailIdleCallback as LongTailIdleCallback
     from tlt_lightning.metrics import IterationLog as IterationLog
-    from tlt_lightning.metrics import zero_std_share as zero_std_share
+    from tlt_lightning.metrics.rollouts import zero_std_share as zero_std_share
     from tlt_lightning.module import RLModule as RLModule
     from tlt_lightning.objectives.base import ObjectiveOutput as ObjectiveOutput
     from tlt_lightning.objectives.base import PolicyObjective as PolicyObjective

@@ -22,7 +22,8 @@ from tlt_lightning.guard.parts import OWN
 from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import HeldOutMetrics, IterationLog, end_step
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
 from tlt_lightning.policy import LoRA, PolicyWeights
 from tlt_lightning.sharding.units import norm_of
@@ -32,6 +33,7 @@ from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
 from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
+from tlt_lightning.training.micro_batches import end_step
 from tlt_lightning.training.networks import Networks, Scoring, load_networks
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.throughput import log_work

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tlt_lightning.engine import RolloutProgress
-from tlt_lightning.metrics import tail_share
+from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.speculation.counters import arm_name
 
 EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tlt_lightning.metrics import end_step
 from tlt_lightning.objectives import (
     GAE,
     GRPO,
@@ -23,6 +22,7 @@ from tlt_lightning.objectives import (
 )
 from tlt_lightning.objectives.correction import effective_sample_size, importance_weights
 from tlt_lightning.training.iteration_end import judge_weights
+from tlt_lightning.training.micro_batches import end_step
 
 RandomVectors = Callable[..., SimpleNamespace]
 

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, fill, plan_minibatches
+from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, end_step, fill, plan_minibatches
 
 
 def random_lengths(seed: int, num_rows: int) -> list[int]:
@@ -100,3 +100,9 @@ def test_ranks_cut_each_step_into_equally_many_parts(is_padded: bool) -> None:
             assert sorted(row for part in step for row in part) == rows.tolist()
             assert all(step)
             assert all(int(lengths[part].sum()) <= 100 for part in step)
+
+
+def test_metrics_of_a_step_are_sums_over_its_micro_batches() -> None:
+    one, three = torch.tensor(1.0), torch.tensor(3.0)
+    assert end_step([{"a": one}, {"a": three, "b": three}]) == {"a": 4.0, "b": 3.0}
+    assert end_step([{"a_max": one}, {"a_max": three}, {}]) == {"a_max": 3.0}

@@ -15,7 +15,9 @@ from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
 from tlt_lightning.engine.requests import num_written
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import IterationLog, PeakMemory, tail_share
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.metrics.peak_memory import PeakMemory
+from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.schedules.course import RolloutCourse
 from tlt_lightning.training.fsdp2 import agreement

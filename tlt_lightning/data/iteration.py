@@ -21,7 +21,7 @@ from tlt_lightning.data.collate import collate
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
 from tlt_lightning.engine.base import Request, Sampling
 from tlt_lightning.hooks import call_rollout_hook
-from tlt_lightning.metrics import log_rollouts
+from tlt_lightning.metrics.rollouts import log_rollouts
 from tlt_lightning.objectives.base import advantages_of
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks import gather_over_ranks, sum_over_ranks

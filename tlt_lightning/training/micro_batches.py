@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from heapq import heapreplace
 from itertools import count, pairwise
 from math import ceil
@@ -125,3 +126,14 @@ def cut_alike(
         if agree is None or torch.equal(most := agree(counts), least):
             return plan
         least = most
+
+
+def end_step(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the sums of the metrics of a step's micro-batches, or their largest (`_max`); empty their list."""
+    names, zero = set().union(*parts), torch.zeros(())
+    metrics = {
+        name: reduce(torch.maximum if name.endswith("_max") else torch.add, [part.get(name, zero) for part in parts])
+        for name in names
+    }
+    parts.clear()
+    return metrics

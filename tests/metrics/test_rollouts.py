@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from tlt_lightning.data.batch import Prompt, Rollout
+from tlt_lightning.engine import Response
+from tlt_lightning.metrics.iteration_log import IterationLog, combine
+from tlt_lightning.metrics.rollouts import log_rollouts, tail_share
+
+
+def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
+    response = Response(0, [2] * length, [-1.0] * length, reason, (0,))
+    return Rollout(Prompt("q", [2]), response, "text", group, {"score": reward}, reward)
+
+
+def test_rollout_metrics_count_what_they_say() -> None:
+    rollouts = [rollout(0, 1.0, 10), rollout(0, 1.0, 20), rollout(1, 0.0, 30, "length"), rollout(1, 1.0, 40)]
+    log = IterationLog()
+    log_rollouts(log, rollouts)
+    metrics = combine([log.read()])
+    assert metrics["rollout/length_max"] == 40
+    assert metrics["rollout/length_p50"] == 25
+    assert metrics["rollout/truncated"] == 0.25
+    assert metrics["reward/mean"] == metrics["reward/score"] == 0.75
+    assert metrics["reward/std"] == pytest.approx(torch.tensor([1.0, 1, 0, 1]).std(correction=0).item())
+    assert metrics["reward/zero_std_groups"] == 0.5
+
+
+def test_drafts_are_counted_by_drafter_as_proposed_and_as_kept() -> None:
+    drafts = [(0, "ngram", 3, 2), (4, "sibling", 2, 0), (5, "ngram", 1, 1)]
+    response = Response(0, [2] * 9, [-1.0] * 9, "stop", (0,), drafts)
+    rollouts = [Rollout(Prompt("q", [2]), response, "text", group, {"score": 1.0}, 1.0) for group in (0, 1)]
+    log = IterationLog()
+    log_rollouts(log, rollouts)
+    metrics = combine([log.read()])
+    assert {name: metrics[name] for name in metrics if name.startswith("speculation/")} == {
+        "speculation/kept_ngram": 6.0,
+        "speculation/proposed_ngram": 8.0,
+        "speculation/proposed_sibling": 4.0,
+    }
+
+
+def test_tail_share_is_the_time_with_few_unfinished() -> None:
+    trace = [(1.0, 20), (2.0, 10), (4.0, 2), (10.0, 0)]
+    assert tail_share(trace, 20) == pytest.approx(0.6)
+    assert tail_share([], 20) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("trace", "num_requests", "share"),
+    [([(0.0, 0)], 20, 0.0), ([(1.0, 2), (3.0, 1), (4.0, 0)], 5, 1 / 4), ([(1.0, 4), (4.0, 2), (5.0, 0)], 20, 1 / 5)],
+)
+def test_tail_share_of_few_requests_is_that_of_the_last(
+    trace: list[tuple[float, int]], num_requests: int, share: float
+) -> None:
+    assert tail_share(trace, num_requests) == pytest.approx(share)
