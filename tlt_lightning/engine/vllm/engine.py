@@ -23,6 +23,7 @@ from tlt_lightning.engine.rank_group import check_split
 from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
@@ -32,7 +33,6 @@ from tlt_lightning.engine.vllm.required.version import check_version, installed_
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
-from tlt_lightning.speculation import calibration
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -190,15 +190,14 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
         self.policy_version, self._asleep = _NO_WEIGHTS, False
-        head = None if self._speculative is None else self._speculative.head
-        if self._speculative is not None:
-            self._speculative.close()
-            self._speculative = None
+        speculative, self._speculative = self._speculative, None
+        if speculative is not None:
+            speculative.close()
         if engine is not None:
-            forget_reloads(engine, head)
+            forget_reloads(engine, None if speculative is None else speculative.head)
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)
             self._patches.close()
-            del engine, head
+            del engine, speculative
             gc.collect()  # its cycles hold device memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
@@ -215,8 +214,8 @@ class VLLMEngine(RolloutEngine):
         if self._engine is not None and self._engine.has_unfinished_requests():
             raise RuntimeError("`sleep` found requests running; finish or close `generate` first.")
         if self._can_sleep and not self._asleep:
-            if self._speculative is not None and self._speculative.weights is not None:
-                self._speculative.weights.keep()
+            if self._head is not None:
+                self._head.keep()
             self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self.policy_version, self._asleep = _NO_WEIGHTS, True
 
@@ -225,12 +224,16 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._live.wake_up()
             self._asleep = False
-            if self._speculative is not None and self._speculative.weights is not None:
-                self._speculative.weights.restore()
+            if self._head is not None:
+                self._head.restore()
 
     def inspect(self) -> EngineParts:
         """Return the live parts; raise RuntimeError unless the engine is set up."""
         return EngineParts.of(self._live, self._speculative)
+
+    @property
+    def _head(self) -> HeadWeights | None:
+        return None if self._speculative is None else self._speculative.weights
 
     @property
     def _can_sleep(self) -> bool:
@@ -264,24 +267,19 @@ class VLLMEngine(RolloutEngine):
     def warm_up(self) -> None:
         if self._speculative is None or not self._speculative.wants_calibration:
             return
-        room = self._live.vllm_config.model_config.max_model_len - calibration.PROMPT_LENGTH
-        params = self._params(Sampling(max_tokens=min(room, 256)), Request(id=0, prompt_ids=()))
-        params.stop_token_ids, params.ignore_eos = [], True
         assert self._writer is not None
         try:
-            self._speculative.calibrate(partial(self._writer.write_freely, params), self.max_num_seqs)
+            self._speculative.calibrate(self._writer.write_freely, self.max_num_seqs)
         finally:
             self._live.reset_prefix_cache()
 
     @override
     def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
-        if self._speculative is None:
-            raise RuntimeError("`update_drafter` has nothing to update: the engine runs without `speculation`.")
-        if self._speculative.weights is None:
-            raise RuntimeError("`update_drafter` has nothing to update: the engine speculates without a `head`.")
+        if self._speculative is None or self._head is None:
+            raise RuntimeError("`update_drafter` has nothing to update: the engine has no head, `speculation.head`.")
         if self._asleep:
             raise RuntimeError("`update_drafter` found the engine asleep; call `wake` first.")
-        self._speculative.weights.update(named_tensors)
+        self._head.update(named_tensors)
         if not self._live.has_unfinished_requests():
             self._live.reset_prefix_cache()  # of keys and values that the old head computed for prompts
         self._speculative.controller.weights_changed(version)

@@ -17,7 +17,7 @@ from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm.internals import abort, reach, scheduler_of
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 from tlt_lightning.speculation.agreement import ALONE, Agreement
-from tlt_lightning.speculation.calibration import random_prompts
+from tlt_lightning.speculation.calibration import PROMPT_LENGTH, random_prompts
 from tlt_lightning.speculation.strategy import OFF
 
 if TYPE_CHECKING:
@@ -142,8 +142,11 @@ class RequestWriter:
         if self._speculative is not None:
             self._speculative.end_rollout()
 
-    def write_freely(self, params: SamplingParams, number: int) -> Generator[list[Response], None, None]:
-        """Write `number` responses to random prompts, to time engine steps."""
+    def write_freely(self, number: int) -> Generator[list[Response], None, None]:
+        """Write `number` responses to random prompts, to time engine steps; nothing but their length ends them."""
+        room = self._engine.vllm_config.model_config.max_model_len - PROMPT_LENGTH
+        params = sampling_params(Sampling(max_tokens=min(room, 256)), Request(id=0, prompt_ids=()), ())
+        params.ignore_eos = True
         requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(random_prompts(number))]
         requests = requests if self.pool.agreement.is_first else []
         return self.steps(requests, lambda _: params, seed=0, policy_version=0)

@@ -340,6 +340,6 @@ def test_giving_up_in_the_middle_leaves_a_usable_engine(setup: Setup) -> None:
 
 def test_without_a_head_there_is_nothing_to_update(setup: Setup) -> None:
     plain = VLLMEngine()
-    with pytest.raises(RuntimeError, match="without `speculation`"):
+    with pytest.raises(RuntimeError, match=r"the engine has no head, `speculation\.head`"):
         plain.update_drafter(setup.trained.items(), 0)
     assert len(PROMPTS) == 4
