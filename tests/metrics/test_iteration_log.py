@@ -129,9 +129,3 @@ def test_stages_are_known_in_the_order_in_which_they_passed_on_each_rank(clock: 
     for each, rest in ((log, [("rollout", 0.5)]), (resumed, [])):
         each.close(trainer)
         assert each.laps_by_rank == [[("sync", 1.0), ("rollout", 3.0), ("update", 4.0), *rest]]
-
-
-def test_an_iteration_that_an_older_checkpoint_saved_keeps_its_seconds(clock: list[float]) -> None:
-    log = IterationLog()
-    log.load_state_dict({"numbers": {}, "seconds": {"rollout": 3.0, "other": 1.0}})
-    assert (log.seconds("rollout"), log.seconds("other")) == (3.0, 1.0)

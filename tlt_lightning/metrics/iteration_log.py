@@ -132,8 +132,7 @@ class IterationLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the numbers of an iteration that was saved by `state_dict`."""
         self._numbers = {name: (kind, list(values)) for name, (kind, values) in state["numbers"].items()}
-        laps = state["laps"] if "laps" in state else state["seconds"].items()  # as checkpoints had them until 2026-11
-        self._laps = [(stage, seconds) for stage, seconds in laps]
+        self._laps = [(stage, seconds) for stage, seconds in state["laps"]]
 
     def _charge(self, stage: str, seconds: float) -> None:
         if self._laps and self._laps[-1][0] == stage:
