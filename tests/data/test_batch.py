@@ -1,3 +1,5 @@
+import json
+
 import torch
 
 from tests.support.rollout_loop import make_rollout
@@ -36,11 +38,32 @@ def test_lengths_that_are_not_given_are_the_masks() -> None:
     batch = make_batch()
     plain = RolloutBatch(*(getattr(batch, name) for name in RolloutBatch.__slots__[:8]))
     assert plain.response_lengths.tolist() == [3, 2]
+    assert (plain.temperature, plain.num_shares, plain.num_loss_tokens, plain.num_loss_sequences) == (1.0, 1, 0, 0)
 
 
 def test_a_rollout_that_was_not_scored_has_no_reward() -> None:
     rollout = Rollout(Prompt("q", [2]), Response(0, [3], [-0.5], "stop", (0,)), "text", 0)
     assert rollout.reward == 0.0
+    assert not rollout.is_truncated
     assert not rollout.is_correct
     assert make_rollout(0.6).is_correct
     assert not make_rollout(0.5).is_correct
+
+
+def test_a_rollout_as_a_row_is_json_of_what_was_asked_written_and_earned() -> None:
+    response = Response(0, (3, 4), [-0.5, -1.0], "length", (0,))
+    rollout = Rollout(Prompt("q", [2], answer="a"), response, "text", 0, {"exact": 1.0, "short": 0.5}, 1.5)
+    assert rollout.is_truncated
+    assert json.loads(json.dumps(rollout.to_row())) == {
+        "index": 0,
+        "prompt": "q",
+        "response": "text",
+        "answer": "a",
+        "reward": 1.5,
+        "rewards": {"exact": 1.0, "short": 0.5},
+        "correct": True,
+        "tokens": 2,
+        "finish_reason": "length",
+        "prompt_ids": [2],
+        "response_ids": [3, 4],
+    }
