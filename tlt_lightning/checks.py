@@ -27,7 +27,7 @@ from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
-from tlt_lightning.training.memory import has_composed_states
+from tlt_lightning.training.memory.optimizer_state import has_composed_states
 
 if TYPE_CHECKING:
     from tlt_lightning.data.iteration import IterationSettings

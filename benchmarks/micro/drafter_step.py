@@ -43,7 +43,7 @@ from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged
 from tlt_lightning.long_tail.trainer import DrafterTrainer
-from tlt_lightning.training.memory import GIB
+from tlt_lightning.training.memory.forecast import GIB
 from tlt_lightning.training.throughput import peak_flops
 
 NUM_DRAFTS = 7  # the longest of `CostModelSelector`

@@ -6,7 +6,7 @@ On a GPU, LoRA on a model of 7B shape with random weights, made from its configu
 
 `--full` trains all weights, float32 under autocast, of Qwen2.5's `--shape 1.5b` or `3b`; with `--eight-bit`, optimizer
 states of 8 bits. `--tiny` runs a small one on a CPU. Lengths are long-tailed. Padding counts among a pass's tokens,
-not for MFU. The forecast is `training/memory.py`'s for the largest pass. The first update compiles.
+not for MFU. The forecast is `training/memory/`'s for the largest pass. The first update compiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
-from tlt_lightning.training.memory import CONTEXT, GIB, Passes, TrainedModel, forecast
+from tlt_lightning.training.memory.forecast import CONTEXT, GIB, TrainedModel, forecast
+from tlt_lightning.training.memory.passes import Passes
 from tlt_lightning.training.micro_batches import cut_micro_batches
 from tlt_lightning.training.optimization import fuse_on_gpu
 from tlt_lightning.training.throughput import peak_flops, train_flops

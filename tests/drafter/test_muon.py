@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
-from tlt_lightning.training.memory import training_bytes
+from tlt_lightning.training.memory.optimizer_state import training_bytes
 
 
 def small_head() -> nn.Module:

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.common.shapes import SHAPES
 from tests.recipes.test_recipes import instantiate
-from tlt_lightning.training.memory import GIB, Passes, check_memory
+from tlt_lightning.training.memory.forecast import GIB, check_memory
+from tlt_lightning.training.memory.passes import Passes
 
 FOURTEEN_B = {**SHAPES["32b"], "intermediate_size": 13824, "num_hidden_layers": 48}
 H100, H200 = 79.6, 139.8  # GiB

@@ -14,9 +14,9 @@ from tlt_lightning.engine.architectures import ARCHITECTURES
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.packed_pass import Pack, packed_states, without_mask
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_shapes, token_logps
-from tlt_lightning.training import memory
 from tlt_lightning.training.critic import CriticConfig
-from tlt_lightning.training.memory import GIB, Passes, TrainedModel, check_fits, check_memory, forecast, kept_bytes
+from tlt_lightning.training.memory.forecast import CONTEXT, ERROR, GIB, TrainedModel, check_fits, check_memory, forecast
+from tlt_lightning.training.memory.passes import Passes, kept_bytes
 from tlt_lightning.training.optimization import fuse_on_gpu
 
 PASSES = Passes(micro_batch_tokens=96, longest=64, is_autocast=False, is_checkpointed=False)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_make_it_fit(policy_path
     plan = forecast(models, passes, torch.optim.AdamW, {})
     check_fits(plan, plan.update, passes)
     check_fits(plan, 0.95 * plan.update, passes)  # forecasts err
-    room = (plan.update - 0.5 * plan.activations["activations"]) * (1 - memory.ERROR)
+    room = (plan.update - 0.5 * plan.activations["activations"]) * (1 - ERROR)
     with pytest.raises(MisconfigurationException, match=r"`data.micro_batch_tokens` (\d+) instead of 8192") as raised:
         check_fits(plan, room, passes)
     assert "gradient_checkpointing" in str(raised.value)
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_make_it_fit(policy_path
     with pytest.raises(MisconfigurationException, match=r"Set `model.gradient_checkpointing: true`"):
         check_fits(plan, room, replace(passes, longest=8192))
     with pytest.raises(MisconfigurationException, match=r"or `model.lora`, for most of"):
-        check_fits(plan, (plan.update - 2 * plan.held["gradients"]) * (1 - memory.ERROR), replace(passes, longest=8192))
+        check_fits(plan, (plan.update - 2 * plan.held["gradients"]) * (1 - ERROR), replace(passes, longest=8192))
 
 
 def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_path: str) -> None:
@@ -157,13 +157,13 @@ def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_pat
     width = 2 if PASSES.is_autocast else 4
     assert shared.activations["gathered"] == width * (root + 2 * layer) + (width + 4) * root
     assert "gathered" not in alone.activations
-    room = (alone.update - 0.6 * (sum(alone.held.values()) - memory.CONTEXT)) * (1 - memory.ERROR)
+    room = (alone.update - 0.6 * (sum(alone.held.values()) - CONTEXT)) * (1 - ERROR)
     with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on 4 GPUs"):
         check_fits(alone, room, replace(PASSES, longest=PASSES.micro_batch_tokens, is_checkpointed=True))
     drafter = 4 * alone.update  # which stays whole on every GPU
     beside = replace(alone, held={**alone.held, "drafter, trained": drafter}, whole=alone.whole + drafter)
     with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on 4 GPUs"):
-        check_fits(beside, room + drafter * (1 - memory.ERROR), replace(PASSES, longest=96, is_checkpointed=True))
+        check_fits(beside, room + drafter * (1 - ERROR), replace(PASSES, longest=96, is_checkpointed=True))
 
 
 def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tmp_path, caplog) -> None:
@@ -207,4 +207,4 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
-    assert measured == pytest.approx(plan.update - memory.CONTEXT, rel=0.1), f"{measured / GIB:.2f} GiB\n{plan.table()}"
+    assert measured == pytest.approx(plan.update - CONTEXT, rel=0.1), f"{measured / GIB:.2f} GiB\n{plan.table()}"

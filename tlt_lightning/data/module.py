@@ -46,7 +46,8 @@ from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
-from tlt_lightning.training.memory import Passes, check_memory
+from tlt_lightning.training.memory.forecast import check_memory
+from tlt_lightning.training.memory.passes import Passes
 from tlt_lightning.training.resume import PROMPTS, check_update, warn_of_changes
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.seeds import iteration_seed
-from tlt_lightning.training.memory import training_bytes
+from tlt_lightning.training.memory.optimizer_state import training_bytes
 from tlt_lightning.training.resume import is_within
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts

@@ -1,8 +1,4 @@
-"""Forecast what a run will hold on each device from shapes, before engine and policy are loaded.
-
-Activations are not estimated by a formula: the trunk runs once over fake tensors, which have shapes and no storage, and
-what autograd would keep for the backward pass is added up. So every architecture, LoRA and autocast count as they are.
-"""
+"""Forecast what a run will hold on each device from shapes, before engine and policy are loaded."""
 
 from __future__ import annotations
 
@@ -12,49 +8,23 @@ from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
-import torch
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
 
-from tlt_lightning.packed_pass import without_mask
-from tlt_lightning.policy import CHUNK_SIZE, LoRA, causal_lm, load_shapes
-from tlt_lightning.sharding.units import layers_of
-from tlt_lightning.training.optimization import fuse_adam
+from tlt_lightning.policy import LoRA, causal_lm, load_shapes
+from tlt_lightning.training.memory.optimizer_state import bytes_of, optimizer_bytes
+from tlt_lightning.training.memory.passes import Passes, gathered_bytes, kept_bytes
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
 LOGIT_COPIES = 2
 """Copies of a chunk's logits at once, in the type that the head computes in: they and their gradient."""
-GRADIENTS_AT_ONCE = 3
-"""Gradients of a layer's widest tensors that its backward pass holds at once: of gate, up and their product."""
 CONTEXT = 0.7 * GIB
 """CUDA's context, kernels and cuBLAS' workspaces of a process."""
 ERROR = 0.1
 """Relative error of a forecast that is nothing to stop a run for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Describes the forward and backward passes of an update.
-
-    Args:
-        micro_batch_tokens: Tokens of the largest pass.
-        longest: Tokens of the longest sequence, which a pass must hold.
-        is_autocast: True if passes run in bfloat16 over weights of another type.
-        is_checkpointed: True if activations are recomputed layer by layer.
-        chunk_size: Tokens that meet the vocabulary at a time.
-        num_shards: Ranks that hold the rows of a weight together.
-    """
-
-    micro_batch_tokens: int
-    longest: int
-    is_autocast: bool
-    is_checkpointed: bool
-    chunk_size: int = CHUNK_SIZE
-    num_shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +91,10 @@ def forecast(
     built: dict[str, Any] = {name: load_shapes(model.path, model.lora) for name, model in models.items()}
     trained = sum(p.numel() for model in built.values() for p in model.parameters() if p.requires_grad)
     vocab_size = causal_lm(next(iter(built.values()))).get_output_embeddings().weight.shape[0]
-    state, temporary = _optimizer_bytes(optimizer)
+    state, temporary = optimizer_bytes(optimizer)
     sharded = {
-        **{name: _bytes_of(model) for name, model in built.items()},
-        **{name: _bytes_of(load_shapes(path)) for name, path in frozen.items()},
+        **{name: bytes_of(model) for name, model in built.items()},
+        **{name: bytes_of(load_shapes(path)) for name, path in frozen.items()},
         "gradients": 4.0 * trained,
         "optimizer": state * trained,
     }
@@ -142,129 +112,6 @@ def forecast(
         },
         step=temporary * trained / passes.num_shards,
     )
-
-
-def training_bytes(model: nn.Module, optimizer: OptimizerCallable) -> float:
-    """Return the bytes of a model that is trained: weights, gradients and the optimizer's state."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return _bytes_of(model) + (4.0 + _optimizer_bytes(optimizer)[0]) * trained
-
-
-def _bytes_of(model: nn.Module) -> float:
-    return float(sum(p.numel() * p.element_size() for p in model.parameters()))
-
-
-def gathered_bytes(model: nn.Module, passes: Passes) -> float:
-    """Return the bytes that a pass of a sharded model holds whole: root, a layer, and the next one, which comes early.
-
-    Trained weights come with a gradient of the same type; that of the root is then copied to float32 to be reduced.
-    """
-    network, width = causal_lm(model), 2 if passes.is_autocast else 4
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(network)]
-    root = sum(p.numel() for p in network.parameters()) - sum(layers)
-    is_trained = any(p.requires_grad and "lora_" not in name for name, p in network.named_parameters())
-    return width * (root + 2.0 * max(layers)) + ((width + 4.0) * root if is_trained else 0.0)
-
-
-def kept_bytes(model: Any, passes: Passes) -> tuple[float, float]:
-    """Add up what autograd keeps of one pass of a model on the meta device, its parameters left out.
-
-    Layers keep alike: two passes, through the last layer and through the last two, tell of all.
-
-    Returns:
-        Bytes kept from the forward pass on, and those that a layer's backward pass adds: gradients of its widest
-        tensors, and its own again if it is checkpointed.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    trunk: Any = causal_lm(model).base_model
-    if any(getattr(trunk.config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise RuntimeError("experts are chosen by values, and shapes have none")
-    layers, kept, widest = trunk.layers, [], 0.0
-    with FakeTensorMode():
-        _give_storage(model)
-        for number in (1, 2):
-            trunk.layers = layers[-number:]
-            sizes = _kept_of_pass(trunk, passes)
-            kept.append(sum(sizes))
-            widest = max(sizes)
-    gradients = GRADIENTS_AT_ONCE * widest
-    of_layer, others = kept[1] - kept[0], 2 * kept[0] - kept[1]
-    if not passes.is_checkpointed:
-        return others + len(layers) * of_layer, gradients
-    # Every layer keeps its input; one at a time is computed again and then keeps what it did without.
-    width = 2 if passes.is_autocast else next(model.parameters()).element_size()
-    inputs = len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width)
-    return others + inputs, of_layer + gradients
-
-
-def _kept_of_pass(trunk: nn.Module, passes: Passes) -> list[float]:
-    """Return the bytes of each tensor that autograd keeps of one pass, parameters left out."""
-    saved: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=passes.is_autocast),
-        without_mask(),
-    ):
-        ids = torch.zeros(1, passes.micro_batch_tokens, dtype=torch.long)
-        output = trunk(input_ids=ids, use_cache=False)  # holds what is kept until it is counted
-    own = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
-    del output
-    return [float(size) for storage, size in saved.items() if storage not in own]
-
-
-def _give_storage(model: nn.Module) -> None:
-    """Put fake tensors on the CPU in the place of meta tensors: autocast knows no meta device."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:  # tied weights stay one
-                    tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _optimizer_bytes(build: OptimizerCallable) -> tuple[float, float]:
-    """Return bytes of state, and temporary bytes of a step, for each trained number."""
-    group, states = _sample_step(build)
-    state = sum(map(_stored_bytes, states)) / group["params"][0].numel()
-    # torch's `foreach` steps, its default on CUDA, hold one more copy of the parameters.
-    is_foreach = "foreach" in group and group["foreach"] is not False and not group.get("fused")
-    return state, 4.0 if is_foreach else 0.0
-
-
-def has_composed_states(build: OptimizerCallable) -> bool:
-    """Return True if an optimizer's states hold tensors of their own, as those of 8 bits do."""
-    return any(hasattr(state, "__tensor_flatten__") for state in _sample_step(build)[1])
-
-
-def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the group and the states of an optimizer that has moved one matrix, as it would on a GPU."""
-    parameter = nn.Parameter(torch.zeros(512, 512))  # some optimizers keep less of matrices
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = build([{"params": [parameter]}])
-    fuse_adam(optimizer, parameter.device)
-    with torch.compiler.set_stance("force_eager"):  # 8-bit ones would be compiled, for this one step
-        optimizer.step()
-    states = optimizer.state[parameter].values()
-    return optimizer.param_groups[0], [each for each in states if isinstance(each, Tensor) and each.dim()]
-
-
-def _stored_bytes(tensor: Tensor) -> float:
-    """Return the bytes of a tensor; a quantised one holds tensors of codes, scales and a table."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return float(tensor.numel() * tensor.element_size())
-    return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def check_memory(
