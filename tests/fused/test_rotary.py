@@ -85,8 +85,8 @@ def test_layers_that_turn_the_other_way_stay_as_they_are() -> None:
 class OfAnotherLayer(nn.Module):
     """Calls Llama's function from code that needs more than globals."""
 
-    def forward(self, *given: Tensor) -> Sequence[Tensor]:
-        assert super().extra_repr() == ""
+    def forward(self, *given: Tensor, text: str = "") -> Sequence[Tensor]:
+        assert super().extra_repr() == text
         return apply_rotary_pos_emb(*given)
 
 
