@@ -45,6 +45,17 @@ def test_faults_of_the_function_are_no_matter_of_compiling(monkeypatch: pytest.M
         compiled_on_gpu(double)(torch.ones(3, device="cuda"))
 
 
+def test_rows_alone_are_marked_to_vary_and_no_gradient_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *given: given)
+    with FakeTensorMode():
+        rows = torch.ones(3, 2, device="cuda", requires_grad=True)
+        weight = torch.nn.Parameter(torch.ones(3, device="cuda"))  # as wide as there are rows, by chance
+        *given, number = compiled_on_gpu(double)(rows, weight, torch.ones(2, device="cuda"), 0.5)  # type: ignore[call-arg]
+    assert [getattr(each, "_dynamo_weak_dynamic_indices", set()) for each in given] == [{0}, set(), set()]
+    assert not any(each.requires_grad for each in given)
+    assert number == 0.5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [None, LoRA(rank=8, base_dtype="bfloat16")], ids=["full", "lora"])
 def test_a_gpu_learns_what_a_cpu_does_and_compiles_once(lora: LoRA | None, tmp_path) -> None:
