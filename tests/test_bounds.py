@@ -115,6 +115,7 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (objectives.SequenceMeanTokenSumNorm, "max_tokens", [1], [0]),
     (objectives.GRPO, "entropy_coef", [0], [-TINY]),
     (objectives.KLPenalty, "coef", [TINY], [0]),
+    (objectives.PPO, "entropy_coef", [0], [-TINY]),
     (objectives.PPO, "value_coef", [TINY], [0]),
     (objectives.PPO, "value_clip", [None, TINY], [0]),
     (objectives.PPO, "target_kl", [None, TINY], [0]),

@@ -156,6 +156,8 @@ def test_an_objective_tells_the_trainer_what_its_pieces_need() -> None:
     assert GRPO(entropy_coef=0.1).needs_entropy_grad
     assert GRPO(loss_kl=KLPenalty()).needs_reference
     assert GRPO(reward_kl=KLPenalty()).needs_reference
+    needing = [GRPO(), GRPO(loss_kl=KLPenalty()), GRPO(reward_kl=KLPenalty())]
+    assert [objective.needs_old_logps for objective in needing] == [False, False, True]
 
 
 @pytest.mark.parametrize("missing", ["old_logps", "advantages", "ref_logps"])

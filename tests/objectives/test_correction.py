@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from tlt_lightning.data.batch import RolloutBatch
-from tlt_lightning.objectives import GRPO, TruncatedImportance
+from tlt_lightning.objectives import GRPO, MaskedImportance, TruncatedImportance
 
 
 def gradient(first: torch.Tensor, second: torch.Tensor, old_first: torch.Tensor, correction: Any) -> torch.Tensor:
@@ -49,3 +50,9 @@ def test_corrections_bring_partial_rollouts_closer_to_what_on_policy_learns() ->
     assert uncorrected > 1.5 * by_token  # what came before a token still has the older weights' frequencies
     assert by_token > 100 * by_sequence
     assert by_sequence < 1e-5
+
+
+@pytest.mark.parametrize("correction", [MaskedImportance(keep_above=1.0), MaskedImportance(keep_below=1.0)], ids=str)
+def test_a_weight_at_its_bound_is_kept(correction: MaskedImportance) -> None:
+    logps, mask = torch.tensor([[-0.3, -2.0]]), torch.tensor([[True, True]])
+    assert correction(logps, logps, mask).tolist() == [[1.0, 1.0]]
