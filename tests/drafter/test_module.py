@@ -171,7 +171,7 @@ def test_a_vocabulary_is_chosen_when_text_is_there_and_found_again(policy_path: 
 
 def test_every_token_that_ends_a_text_is_drafted(policy_path: str, tmp_path: Path) -> None:
     policy = shutil.copytree(policy_path, tmp_path / "policy")
-    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [30, 99]}))  # there is no token 99
+    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [30, 32]}))  # there is no token 32
     drafter, counts = make_drafter(str(policy), draft_vocab_size=4), torch.arange(32)
     drafter.choose_vocabulary(counts.flip(0))
     assert drafted_tokens(drafter.head.d2t).tolist() == [0, 1, 2, 30]
