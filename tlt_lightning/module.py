@@ -245,13 +245,11 @@ class RLModule(L.LightningModule):
         self.iteration_log.update(metrics)
         self._check_kl(metrics)
         if self.update_state.is_stopped:
-            for parameter in self.parameters():
-                parameter.grad = None  # an optimizer leaves such parameters alone: no decay, no momentum
+            self.zero_grad()  # to None: an optimizer leaves such parameters alone, without decay or momentum
             return
         config = self.critic_config
         if self.critic is not None and config is not None and self.current_epoch < config.warmup_iterations:
-            for parameter in self.policy.parameters():
-                parameter.grad = None
+            self.policy.zero_grad()
         if gradients := [p.grad for p in self.policy.parameters() if p.grad is not None]:
             self.iteration_log.mean("train/grad_norm", norm_of(gradients))
 
