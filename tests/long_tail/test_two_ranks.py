@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ranks.drafters.beside import NUM_STEPS
 from tests.support.ranks.rank_processes import Ended, run_ranks
-from tests.support.ranks.two_ranks_drafter import NUM_STEPS
 from tests.support.speculation_engines import save_endless_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -29,7 +29,7 @@ def run(script: str, prompts_path: str, out: Path, *arguments: str) -> list[dict
 
 @pytest.fixture(scope="module")
 def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("tests.support.ranks.two_ranks_drafter", prompts_path, tmp_path_factory.mktemp("ranks"), "run")
+    return run("tests.support.ranks.drafters.beside", prompts_path, tmp_path_factory.mktemp("ranks"), "run")
 
 
 def test_the_early_rank_trains_while_the_late_one_writes(ranks: list[dict[str, Any]]) -> None:
@@ -58,16 +58,16 @@ def test_both_ranks_serve_the_drafter_that_one_of_them_has_trained(ranks: list[d
 
 
 def test_the_death_of_the_training_rank_ends_the_run_within_the_rollout(prompts_path: str, tmp_path: Path) -> None:
-    done = launch("tests.support.ranks.two_ranks_drafter", prompts_path, tmp_path, "die")
+    done = launch("tests.support.ranks.drafters.beside", prompts_path, tmp_path, "die")
     assert done.statuses == [-signal.SIGKILL, 1]
     assert "rank 0 has died: its process ended" in done.stderr
     assert [path.name for path in sorted(tmp_path.glob("wrote*"))] == ["wrote0_0", "wrote1_0"]
 
 
 def test_each_rank_resumes_from_what_it_held(prompts_path: str, tmp_path: Path) -> None:
-    whole = run("tests.support.ranks.two_ranks_resume", prompts_path, tmp_path / "whole")
+    whole = run("tests.support.ranks.drafters.resume", prompts_path, tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "epoch=1.ckpt"
-    assert run("tests.support.ranks.two_ranks_resume", prompts_path, tmp_path / "resumed", str(checkpoint)) == whole
+    assert run("tests.support.ranks.drafters.resume", prompts_path, tmp_path / "resumed", str(checkpoint)) == whole
     early, late = whole
     own = {"optimizer", "buffer", "drift"}
     for stage in ("saved", "trained"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks.rank_processes import run_ranks
-from tests.support.ranks.two_ranks_ahead import LONG, NUM_ITERATIONS, NUM_STEPS, SHORT
+from tests.support.ranks.schedules.ahead import LONG, NUM_ITERATIONS, NUM_STEPS, SHORT
 from tests.support.speculation_engines import save_endless_policy
 from tlt_lightning.data.prompts import PromptCursor
 
@@ -22,7 +22,7 @@ Ranks = list[dict[str, Any]]
 def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     out = tmp_path_factory.mktemp("ranks")
     policy = save_endless_policy(out / "policy")
-    done = run_ranks("tests.support.ranks.two_ranks_ahead", out, policy, prompts_path, str(out))
+    done = run_ranks("tests.support.ranks.schedules.ahead", out, policy, prompts_path, str(out))
     assert done.statuses == [0, 0], done.stderr[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -70,7 +70,7 @@ def resume(
     for name, number, given in (("first", before, []), ("rest", after, [str(out / "first" / "end.ckpt")])):
         (folder := out / name).mkdir()
         arguments = (policy_path, prompts_path, str(folder), schedule, str(number), *given)
-        done = run_ranks("tests.support.ranks.two_ranks_redealt", folder, *arguments, num_ranks=number)
+        done = run_ranks("tests.support.ranks.schedules.redealt", folder, *arguments, num_ranks=number)
         assert set(done.statuses) == {0}, done.stderr[-3000:]
         states.append([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(number)])
     first, rest = states

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.conftest import save_policy
+from tests.support.ranks.drafters.warmup import write_texts
 from tests.support.ranks.rank_processes import Ended, run_ranks
-from tests.support.ranks.two_ranks_warmup import write_texts
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ def launch(tmp_path: Path, strategy: str, shard_target: bool) -> Ended:
     policy = str(save_policy(tmp_path / "policy", max_position_embeddings=1024))
     completions = write_texts(tmp_path / "completions.jsonl")
     arguments = (policy, completions, str(tmp_path), strategy, str(shard_target))
-    return run_ranks("tests.support.ranks.two_ranks_warmup", tmp_path, *arguments)
+    return run_ranks("tests.support.ranks.drafters.warmup", tmp_path, *arguments)
 
 
 def test_heads_learn_the_same_from_a_sharded_target_as_from_a_whole_one(tmp_path: Path) -> None:

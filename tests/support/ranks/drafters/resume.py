@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.support.ranks.two_ranks_drafter import make_data, make_module, make_trainer
+from tests.support.ranks.drafters.beside import make_data, make_module, make_trainer
 from tlt_lightning import RolloutCallback
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.hooks import IdleWindow

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 
-from tests.support.ranks.two_ranks_drafter import make_trainer
+from tests.support.ranks.drafters.beside import make_trainer
 from tests.support.rl_runs import make_data, make_module
 from tlt_lightning import EarlierAnswers, RolloutCallback, Sampling
 from tlt_lightning.engine import Request, Response, VLLMEngine
