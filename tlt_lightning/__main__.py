@@ -49,6 +49,11 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         _run(sys.argv[1:])
+    except KeyboardInterrupt:  # in loading, or the second one
+        if os.environ.get("TLT_TRACEBACK"):
+            raise
+        print("error: interrupted by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         sentence = None if os.environ.get("TLT_TRACEBACK") else sentence_of(error)
         if sentence is None:

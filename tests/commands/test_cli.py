@@ -179,6 +179,18 @@ def test_an_error_of_the_package_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         main()
 
 
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)
+    monkeypatch.setattr("tlt_lightning.__main__._run", interrupt)
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted by Ctrl-C\n"
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [

@@ -1,4 +1,4 @@
-"""Save a checkpoint every few minutes, where an iteration ends."""
+"""Save a checkpoint every few minutes, where an iteration ends, and where a run is interrupted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least
 from tlt_lightning.guard.files import set_aside
+from tlt_lightning.training.resume import is_resumable_alone
 
 
 class IterationCheckpoint(ModelCheckpoint):
     """Saves after an iteration once `every_minutes` have passed, after the first, and after the last.
 
-    A kill loses at most these minutes and an iteration. Files are named by the iteration, counted from 0, and
-    `last.ckpt` is a link to the latest. Unlike `ModelCheckpoint(train_time_interval)` it never saves within an update.
+    Ctrl-C and SIGTERM save too, in `interrupted.ckpt`, which goes with the next save of the resumed run; a kill loses
+    at most these minutes and an iteration. Files are named by the iteration, counted from 0, and `last.ckpt` is a link
+    to the latest. Unlike `ModelCheckpoint(train_time_interval)` it never saves amid an optimizer step.
     Checkpoints of another run in the folder are kept in `earlier_0`, which takes room.
 
     Args:
@@ -57,11 +59,27 @@ class IterationCheckpoint(ModelCheckpoint):
         if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
             super().on_train_epoch_end(trainer, pl_module)
             self._saved_at = time.monotonic()
+            if self._interrupted.exists() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self._remove_checkpoint(trainer, str(self._interrupted))
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning would replace the last checkpoint of a run
             super().on_train_end(trainer, pl_module)
+
+    def save_interrupted(self, trainer: L.Trainer) -> None:
+        """Save what a run has learned that ends early, unless that is saved or takes other ranks, which may not come.
+
+        `RunGuard` calls this where all of the last optimizer step is done.
+        """
+        is_new = trainer.global_step not in (0, self._last_global_step_saved)
+        if is_new and is_resumable_alone(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            ModelCheckpoint._save_checkpoint(self, trainer, str(self._interrupted))  # and wait for it
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    @property
+    def _interrupted(self) -> Path:
+        return Path(str(self.dirpath)) / "interrupted.ckpt"
 
     def _keep_earlier(self, trainer: L.Trainer) -> None:
         """Set aside what another run has saved here, before any callback of this one saves; a collective."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
@@ -28,6 +29,7 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.guard.files import part_of, set_aside
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.seeds import given_seed
+from tlt_lightning.training.resume import held_by
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +214,8 @@ class RunReport(RolloutCallback):
         summary_path.write_text(json.dumps(summary, indent=2) + "\n")
         lines = [f"run {'interrupted' if is_interrupted else 'finished'} after {summary['iterations']} iterations"]
         checkpoints = _checkpoints(trainer)
-        lines += [f"  checkpoint  {path}" for path in checkpoints]
+        for path in checkpoints:
+            lines += [f"  checkpoint  {path}", *(f"  it holds    {held}" for held in _held_by(path))]
         lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
         lines += [f"  summary     {summary_path}"]
         if self.history:
@@ -223,7 +226,7 @@ class RunReport(RolloutCallback):
         if checkpoints:
             path = shlex.quote(checkpoints[-1])
             lines += [
-                f"  to go on    fit ... --ckpt_path {path} --trainer.max_epochs <more>",
+                f"  to go on    fit ... --ckpt_path {path}{'' if is_interrupted else ' --trainer.max_epochs <more>'}",
                 f"  to serve    python -m tlt_lightning export --ckpt_path {path} --output_dir <new folder>",
             ]
         say("\n".join(lines))
@@ -246,6 +249,15 @@ def _checkpoints(trainer: L.Trainer) -> list[str]:
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     paths = [callback.last_model_path or callback.best_model_path for callback in callbacks]
     return [path for path in paths if path and Path(path).exists()]
+
+
+def _held_by(path: str) -> list[str]:
+    """Return the words for what a checkpoint holds, none if it cannot be read."""
+    try:
+        return [held_by(torch.load(path, map_location="cpu", weights_only=True, mmap=True))]
+    except Exception as error:  # of a plugin of the user's, in any form
+        log.info("%s tells nobody which iterations it holds: %s", path, error)
+        return []
 
 
 def _metric_dirs(trainer: L.Trainer) -> list[str]:

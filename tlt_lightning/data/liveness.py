@@ -1,4 +1,4 @@
-"""Notice that another worker has failed, died or stalled; end this one in order on SIGTERM."""
+"""Notice that another worker has failed, died or stalled; end this one in order on SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Liveness:
     def __init__(self, trainer: L.Trainer) -> None:
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
         self._patience = (getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)).total_seconds()
-        self._terminated = False
+        self._terminated = self._interrupted = False
         self._failure: str | None = None
         self._failed_at = 0.0
         self._last_check: float | None = None  # loading takes what it takes
@@ -67,11 +67,14 @@ class Liveness:
             atexit.register(self.close)
 
     def check(self) -> None:
-        """Raise RuntimeError if a worker has failed or died, SIGTERMException after `terminate`."""
+        """Raise RuntimeError if a worker has failed or died; the signal's exception after `terminate`, `interrupt`."""
         self._last_check = time.monotonic()
         if self._terminated:
             self._ends_itself = True
             raise SIGTERMException(SIGTERM_STATUS)
+        if self._interrupted:
+            self._ends_itself = True
+            raise KeyboardInterrupt
         if self._failure is not None:
             self._ends_itself = True
             raise RuntimeError(_sentence(self._failure))
@@ -79,6 +82,15 @@ class Liveness:
     def terminate(self) -> None:
         """Make the next `check` end this worker and tell the others; safe in a signal handler."""
         self._terminated = True
+
+    def interrupt(self) -> None:
+        """Make the next `check` raise KeyboardInterrupt; safe in a signal handler."""
+        self._interrupted = True
+
+    @property
+    def ends_itself(self) -> bool:
+        """True once a `check` has ended this worker, at a step before which all of the last one is done."""
+        return self._ends_itself
 
     def report(self, error: BaseException) -> None:
         """Tell the other workers what ended this one, or note on `error` which other worker ended."""

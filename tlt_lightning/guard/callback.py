@@ -19,6 +19,7 @@ from tlt_lightning.data.liveness import SIGTERM_STATUS, Liveness
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers, save_behind
 from tlt_lightning.guard.folder_lock import FolderLock
+from tlt_lightning.guard.interruption import Interruption
 from tlt_lightning.guard.metrics_file import protect_rows
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.hooks import RolloutCallback
@@ -45,14 +46,17 @@ class RunGuard(RolloutCallback):
       ends the run. `ModelCheckpoint(save_last="link")` replaces its link in one go.
     - A CSVLogger adds a column without losing rows to a kill.
     - A folder of checkpoints belongs to one run at a time; what a killed one left there half written is removed.
-    - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does the end of another worker,
-      with an error that names rank and reason. Lightning's handler calls a collective from inside the signal.
+    - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does Ctrl-C during training, and
+      the end of another worker, with an error that names rank and reason. Lightning's handler calls a collective from
+      inside the signal. Checkpoint callbacks that have a method `save_interrupted` are called then: all of the last
+      step is done. A second Ctrl-C ends the run at once.
     - A checkpoint that is saved on an error (`OnExceptionCheckpoint`) waits for no other worker.
     """
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
         self._liveness: Liveness | None = None
+        self._interruption: Interruption | None = None
         self._saved_optimizer: dict[str, Any] | None = None
 
     # Before anything is loaded, and once more for folders that are known later
@@ -84,6 +88,10 @@ class RunGuard(RolloutCallback):
         self._liveness = getattr(trainer.datamodule, "liveness", None)  # type: ignore[attr-defined]
         if self._liveness is not None:
             self._replace_sigterm_handler(trainer, self._liveness)
+            self._interruption = Interruption(self._liveness)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.remove(self)  # and to the front: a report of an interrupted run names the checkpoint written here
+        callbacks.insert(0, self)
         if trainer.state.fn == "fit":
             self._lock_folders(trainer)
 
@@ -114,6 +122,11 @@ class RunGuard(RolloutCallback):
     # In the run
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._interruption is not None:
+            self._interruption.listen()
+
+    @override
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
         self._check(trainer)
 
@@ -135,19 +148,32 @@ class RunGuard(RolloutCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
             trainer.strategy.checkpoint_io.wait()  # a report at the end names what is there
+        if self._interruption is not None:
+            self._interruption.give_back()
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
             exception.code = SIGTERM_STATUS  # Lightning's own has none, which is success
+        if self._interruption is not None:
+            self._interruption.give_back()
         # `Trainer.save_checkpoint` ends with a barrier, to which others may not come.
         trainer.strategy.barrier = _skip  # type: ignore[method-assign]
-        if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
-            try:
+        try:
+            if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
                 trainer.strategy.checkpoint_io.wait(_LAST_PATIENCE)
-            except RuntimeError as error:  # raising here would hide what ended the run
-                log.error("%s", error)
+            self._save_interrupted(trainer)
+        except RuntimeError as error:  # raising here would hide what ended the run
+            log.error("%s", error)
         self._release()
+
+    def _save_interrupted(self, trainer: L.Trainer) -> None:
+        is_training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if not is_training or self._liveness is None or not self._liveness.ends_itself:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if save := getattr(callback, "save_interrupted", None):
+                save(trainer)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -34,9 +34,11 @@ def write_whole(state: Any, target: Path) -> None:
             os.fsync(file.fileno())
         os.replace(part, target)
         _sync_folder(target.parent)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as either
+    except BaseException as error:  # Ctrl-C, too
         with suppress(OSError):
             part.unlink()
+        if not isinstance(error, OSError | RuntimeError):  # torch reports a full disk as either
+            raise
         reason = error if isinstance(error, OSError) else error.__context__ or error
         raise RuntimeError(
             f"The checkpoint {str(target)!r} could not be written: {reason}. Earlier ones are whole; make room "

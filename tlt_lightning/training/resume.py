@@ -11,6 +11,7 @@ import lightning as L
 from typing_extensions import override
 
 from tlt_lightning.policy import LoRA
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,26 @@ def hand_over(trainer: L.Trainer, state: Mapping[str, Any]) -> tuple[dict[str, A
 def is_within(epochs: Mapping[str, int]) -> bool:
     """Return True if, by the progress of epochs, an iteration has begun and not ended."""
     return epochs["ready"] != epochs["processed"]
+
+
+def is_resumable_alone(trainer: L.Trainer) -> bool:
+    """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
+    if trainer.world_size == 1:
+        return True
+    if isinstance(trainer.strategy, FSDP2Strategy) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
+        return False
+    return not trainer.datamodule.backlog.schedule.stops  # type: ignore[attr-defined]  # each rank puts its own aside
+
+
+def held_by(checkpoint: Mapping[str, Any]) -> str:
+    """Say in words which iterations a checkpoint holds."""
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    text = f"{epochs['processed']} iteration{'s' * (epochs['processed'] != 1)}"
+    saved = checkpoint.get("iteration")
+    if saved is None or not is_within(epochs):
+        return text
+    num_steps = checkpoint["global_step"] - saved["update"]["first_step"]
+    return f"{text} and {num_steps} of {saved['num_batches']} optimizer steps of the next" if num_steps else text
 
 
 def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:

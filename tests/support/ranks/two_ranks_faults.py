@@ -1,4 +1,4 @@
-"""Run by tests/guard/test_callback.py, once per rank: two iterations in which a rank sends itself a signal."""
+"""Run by tests/guard/test_callback.py, once per rank: three iterations in which a rank sends itself a signal."""
 
 import os
 import signal
@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support.rl_runs import make_data
 from tlt_lightning import RewardTerm, RLModule, RolloutCallback
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import liveness
 from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.objectives import GRPO
@@ -37,8 +38,8 @@ class Fault(RolloutCallback):
         self.ranks = [int(rank) for rank in ranks.split(",")]
 
     def _at(self, place: str, trainer: L.Trainer) -> None:
-        in_second = trainer.current_epoch == 1 or place == "start"
-        if place == self.place and in_second and trainer.global_rank in self.ranks:
+        is_time = trainer.current_epoch == (2 if place == "rollout" else 1) or place == "start"
+        if place == self.place and is_time and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), self.signal)
 
     def on_engine_setup(self, trainer, pl_module, engine):
@@ -77,6 +78,7 @@ def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, plac
         callbacks=[
             Fault(signal_name, ranks, place, Path(out)),
             ModelCheckpoint(Path(out) / "checkpoints"),
+            IterationCheckpoint(f"{out}/iterations"),
             OnExceptionCheckpoint(out),
         ],
         logger=CSVLogger(out, name="", version="", flush_logs_every_n_steps=1),

@@ -1,0 +1,150 @@
+"""Runs that Ctrl-C or SIGTERM ends: what they save, what they say, and that a resumed one goes on exactly."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.support.rl_runs import make_data, make_module, make_trainer, weights
+from tlt_lightning import RolloutCallback
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
+from tlt_lightning.callbacks.run_report import RunReport
+from tlt_lightning.engine import TransformersEngine
+
+Paths = tuple[str, str, Path]
+STEPS = 2  # optimizer steps an iteration
+
+
+@pytest.fixture
+def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
+    return policy_path, prompts_path, tmp_path
+
+
+class Signal(RolloutCallback):
+    """Sends this process a signal in the third iteration, when a hook is called for the n-th time."""
+
+    def __init__(self, number: int, hook: str, count: int) -> None:
+        self.number, self.hook, self.left = number, hook, count
+
+    def _count(self, trainer: L.Trainer, hook: str) -> None:
+        if hook == self.hook and trainer.current_epoch == 2:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), self.number)
+
+    def on_rollout_start(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "start")
+
+    def on_rollout_progress(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "progress" if trainer.training else "validation")
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        self._count(trainer, "update")
+
+
+def run(paths: Paths, *callbacks: L.Callback, ckpt: Path | None = None, every_minutes: float = 99.0) -> Any:
+    L.seed_everything(11)
+    policy_path, prompts_path, root = paths
+    checkpoints = IterationCheckpoint(str(root / "checkpoints"), every_minutes)
+    report = RunReport(str(root / "report"))
+    settings = {"max_epochs": 4, "limit_val_batches": 1.0, "check_val_every_n_epoch": 3, "enable_checkpointing": True}
+    trainer = make_trainer(root, *callbacks, checkpoints, report, **settings)
+    module = make_module(policy_path)
+    trainer.fit(module, make_data(prompts_path, TransformersEngine(batch_size=8)), ckpt_path=ckpt)
+    return weights(module), trainer
+
+
+@pytest.fixture(scope="module")
+def whole(policy_path: str, prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return run((policy_path, prompts_path, tmp_path_factory.mktemp("whole")))[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "hook", "count", "held"),
+    [
+        (signal.SIGINT, "progress", 2, "2 iterations"),
+        (signal.SIGTERM, "progress", 1, "2 iterations"),
+        (signal.SIGINT, "update", 1, "2 iterations and 1 of 2 optimizer steps of the next"),
+        pytest.param(signal.SIGTERM, "validation", 1, "2 iterations and 2 of 2 optimizer steps of the next"),
+    ],
+)
+def test_a_signal_saves_what_was_learned_and_the_resumed_run_equals_the_uninterrupted_one(
+    number: int,
+    hook: str,
+    count: int,
+    held: str,
+    whole: dict[str, torch.Tensor],
+    paths: Paths,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit if number == signal.SIGINT else SIGTERMException):
+        run(paths, Signal(number, hook, count))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    said = capfd.readouterr()
+    last = paths[2] / "checkpoints" / "last.ckpt"
+    assert names(last.parent) == ["epoch=0.ckpt", "interrupted.ckpt", "last.ckpt"]
+    assert last.resolve().name == "interrupted.ckpt"
+    assert f"  checkpoint  {last}\n  it holds    {held}\n" in said.out
+    assert f"  to go on    fit ... --ckpt_path {last}\n" in said.out
+    assert ("Ctrl-C again ends at once" in said.err) == (number == signal.SIGINT)
+    resumed, trainer = run(paths, ckpt=last)
+    assert trainer.global_step == 4 * STEPS
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert names(last.parent) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+
+
+def test_nothing_is_saved_twice(paths: Paths, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(paths, Signal(signal.SIGINT, "start", 1), every_minutes=0.0)
+    assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert "  it holds    2 iterations\n" in capfd.readouterr().out
+
+
+def test_a_second_ctrl_c_ends_at_once_and_the_summary_says_what_the_last_checkpoint_holds(
+    paths: Paths, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Impatient(Signal):
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            super().on_before_optimizer_step(trainer)
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+                raise AssertionError("gone on")
+
+    with pytest.raises(SystemExit):
+        run(paths, Impatient(signal.SIGINT, "update", 1))
+    assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "last.ckpt"]
+    assert "  it holds    1 iteration\n" in capfd.readouterr().out
+
+
+def test_a_second_ctrl_c_ends_the_writing_of_the_checkpoint(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = torch.save
+
+    def interrupt(state: Any, file: Any) -> None:
+        save(state, file)
+        if "interrupted" in file.name:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(torch, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(paths, Signal(signal.SIGINT, "progress", 1))
+    assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "last.ckpt"]
+
+
+def test_a_handler_that_was_there_is_left_alone(paths: Paths) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        _, trainer = run(paths, Signal(signal.SIGINT, "progress", 1))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+    assert trainer.global_step == 4 * STEPS
