@@ -29,7 +29,7 @@ Environment: TLT_TRACEBACK=1 shows where errors come from, VLLM_LOGGING_LEVEL=WA
 
 COMMANDS = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG)
 """Errors of a place where nothing can be written or read."""
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_type
+from tlt_lightning.arguments import check_count, check_type
 from tlt_lightning.checks import (
     check_engine_ranks,
     check_lengths,
@@ -40,6 +40,7 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks import gather_over_ranks
 from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards.pool import check_seconds
 from tlt_lightning.rewards.term import as_terms
 from tlt_lightning.schedules.base import RolloutSchedule
 from tlt_lightning.schedules.course import Backlog
@@ -109,7 +110,8 @@ class RolloutDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         arguments = dict(locals())
-        check_at_least("val_group_size", val_group_size, 1)
+        check_count("val_group_size", val_group_size)
+        check_seconds("reward_timeout", reward_timeout)
         check_type("engine", engine, RolloutEngine, "Give for example `VLLMEngine()`.")
         for name, given in (("sampling", sampling), ("val_sampling", val_sampling or sampling)):
             check_type(name, given, Sampling, "Give for example `Sampling(max_tokens=512)`.")
@@ -122,15 +124,13 @@ class RolloutDataModule(L.LightningDataModule):
         self.group_size = group_size
         self.prompts_per_iteration = prompts_per_iteration
         self.micro_batch_tokens = micro_batch_tokens
-        self.num_minibatches = num_minibatches
-        self.inner_epochs = inner_epochs
+        self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
         self.dynamic_sampling = dynamic_sampling
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_group_size = val_group_size
-        self.max_prompt_tokens = max_prompt_tokens
-        self.reward_timeout = reward_timeout
+        self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None

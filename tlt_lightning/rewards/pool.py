@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, SupportsFloat
 
 from tlt_lightning.arguments import check_at_least
@@ -77,8 +78,7 @@ class RewardPool:
         if max(names.values()) > 1:
             raise ValueError(f"`terms` must have different names, got {list(names.elements())}; set `name`.")
         check_at_least("num_workers", num_workers, 1)
-        if not 0 < timeout < threading.TIMEOUT_MAX:
-            raise ValueError(f"`timeout` must be a positive number of seconds, got {timeout}.")
+        check_seconds("timeout", timeout)
         self.terms = tuple(terms)
         self.timeout = timeout
         self.stats: dict[str, int] = {}
@@ -208,6 +208,12 @@ class RewardPool:
             *(call.term.name, describe(call), failure_metric(call)),
             *(SHORT.repr(call.prompt), SHORT.repr(call.response)),
         )
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raise ValueError unless argument `name` is a time that a thread can wait."""
+    if not isinstance(value, Real) or not 0 < value < threading.TIMEOUT_MAX:
+        raise ValueError(f"`{name}` must be a positive number of seconds, got {value!r}; for no limit give many.")
 
 
 def failure_metric(call: Call) -> str:
