@@ -11,6 +11,8 @@ import sys
 import traceback
 import warnings
 
+import tlt_lightning
+
 HELP = """\
 usage: python -m tlt_lightning COMMAND [options]
 
@@ -23,7 +25,7 @@ commands:
   recipes    list the recipes that come with the package
   init       write a folder to start from: init my-run --recipe quickstart
 
-Options of a command: `fit --help`; of a class: `fit --model.objective.help GRPO`.
+Options of a command: `fit --help`; of a class: `fit --model.objective.help GRPO`. This version: `--version`.
 Environment: TLT_TRACEBACK=1 shows where errors come from, VLLM_LOGGING_LEVEL=WARNING what vLLM warns of.
 """
 
@@ -66,6 +68,8 @@ def _run(arguments: list[str]) -> None:
     match arguments:
         case [] | ["-h" | "--help"]:
             print(HELP, end="")
+        case ["--version"]:
+            print(f"tlt-lightning {tlt_lightning.__version__}")
         case ["export", *arguments]:
             from tlt_lightning.commands.export import run_export
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from lightning_utilities.core.imports import RequirementCache
 
+import tlt_lightning
 from tlt_lightning.__main__ import COMMANDS, HELP, main, sentence_of
-from tlt_lightning.commands.cli import follow_root, get_close_options, run_cli, run_drafter_cli
+from tlt_lightning.commands.advice import get_close_options
+from tlt_lightning.commands.cli import follow_root, run_cli, run_drafter_cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +93,21 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--data.engine=VLLMEngin"], "Did you mean `VLLMEngine`?"),
         (["--model.objective=GRP0"], "Did you mean `GRPO`?"),
         (["--model.objective=Mine"], "name one of your own with its module, as in `my_module.Mine`"),
+        (
+            ["--data.sampling.stop=x"],
+            "Did you mean `--data.sampling.stop_strings`?\n  Did you mean `--data.sampling.",
+        ),
+        (["--objective=GRPO"], "Did you mean `--model.objective`?"),
+        (["--model.objectiv.clip=1"], "Did you mean `--model.objective`?"),
+        (["--model.objective.clipp=1"], "`GRPO` takes no `clipp`; its arguments: advantage, "),
+        (["--data.engine.batchsize=1"], "Did you mean `batch_size`?"),
+        (
+            ["--model.lora=8"],
+            "`--model.lora '{}'` takes their defaults, and `--model.lora.rank` sets one of rank,",
+        ),
+        (["--data.dynamic_sampling=true"], "`data.dynamic_sampling` holds the settings of DynamicSampling: "),
+        (["--data.schedule=tail"], "`tail` is none of PartialRollout, SynchronousSchedule, TailBatching; name one of"),
+        (["--data.schedule=1"], "`data.schedule` wants a class: PartialRollout, SynchronousSchedule, TailBatching."),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is no whole checkpoint"),
     ],
 )
@@ -107,8 +124,34 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     lines = capsys.readouterr().err.splitlines()
     assert raised.value.code == 2
     assert message in "\n".join(lines)
-    assert "--help" in lines[-1]
-    assert len(lines) < 10
+    assert lines[-1] == "Options are listed by: python -m tlt_lightning fit --help"
+    assert len(lines) <= 12
+
+
+def test_a_learning_rate_that_is_none_is_no_class(capsys: pytest.CaptureFixture[str]) -> None:
+    recipes = [f"-c={ROOT}/recipes/base.yaml", f"-c={ROOT}/recipes/quickstart.yaml"]
+    with pytest.raises(SystemExit):
+        run_cli(["fit", *recipes, "--model.optimizer.lr=1e-3x"])
+    said = capsys.readouterr().err
+    assert "`model.optimizer.lr` must be a number, got '1e-3x'." in said
+    assert "no class" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("dta: {group_size: 8}", "--data.group_size"),
+        ("data: {smpling: {top_k: 8}}", "--data.sampling.top_k"),
+        ("group_size: 8", "--data.group_size"),
+    ],
+)
+def test_a_misspelt_group_of_a_recipe_gets_advice(
+    text: str, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        run_cli(["fit", f"-c={tmp_path}/mine.yaml"])
+    assert f"Did you mean `{known}`?\nOptions are listed by: python -m tlt_lightning fit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", [run_cli, run_drafter_cli])
@@ -219,7 +262,12 @@ def test_a_place_that_cannot_be_written_to_needs_no_traceback(error: OSError, se
             "error: `ckpt_path` 'nowhere.ckpt' does not exist",
         ),
         (["recipes", "quickstart"], "error: unrecognized arguments: quickstart"),
-        (["drafter", "fit"], "error: the following arguments are required: fit.model.target, fit.data.completions\n"),
+        (["drafter", "fit"], "error: the following arguments are required: model.target, data.completions\n"),
+        (
+            ["fit"],
+            "error: the following arguments are required: model.policy, model.objective, data.engine, data.rewards\n"
+            "  Begin with a recipe, as in `fit -c recipes/base.yaml -c recipes/quickstart.yaml`",
+        ),
     ],
 )
 def test_a_wrong_command_ends_with_a_sentence_alone(
@@ -250,6 +298,13 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"{HELP}False\n"
     assert all(f"\n  {command} " in HELP for command in COMMANDS)
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)
+    monkeypatch.setattr(sys, "argv", ["tlt-lightning", "--version"])
+    main()
+    assert capsys.readouterr().out == f"tlt-lightning {tlt_lightning.__version__}\n"
 
 
 def test_a_run_does_not_begin_with_warnings_of_kernels_that_nobody_asked_for() -> None:

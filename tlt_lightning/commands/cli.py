@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
+import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import lightning as L
@@ -13,8 +14,7 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-import tlt_lightning
-from tlt_lightning import objectives
+from tlt_lightning.commands.advice import advise
 from tlt_lightning.guard.checkpoint_io import check_readable
 
 
@@ -62,13 +62,6 @@ def _run(
     )
 
 
-_REMEDIES = {
-    r"Import path (\S+) does not correspond to a subclass of RewardTerm": "Name a reward as `{{function: {}}}`.",
-    r'Parser key "data\.(?:train|val)":.*Given value: ([^\s{{]+)$': "Name a file or a hub data set as `{{path: {}}}`.",
-}
-"""By a pattern of the parser's errors: what to write instead, with what the user wrote."""
-
-
 class _Parser(LightningArgumentParser):
     """Names an error and the way to help, without the usage of some 600 options; writes settings that can be moved."""
 
@@ -85,44 +78,34 @@ class _Parser(LightningArgumentParser):
         self._file = path
         return super().parse_path(path, *args, **kwargs)
 
+    _command = ""  # among the arguments that are being parsed
+
+    @override
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any
+    ) -> Namespace:
+        commands = _CLI.subcommands() if self._subcommands_action else ()
+        words = sys.argv[1:] if args is None else args
+        self._command = next((word for word in words if word in commands), "")
+        return super().parse_args(args, *rest, **kwargs)
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         message = message.replace("Problems parsing config:", f"Problems parsing {str(self._file)!r}:")  # no YAML
         if not self.exit_on_error:
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        for known in get_close_options(message, _options(self)):
-            message += f"\n  Did you mean `{known}`?"
-        for name in dict.fromkeys(re.findall(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)):
-            message += f"\n  {advice_on_class(name)}"
-        for pattern, remedy in _REMEDIES.items():
-            if found := re.search(pattern, message, re.DOTALL):
-                message += f"\n  {remedy.format(found[1])}"
-        self.exit(2, f"error: {message}\nOptions are listed by: {parser.prog.replace(' [options]', '')} --help\n")
-
-
-def get_close_options(message: str, options: set[str]) -> list[str]:
-    """Return the known option closest to each unknown option in an error of the parser."""
-    unknown = re.findall(r"does not accept option '([^']+)'", message)
-    if rest := re.search(r"unrecognized arguments: (.*)", message, re.IGNORECASE):
-        unknown += [word.removeprefix("--").partition("=")[0] for word in rest[1].split() if word.startswith("--")]
-    found = (difflib.get_close_matches(option, options, n=1, cutoff=0.8) for option in unknown)
-    return [f"--{option}" for match in found for option in match]
-
-
-def advice_on_class(name: str) -> str:
-    """Return the known class closest to one that is none, or how a class of one's own is named."""
-    known = difflib.get_close_matches(name, [*tlt_lightning.__all__, *dir(objectives)], n=1)
-    if known:
-        return f"Did you mean `{known[0]}`?"
-    return f"`{name}` is no class of this package; name one of your own with its module, as in `my_module.{name}`."
+        advice = advise(message, _options(self))
+        message = re.sub(rf"(required: |, )(?:{self._command or '-'})\.", r"\1", message)
+        program = f"{self.prog} {self._command}".strip().replace(" [options]", "")
+        self.exit(2, "\n  ".join([f"error: {message}", *advice]) + f"\nOptions are listed by: {program} --help\n")
 
 
 def _options(parser: LightningArgumentParser) -> set[str]:
     """Return the names of a parser's options and of its subcommands'."""
     options = set()
     for action in parser._actions:
-        options |= {name.removeprefix("--") for name in action.option_strings if name.startswith("--")}
+        names = (name.removeprefix("--") for name in action.option_strings if name.startswith("--"))
+        options |= {name for name in names if not name.endswith((".help", "+"))}
         for subparser in getattr(action, "_name_parser_map", None) or ():
             options |= _options(action._name_parser_map[subparser])  # type: ignore[attr-defined]
     return options
