@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.ranks.rank_processes import run_ranks
@@ -168,3 +168,13 @@ def test_a_kill_in_a_checkpoint_leaves_no_gap_in_the_metrics(
     with open(tmp_path / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
     assert [row["step"] for row in rows] == ["0", "1"]  # iteration 2 is in, whose checkpoint was being written
+
+
+def test_two_callbacks_that_write_a_folder_differently_lock_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callbacks = [RunGuard(), ModelCheckpoint(tmp_path / "all", "{epoch}"), OnExceptionCheckpoint("all")]
+    trainer = make_trainer(tmp_path, callbacks, max_epochs=1, enable_checkpointing=True, limit_val_batches=0)
+    trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]))
+    assert "An earlier run" not in caplog.text

@@ -111,13 +111,13 @@ class RunGuard(RolloutCallback):
         if not trainer.is_global_zero:
             return
         for callback in trainer.checkpoint_callbacks:
-            folder = getattr(callback, "dirpath", None)
-            if folder is None or "://" in str(folder) or Path(folder) in self._locks:
+            given = getattr(callback, "dirpath", None)
+            if given is None or "://" in str(given) or (folder := Path(given).resolve()) in self._locks:
                 continue
-            lock = FolderLock(Path(folder))
+            lock = FolderLock(folder)
             lock.take()
-            self._locks[Path(folder)] = lock
-            remove_leftovers(Path(folder))
+            self._locks[folder] = lock
+            remove_leftovers(folder)
 
     # In the run
 
