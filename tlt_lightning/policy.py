@@ -70,7 +70,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         )
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes of a folder without its files
         raise ValueError(
-            f"The tokenizer of `policy` {path!r} knows no words: save it there with `tokenizer.save_pretrained`."
+            f"The tokenizer of `policy` {path!r} has no tokens but special ones: its files are not in the folder. Save "
+            "it there with `tokenizer.save_pretrained`."
         )
     return tokenizer
 

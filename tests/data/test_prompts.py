@@ -162,7 +162,7 @@ def test_variables_reach_the_chat_template(policy_path: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "match"),
     [
-        (None, "must hold text or a list of messages, .* got None"),
+        (None, "must hold text or a list of messages, .* got None; fill it in, or leave the row out of the data"),
         ("", "must hold text"),
         (" \n", "must hold text"),
         (5, "must hold text"),
@@ -187,7 +187,7 @@ def test_a_conversation_that_cannot_be_written_is_refused(policy_path: str) -> N
             load_rows([{"prompt": conversation}], load_tokenizer(policy_path))
     tokenizer = load_tokenizer(policy_path)
     tokenizer.chat_template = "{{ messages[0].nothing }}"
-    with pytest.raises(ValueError, match="Row 0 of `rows` gives an empty prompt"):
+    with pytest.raises(ValueError, match=r"Row 0 of `rows` \(from 0\) gives an empty prompt; leave"):
         load_rows([{"prompt": "1"}], tokenizer)
     with pytest.raises(ValueError, match=r"Row 0 .* system message of its own"):
         load_rows([{"prompt": CONVERSATION}], chat_tokenizer(policy_path), system_prompt="2")

@@ -15,6 +15,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from datasets import Dataset
 from nbclient import NotebookClient
 
 import tlt_lightning
@@ -120,6 +121,25 @@ def test_every_metric_that_the_package_logs_is_in_the_docs() -> None:
     made_of_parts = {"speculation/<>_<>", "rollout/length_p<>", "drafter/<>"}  # whose results are shown one by one
     elsewhere = {"mismatch/is_weight_square", "rollout/variety"}  # taken out before logging; the gallery's
     assert logged - shown - made_of_parts - elsewhere == set()
+
+
+def test_a_file_and_a_reward_of_verl_are_taken_as_the_docs_say(tmp_path: Path) -> None:
+    page = (ROOT / "docs/your_reward.md").read_text()
+    names: dict[str, Any] = {}
+    exec(next(code for _, title, code in BLOCK.findall(page) if title == "verl_rewards.py"), names)
+    written = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "What is 2 + 3?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    Dataset.from_list([written]).to_parquet(tmp_path / "train.parquet")
+    source = names["source"](str(tmp_path / "train.parquet"))
+    (row,) = source.read()
+    assert source.messages(row) == written["prompt"]
+    terms = [RewardTerm(function=names[name]) for name in ("verl", "right")]
+    assert [term.function("What is 2 + 3?", "It is $5$", row) for term in terms] == [0.0, 1.0]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from tlt_lightning import rewards
 from tlt_lightning.rewards import Format, PythonTests, RewardModel, RewardPool, RewardTerm, countdown, exact_match
-from tlt_lightning.rewards.term import as_terms
+from tlt_lightning.rewards.term import as_terms, check_columns
 
 ALL_TERMS = """
 terms:
@@ -153,6 +153,32 @@ def test_a_function_of_trl_that_returns_no_list_of_one_is_told_what_to_return(re
 
     with pytest.raises(TypeError, match=r"returned .* for one completion; .*`completions`.* a list with one score"):
         RewardTerm(function=trl_wrong).function("question", "four", {})
+
+
+def trl_tokens(prompts: list, completions: list, completion_ids: list, **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def trl_bare(completions: list, solution: list) -> list[float]:
+    return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+
+def test_a_function_of_trl_that_needs_what_only_its_trainer_has_is_refused_at_the_start() -> None:
+    with pytest.raises(TypeError, match=r"`trl_tokens` needs `completion_ids`, which only TRL's trainer has"):
+        RewardTerm(function=trl_tokens)
+
+
+def test_a_function_of_trl_gets_no_more_than_it_takes() -> None:
+    term = RewardTerm(function=trl_bare)
+    assert term.function("question", "4", {"prompt": "question", "answer": None, "solution": "4"}) == 1.0
+
+
+def test_a_column_that_a_function_of_trl_needs_is_missed_before_a_rollout() -> None:
+    terms = as_terms([trl_bare, trl_length, exact_match])
+    check_columns(terms, None)
+    check_columns(terms, {"prompt": "", "answer": "", "solution": ""})
+    with pytest.raises(TypeError, match=r"`trl_bare` needs `solution`, and gets .*the data's columns: answer, prompt"):
+        check_columns(terms, {"prompt": "", "answer": ""})
 
 
 def test_functions_of_a_list_become_terms() -> None:

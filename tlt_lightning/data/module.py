@@ -41,7 +41,7 @@ from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks import gather_over_ranks
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import check_seconds
-from tlt_lightning.rewards.term import as_terms
+from tlt_lightning.rewards.term import as_terms, check_columns
 from tlt_lightning.schedules.base import RolloutSchedule
 from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
@@ -121,14 +121,12 @@ class RolloutDataModule(L.LightningDataModule):
         self.rewards = as_terms(rewards)
         self.train_source = None if train is None else PromptSource.of(train)
         self.val_source = None if val is None else PromptSource.of(val)
-        self.group_size = group_size
-        self.prompts_per_iteration = prompts_per_iteration
+        self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
         self.micro_batch_tokens = micro_batch_tokens
         self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
         self.dynamic_sampling = dynamic_sampling
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
-        self.sampling = sampling
-        self.val_sampling = val_sampling or sampling
+        self.sampling, self.val_sampling = sampling, val_sampling or sampling
         self.val_group_size = val_group_size
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
@@ -150,6 +148,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
+        for prompts in (self.train_prompts, self.val_prompts):
+            check_columns(self.rewards, prompts[0].row if prompts else None)
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
         self.history, self.backlog = AnswerHistory(self.history.settings), Backlog(self.backlog.schedule)
         self._iteration = self._saved_iteration = self._unvalidated_engine = None

@@ -118,7 +118,8 @@ class PromptSource:
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
             raise ValueError(
-                f"must hold text or a list of messages, each with the texts `role` and `content`, got {prompt!r:.200}"
+                f"must hold text or a list of messages, each with the texts `role` and `content`, got "
+                f"{prompt!r:.200}; fill it in, or leave the row out of the data (rows count from 0)"
             )
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends with what the assistant says, {prompt[-1]['content']!r:.200}; leave the answer out")
@@ -189,7 +190,7 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
             raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
         ids = tokenizer(text, add_special_tokens=template is None)["input_ids"]
         if not ids:
-            raise ValueError(f"Row {index} of {source.name} gives an empty prompt.")
+            raise ValueError(f"Row {index} of {source.name} (from 0) gives an empty prompt; leave it out of the data.")
         if len(ids) > max_prompt_tokens:
             num_dropped, longest = num_dropped + 1, max(longest, len(ids))
             continue

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,25 @@ class RewardTerm:
             object.__setattr__(self, "function", functools.partial(score_like_trl, self.function))
 
 
+OF_TRL = ("completion_ids", "completions_ids", "trainer_state")
+"""Arguments that TRL gives to rewards beside prompts, completions and columns."""
+
+
 def score_like_trl(function: Any, prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Score one response by a function of lists; a score of None is no part of the sum.
 
-    As in TRL, prompt and completion are messages where the row's `prompt` is a conversation.
+    As in TRL, prompt and completion are messages where the row's `prompt` is a conversation. Of `prompts` and the
+    row's columns it gets those that it takes.
     """
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "prompts", "completions")}
     asked = row.get("prompt")
     is_chat = isinstance(asked, list)
     completion = [{"role": "assistant", "content": response}] if is_chat else response
-    scores = function(prompts=[asked if is_chat else prompt], completions=[completion], **columns)
+    given = {**columns, "prompts": [asked if is_chat else prompt], "completions": [completion]}
+    parameters = inspect.signature(function).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        given = {each.name: given[each.name] for each in parameters if each.name in given}
+    scores = function(**given)
 
     async def wait() -> float | None:
         return first(await scores)
@@ -91,6 +100,22 @@ def as_terms(rewards: Any) -> list[RewardTerm]:
     return [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]
 
 
+def check_columns(terms: Sequence[RewardTerm], row: Mapping[str, Any] | None) -> None:
+    """Raise TypeError if a reward of TRL's signature needs a column that a row of the data does not have."""
+    if row is None:
+        return
+    known = {*row, "prompts", "completions"}
+    for term in terms:
+        if isinstance(term.function, functools.partial) and term.function.func is score_like_trl:
+            parameters = inspect.signature(term.function.args[0]).parameters
+            if missing := [name for name, each in parameters.items() if _is_required(each) and name not in known]:
+                raise TypeError(
+                    f"Reward `{term.name}` needs {', '.join(f'`{name}`' for name in missing)}, and gets `prompts`, "
+                    f"`completions` and the data's columns: {', '.join(sorted(known - {'prompts', 'completions'}))}. "
+                    "Give the argument a default, or the data the column."
+                )
+
+
 def default_name(function: RewardFunction) -> str:
     """Return the name of a function, or of the class of a callable object."""
     while isinstance(function, functools.partial):
@@ -110,12 +135,17 @@ def takes_lists(function: RewardFunction, name: str) -> bool:
     except ValueError:  # some builtins have none to look at
         return False
     if "completions" in signature.parameters:
+        if unknown := [each for each in OF_TRL if _is_required(signature.parameters.get(each))]:
+            raise TypeError(
+                f"Reward `{name}` needs `{unknown[0]}`, which only TRL's trainer has; here it gets `prompts`, "
+                f"`completions` and the row's columns. Give `{unknown[0]}` a default and do without it."
+            )
         return True
     if "solution_str" in signature.parameters:  # three values bind, but to other meanings
         raise TypeError(
             f"Reward `{name}` has verl's signature {signature}; here it is (prompt, response, row). Wrap it: `def "
             "reward(prompt, response, row): return f(data_source=row.get('data_source'), solution_str=response, "
-            "ground_truth=row['answer'])`."
+            "ground_truth=row['answer'])`, in verl's own files `row['reward_model']['ground_truth']`."
         )
     try:
         signature.bind("", "", {})
@@ -124,3 +154,8 @@ def takes_lists(function: RewardFunction, name: str) -> bool:
             f"Reward `{name}` must be callable as (prompt, response, row), but its signature is {signature}: {error}."
         ) from error
     return False
+
+
+def _is_required(parameter: inspect.Parameter | None) -> bool:
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return parameter is not None and parameter.default is parameter.empty and parameter.kind not in variadic
