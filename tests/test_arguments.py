@@ -45,6 +45,14 @@ def test_what_is_no_number_is_named(value: Any) -> None:
     assert repr(value) in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "check", [lambda x: check_positive("a", x), lambda x: check_within("a", x, 0, 1), lambda x: check_share("a", x)]
+)
+def test_what_has_bounds_must_be_a_number(check: Callable[[Any], None]) -> None:
+    with pytest.raises(TypeError, match="`a` must be a number, got '8'"):
+        check("8")
+
+
 @pytest.mark.parametrize("value", [3, "learned", None])
 def test_what_is_no_list_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`a` lists values, as in `\(") as raised:

@@ -15,6 +15,8 @@ from tlt_lightning import (
     DynamicSampling,
     EarlierAnswers,
     PartialRollout,
+    PromptSource,
+    RLModule,
     Sampling,
     TailBatching,
     objectives,
@@ -132,3 +134,24 @@ def test_what_is_allowed_ends_where_it_is_said_to(
     for value in refused:
         with pytest.raises(ValueError, match=rf"`[^`]*\b{name}`"):
             make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: RLModule("policy", objectives.GRPO(), reference=3), "reference"),  # type: ignore[arg-type]
+        (lambda: RLModule("policy", objectives.GRPO(), lr_scheduler="cosine"), "lr_scheduler"),  # type: ignore[arg-type]
+        (lambda: Sampling(temperature="1"), "sampling.temperature"),  # type: ignore[arg-type]
+        (lambda: Sampling(top_k=1.5), "sampling.top_k"),  # type: ignore[arg-type]
+        (lambda: RewardTerm(function=exact_match, weight="1"), "weight"),  # type: ignore[arg-type]
+        (lambda: RewardTerm(function=exact_match, name=3), "name"),  # type: ignore[arg-type]
+        (lambda: PromptSource(path="README.md", chat_template=3), "chat_template"),  # type: ignore[arg-type]
+        (lambda: PromptSource(path="README.md", prompt_column=None), "prompt_column"),  # type: ignore[arg-type]
+        (lambda: PromptSource(path="README.md", chat_template_kwargs=3), "chat_template_kwargs"),  # type: ignore[arg-type]
+        (lambda: IterationCheckpoint("folder", keep=1.5), "keep"),  # type: ignore[arg-type]
+        (lambda: TailBatching("x"), "schedule.extra"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], name: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}` must "):
+        make()

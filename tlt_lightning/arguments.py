@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 
 
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError if argument `name` is no number."""
+    if not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number, got {value!r}.")
+
+
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
     """Raise ValueError if argument `name` is below `minimum` or NaN, TypeError if it is no number.
 
@@ -28,19 +34,24 @@ def check_count(name: str, value: int, minimum: int = 1) -> None:
 
 
 def check_positive(name: str, value: float | None, remedy: str = "") -> None:
-    """Raise ValueError if argument `name` is zero, negative or NaN; None passes."""
-    if value is not None and not value > 0:
+    """Raise ValueError if argument `name` is zero, negative or NaN, TypeError if it is no number; None passes."""
+    if value is None:
+        return
+    check_number(name, value)
+    if not value > 0:
         raise ValueError(f"`{name}` must be positive, got {value}.{remedy and f' {remedy}'}")
 
 
 def check_within(name: str, value: float, low: float, high: float, remedy: str = "") -> None:
-    """Raise ValueError unless argument `name` is in [low, high]."""
+    """Raise ValueError unless argument `name` is in [low, high], TypeError if it is no number."""
+    check_number(name, value)
     if not low <= value <= high:
         raise ValueError(f"`{name}` must be in [{low}, {high}], got {value}.{remedy and f' {remedy}'}")
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise ValueError unless argument `name` is in [0, 1)."""
+    """Raise ValueError unless argument `name` is in [0, 1), TypeError if it is no number."""
+    check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"`{name}` is a share in [0, 1), got {value}.")
 

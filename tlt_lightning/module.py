@@ -77,23 +77,23 @@ class RLModule(L.LightningModule):
         super().__init__()
         keep_arguments(self, locals())
         policy = str(policy) if isinstance(policy, Path) else policy
+        reference = str(reference) if isinstance(reference, Path) else reference
         check_type("policy", policy, str, f"Give a folder or hub name. {HOW_TO_SAVE}")
+        check_optional("reference", reference, str, "Give a folder or hub name.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
+        optimization.check_schedules(lr_scheduler)
         check_optional("lora", lora, LoRA, "Give for example `LoRA(rank=16)`.")
         check_optional("critic", critic, CriticConfig, "Give for example `CriticConfig()`.")
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."
             )
-        self.policy_path = policy
-        self.objective = objective
+        self.policy_path, self.objective = policy, objective
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.lora = lora
-        self.reference_path = reference
+        self.lora, self.reference_path = lora, reference
         self.critic_config = critic
-        self.gradient_checkpointing = gradient_checkpointing
-        self.attn_implementation = attn_implementation
+        self.gradient_checkpointing, self.attn_implementation = gradient_checkpointing, attn_implementation
         self.held_by_callbacks: dict[str, float] = {}
         """Bytes that callbacks hold on the device from the start to the end, by name, for the forecast of memory."""
         self.policy: nn.Module | None = None

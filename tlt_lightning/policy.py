@@ -52,6 +52,8 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_at_least("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
+        if self.base_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"`lora.base_dtype` must be float32 or bfloat16, got {self.base_dtype!r}.")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

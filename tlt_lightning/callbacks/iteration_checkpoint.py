@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_count
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.resume import is_resumable_alone
 
@@ -31,7 +31,7 @@ class IterationCheckpoint(ModelCheckpoint):
 
     def __init__(self, dirpath: str, every_minutes: float = 10.0, keep: int = 2) -> None:
         check_at_least("every_minutes", every_minutes, 0)
-        check_at_least("keep", keep, 1)
+        check_count("keep", keep)
         super().__init__(
             dirpath,
             "{epoch}",

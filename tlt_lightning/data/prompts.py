@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tlt_lightning.arguments import check_optional, check_type
 from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
 
@@ -64,6 +65,11 @@ class PromptSource:
     def __post_init__(self) -> None:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
+        for name in ("template", "system_prompt", "chat_template", "config"):
+            check_optional(name, getattr(self, name), str, "Leave it out, or give a text.")
+        check_optional("chat_template_kwargs", self.chat_template_kwargs, dict, "Give names and values.")
+        check_type("prompt_column", self.prompt_column, str, "Give the name of a column.")
+        check_type("split", self.split, str, "Give for example 'train' or 'train[:100]'.")
         if (self.chat_template or "").endswith(".jinja"):
             object.__setattr__(self, "chat_template", _read_template(str(self.chat_template)))
         for name, value in (self.chat_template_kwargs or {}).items():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.arguments import check_count, check_within
+from tlt_lightning.arguments import check_count, check_number, check_within
 from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 if TYPE_CHECKING:
@@ -48,12 +48,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_count("sampling.max_tokens", self.max_tokens)
+        for name in ("temperature", "top_p"):
+            check_number(f"sampling.{name}", getattr(self, name))
         if self.temperature != 0 and not 0.01 <= self.temperature <= 2:  # vLLM raises less to 0.01 and refuses more
             raise ValueError(f"`sampling.temperature` must be 0 (greedy) or in [0.01, 2], got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`sampling.top_p` must be in (0, 1], got {self.top_p}; 1 switches it off.")
-        if self.top_k < 0:
-            raise ValueError(f"`sampling.top_k` must be 0 (off) or positive, got {self.top_k}.")
+        check_count("sampling.top_k", self.top_k, 0)
         check_within("sampling.min_p", self.min_p, 0, 1)
         check_within("sampling.min_tokens", self.min_tokens, 0, self.max_tokens)
         if isinstance(self.stop_strings, str) or not all(self.stop_strings):

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_lightning.arguments import check_number, check_type
+
 RewardFunction = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
 
 RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
@@ -40,6 +42,8 @@ class RewardTerm:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"`function` must be callable as (prompt, response, row), got {self.function!r}.")
+        check_number("weight", self.weight)
+        check_type("name", self.name, str, "It is logged as `reward/<name>`.")
         if not math.isfinite(self.weight):
             raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
         if not self.name:

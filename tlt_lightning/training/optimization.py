@@ -37,6 +37,15 @@ def check_builds(optimizer: object, remedy: str = "") -> None:
         )
 
 
+def check_schedules(lr_scheduler: object) -> None:
+    """Raise TypeError unless `lr_scheduler` can be called with an optimizer to build one, or is None."""
+    if lr_scheduler is not None and not callable(lr_scheduler):
+        raise TypeError(
+            "`lr_scheduler` must build one from an optimizer, as `lambda optimizer: CosineAnnealingLR(optimizer, 100)` "
+            f"does, got {lr_scheduler!r}."
+        )
+
+
 class WarmupCosine(LRScheduler):
     """Raises every group's learning rate to its own in equal steps, then lowers it to 0 along a cosine.
 
