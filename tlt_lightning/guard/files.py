@@ -43,7 +43,7 @@ def write_whole(state: Any, target: Path) -> None:
         raise RuntimeError(
             f"The checkpoint {str(target)!r} could not be written: {reason}. Earlier ones are whole; make room "
             "or give another folder, and resume."
-        ) from error
+        ) from reason
 
 
 def set_aside(folder: Path, paths: Sequence[Path], what: str) -> None:
