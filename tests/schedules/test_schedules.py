@@ -195,12 +195,12 @@ def load_backlog(
     group_size: int = SIZE,
     max_tokens: int = 10**6,
 ) -> None:
-    backlog.load(saved, rank, world_size, group_size=group_size, max_tokens=max_tokens)
+    backlog.load([{"aside": aside} for aside in saved], rank, world_size, group_size=group_size, max_tokens=max_tokens)
 
 
 def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> None:
     backlog = run(PartialRollout(0.5), 2).backlog
-    saved, held = backlog.state_dict(), backlog.aside
+    saved, held = backlog.state_dict()["aside"], backlog.aside
     assert any(response.token_ids for group in held for response in group.responses)
     for rank, was in enumerate((held, [])):
         load_backlog(backlog, [saved, []], rank, 2)
@@ -214,7 +214,7 @@ def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> No
 
 def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     backlog = run(PartialRollout(0.5), 2).backlog
-    saved, held = backlog.state_dict(), backlog.aside
+    saved, held = backlog.state_dict()["aside"], backlog.aside
     lengths = [max(len(response.token_ids) for response in group.responses) for group in held]
     limit = sorted(lengths)[1]
     load_backlog(backlog, [saved], group_size=2, max_tokens=10**6)

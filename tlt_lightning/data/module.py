@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -241,8 +240,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._trainer.validating and not self._module.update_state.validated:  # a resumed run validates anew
             own["engine"] = self._unvalidated_engine or own["engine"]
         own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
-        own["aside"] = self.backlog.state_dict(None if anew is None else anew.first_aside)
-        own["written_in"] = self.backlog.written_in
+        own |= self.backlog.state_dict(None if anew is None else anew.first_aside)
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
@@ -277,9 +275,7 @@ class RolloutDataModule(L.LightningDataModule):
         saved, now = state_dict["settings"], self._kept_settings
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
             self.history.load_state_dict(state_dict["answers"])
-            aside = [state["aside"] for state in ranks]
-            self.backlog.load(aside, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
-            self.backlog.written_in = dict(chain.from_iterable(state.get("written_in", {}).items() for state in ranks))
+            self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
         if any(state["iteration"] is not None for state in ranks):
             check_update(saved, now, len(ranks))
             self._saved_iteration = ranks[rank]["iteration"]

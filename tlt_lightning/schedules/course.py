@@ -268,19 +268,23 @@ class Backlog:
                     same = [a == b for a, b in zip(tokens, response.token_ids, strict=False)]
                     log.mean("schedule/repeated", [*same, False].index(False) / len(tokens))
 
-    def state_dict(self, aside: Sequence[OpenGroup] | None = None) -> list[dict[str, Any]]:
-        """Return `aside`, None those put aside now, as tensors and primitives."""
-        return [pack(group) for group in (self.aside if aside is None else aside)]
+    def state_dict(self, aside: Sequence[OpenGroup] | None = None) -> dict[str, Any]:
+        """Return `aside`, None those put aside now, and `written_in`, as tensors and primitives."""
+        return {"aside": [*map(pack, self.aside if aside is None else aside)], "written_in": self.written_in}
 
     def load(
-        self, ranks: Sequence[Sequence[dict[str, Any]]], rank: int, world_size: int, *, group_size: int, max_tokens: int
+        self, ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int, *, group_size: int, max_tokens: int
     ) -> None:
-        """Load the groups that the ranks have saved; another number of ranks deals them out anew.
+        """Load what the ranks have saved by `state_dict`; another number of ranks deals groups out anew.
 
         Of larger groups the first `group_size` responses are kept, and none of a group that holds one which has
         outgrown `max_tokens`.
         """
-        saved = ranks[rank] if len(ranks) == world_size else [state for own in ranks for state in own][rank::world_size]
+        aside = [state["aside"] for state in ranks]
+        saved = aside[rank] if len(aside) == world_size else [state for own in aside for state in own][rank::world_size]
+        self.written_in = {}
+        for state in ranks:
+            self.written_in |= state.get("written_in", {})
         self.aside, num_outgrown = [], 0
         for group in map(unpack, saved):
             responses = group.responses[:group_size]
