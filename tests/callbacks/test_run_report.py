@@ -56,6 +56,7 @@ def test_summary_holds_the_run_and_the_files_are_named(
         "  to go on    fit ... --ckpt_path '",
         "  to serve    python -m tlt_lightning export --ckpt_path '",
     ]
+    assert printed.pop("it") == "holds    3 iterations"
     assert set(printed) == {"checkpoint", "summary", "report"}
     assert all(Path(path).is_file() for path in printed.values())
 
