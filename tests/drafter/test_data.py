@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
@@ -203,16 +204,24 @@ def test_conversations_of_a_hub_teach_all_their_answers(policy: str, tmp_path: P
     assert trainer.callback_metrics["drafter/loss"].isfinite()
 
 
+class FailsAt(L.Callback):
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == self.index:
+            raise ZeroDivisionError
+
+
+class Seen(L.Callback):
+    def __init__(self) -> None:
+        self.packs: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        self.packs.append(batch.input_ids[0].tolist())
+
+
 def test_texts_come_in_another_order_in_each_epoch(policy: str, completions: str, tmp_path: Path) -> None:
-    class Seen(L.Callback):
-        packs: list[list[int]]
-
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.packs = []
-
-        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
-            self.packs.append(batch.input_ids[0].tolist())
-
     seen = Seen()
     trainer = make_trainer(tmp_path, callbacks=[seen])
     trainer.fit(make_module(policy), DrafterDataModule(completions, num_tokens=128))
@@ -221,6 +230,25 @@ def test_texts_come_in_another_order_in_each_epoch(policy: str, completions: str
     assert len(first) == len(second) > 3
     assert first != second
     assert sorted(chain(*first)) == sorted(chain(*second))
+
+
+@pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 5, "val_check_interval": 2}])
+def test_a_run_resumed_within_an_epoch_reads_on(
+    limits: dict[str, Any], policy: str, completions: str, tmp_path: Path
+) -> None:
+    def fit(*callbacks: L.Callback, ckpt_path: Path | None = None) -> tuple[L.Trainer, list[list[int]]]:
+        seen, data = Seen(), DrafterDataModule(completions, num_tokens=128)
+        trainer = make_trainer(tmp_path, callbacks=[*callbacks, seen], **limits)
+        trainer.fit(make_module(policy), data, ckpt_path=ckpt_path, weights_only=True)
+        return trainer, seen.packs
+
+    keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    trainer, packs = fit(keep)
+    for step in (2, trainer.num_training_batches):  # within the first epoch, and at its end
+        assert fit(ckpt_path=tmp_path / f"step={step}.ckpt")[1] == packs[step:]
+    with pytest.raises(ZeroDivisionError):
+        fit(FailsAt(3), OnExceptionCheckpoint(tmp_path, "failed"))
+    assert fit(ckpt_path=tmp_path / "failed.ckpt")[1] == packs[3:]  # also the one that was read before it failed
 
 
 def test_responses_to_one_prompt_stay_on_one_side() -> None:

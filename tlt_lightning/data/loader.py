@@ -51,7 +51,7 @@ def ignore_needless_warnings() -> None:
         "Total length of `list`.*",  # held-out prompts may be left out
         "Couldn't infer the batch indices.*",  # completions bring their own
         "Checkpoint directory .* exists and is not empty.*",  # in every run that is resumed
-        "You're resuming from a checkpoint that ended before.*",  # an iteration goes on exactly
+        "You're resuming from a checkpoint that ended before.*",  # they go on exactly
         r"`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # Lightning's own line under torch 2.13
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.texts.formats import RowReader
@@ -84,6 +85,7 @@ class DrafterDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.target is not None:
             return
+        ignore_needless_warnings()
         strategy = self.trainer.strategy  # type: ignore[union-attr]
         if isinstance(strategy, ModelParallelStrategy):  # it adds up gradients of what is sharded alone
             raise MisconfigurationException(
@@ -106,18 +108,21 @@ class DrafterDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> PackStream:
+        return self._stream(self.train_texts, self._begin_epoch)
+
+    def _begin_epoch(self) -> tuple[str, int]:
         trainer: Any = self.trainer
-        return self._stream(self.train_texts, lambda: f"{self.seed} {trainer.current_epoch}")
+        return f"{self.seed} {trainer.current_epoch}", trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     @override
     def val_dataloader(self) -> PackStream:
         return self._stream(self.val_texts)
 
-    def _stream(self, texts: Texts, seed_of_epoch: Callable[[], str] | None = None) -> PackStream:
+    def _stream(self, texts: Texts, begin_epoch: Callable[[], tuple[str, int]] | None = None) -> PackStream:
         assert self.target is not None, "packs before `setup`"
         reader = StateReader(self.target, self._drafter.layer_ids, self.num_tokens)
         trainer: Any = self.trainer
-        return PackStream(texts, reader, self.num_tokens, trainer.global_rank, trainer.world_size, seed_of_epoch)
+        return PackStream(texts, reader, self.num_tokens, trainer.global_rank, trainer.world_size, begin_epoch)
 
     @override
     def teardown(self, stage: str) -> None:

@@ -41,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def stream(target: Any, texts: Any, rank: int = 0, num_ranks: int = 1, seed: str | None = None) -> PackStream:
     reader = StateReader(target, (0, 1, 2), PACK)
-    return PackStream(texts, reader, PACK, rank, num_ranks, None if seed is None else lambda: seed)
+    return PackStream(texts, reader, PACK, rank, num_ranks, None if seed is None else lambda: (seed, 0))
 
 
 def entries_of(packs: Sequence[PackedBatch]) -> list[tuple[int, int, int]]:

@@ -24,7 +24,8 @@ class PackStream:
         num_tokens: Length of a pack.
         rank: Takes its share of the stream.
         num_ranks: Ranks that share it.
-        seed_of_epoch: Returns the seed of the epoch's order; None keeps the texts in theirs.
+        begin_epoch: Returns the seed of the epoch's order, and the packs that a resumed run has had of it; None keeps
+            the texts in their order.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class PackStream:
         num_tokens: int,
         rank: int,
         num_ranks: int,
-        seed_of_epoch: Callable[[], str] | None = None,
+        begin_epoch: Callable[[], tuple[str, int]] | None = None,
     ) -> None:
         self.texts, self.reader, self.num_tokens = texts, reader, num_tokens
         self.rank, self.num_ranks = rank, num_ranks
-        self.seed_of_epoch = seed_of_epoch
+        self.begin_epoch = begin_epoch
         num_packs = -(-sum(map(num_entries, texts.lengths)) // num_tokens)
         self._num_packs = num_packs // num_ranks
         if not self._num_packs:
@@ -52,7 +53,7 @@ class PackStream:
 
     def __iter__(self) -> Iterator[PackedBatch]:
         held: dict[int, PolicyText] = {}
-        for plan in self.plans():
+        for plan in self._plans():
             rows = [piece.sequence for piece in plan]
             missing = [row for row in rows if row not in held]
             held |= zip(missing, self.reader.read([self.texts[row] for row in missing]), strict=True)
@@ -61,13 +62,15 @@ class PackStream:
             goes_on = last.stop < num_entries(self.texts.lengths[last.sequence])
             held = {last.sequence: held[last.sequence]} if goes_on else {}
 
-    def plans(self) -> Iterator[list[Piece]]:
+    def _plans(self) -> Iterator[list[Piece]]:
         """Yield the pieces of each of this rank's packs."""
-        order = list(range(len(self.texts)))
-        if self.seed_of_epoch is not None:
-            random.Random(self.seed_of_epoch()).shuffle(order)
-        first = self.rank * self._num_packs
-        yield from cut_stream(self.texts.lengths, order, self.num_tokens, first, self._num_packs)
+        order, num_before = list(range(len(self.texts))), 0
+        if self.begin_epoch is not None:
+            seed, num_before = self.begin_epoch()
+            random.Random(seed).shuffle(order)
+        num_before = min(num_before, self._num_packs)  # which may have been more
+        first = self.rank * self._num_packs + num_before
+        yield from cut_stream(self.texts.lengths, order, self.num_tokens, first, self._num_packs - num_before)
 
 
 def cut_stream(
