@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from tests.conftest import save_policy, save_tokenizer
 from tlt_lightning.drafter.packing import packs_of
@@ -107,6 +107,28 @@ def test_an_answer_begins_where_it_leaves_what_the_engine_would_have_begun(opene
     assert words(reader, text.answers) == "3 <eos> 7 * 1 <eos>"
 
 
+@pytest.mark.parametrize("thought", ["/ 2 / ", " /  2 / ", "2 / "])
+def test_what_a_template_drops_of_every_answer_is_learned_as_the_engine_wrote_it(thought: str, tmp_path: Path) -> None:
+    """As DeepSeek-R1's, which opens the thought and drops it from what was said; data hold the opening or do not."""
+    drops = TEMPLATE.replace("turn['content'] +", "turn['content'].split(' / ')[-1] +")
+    reader = RowReader(save_target(tmp_path, drops.replace("{{ '= ' }}", "{{ '= / ' }}")), 256)
+    turns = [("user", "1"), ("assistant", f"{thought}3"), ("user", "4"), ("assistant", f"{thought}6 ")]
+    first, second = reader.texts({"messages": messages(turns)})
+    assert (words(reader, first.prompt), words(reader, first.answers)) == (": 1 <eos> = /", "2 / 3 <eos>")
+    assert words(reader, second.prompt) == ": 1 <eos> = 3 <eos> : 4 <eos> = /"
+    assert words(reader, second.answers) == "2 / 6 <eos>"
+
+
+def test_a_tokenizer_that_does_not_tell_places_is_refused_for_text_alone(tmp_path: Path) -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    reader = RowReader(str(tmp_path), 256)
+    assert reader.texts({"prompt_ids": [5], "response_ids": [7]}) == [Text([5, 7], 1)]
+    with pytest.raises(ValueError, match=r"tokenizer of `target` .* tell where tokens begin; give `prompt_ids`"):
+        reader.texts({"messages": messages()})
+
+
 def test_texts_end_where_the_target_reads_no_further(tmp_path: Path) -> None:
     row = {"messages": messages()}
     save_target(tmp_path)
@@ -122,9 +144,11 @@ def test_texts_end_where_the_target_reads_no_further(tmp_path: Path) -> None:
         (messages([("user", "1")]), "no `assistant` answers"),
         (messages([("assistant", "1")]), "no `assistant` answers"),
         ([], "no `assistant` answers"),
-        ("1 + 2", "'1 \\+ 2' in the place of a turn|None in the place of a turn"),
+        ("1 + 2", "'1 \\+ 2' in the place of a turn"),
+        (1, "1 in the place of a turn"),
         ([{"role": "user"}, *messages()], "'role': 'user'"),
         (messages([("user", "1"), ("user", "18"), ("assistant", "3")]), "otherwise than with the answer"),
+        (messages([("user", "1 \ud83d"), ("assistant", "3")]), "half a surrogate pair"),
         (messages([("user", "1"), ("tool", "2"), ("assistant", "3")]), "cannot write .*no such role"),
     ],
 )

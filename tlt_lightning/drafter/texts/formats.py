@@ -19,6 +19,7 @@ FORMATS = (
     "`prompt_ids` and `response_ids` (as `predict` writes them), `messages` (each with `role` and `content`), "
     "`conversations` (each with `from` and `value`), or `prompt` and `completion`"
 )
+_MARK = "[answer]"
 _ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are as they are
 
 
@@ -74,7 +75,10 @@ class RowReader:
         """
         columns = {name for name, value in row.items() if value is not None} if isinstance(row, Mapping) else set()
         if columns >= {"prompt_ids", "response_ids"}:
-            return [self._cut(Text([*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"])))]
+            ids = [*row["prompt_ids"], *row["response_ids"]]
+            if {*map(type, ids)} - {int}:
+                raise ValueError("has something else than whole numbers in `prompt_ids` or `response_ids`")
+            return [self._cut(Text(ids, len(row["prompt_ids"])))]
         if "messages" in columns:
             return self._written(_turns(row["messages"]))
         if "conversations" in columns:
@@ -88,9 +92,8 @@ class RowReader:
         raise ValueError(f"{has}; a row must have {FORMATS}")
 
     def _plain(self, prompt: str, completion: str) -> Text:
-        encoded = self.tokenizer(prompt + completion, return_offsets_mapping=True)
-        start = bisect_left([first for first, _ in encoded["offset_mapping"]], len(prompt))
-        return Text([*encoded["input_ids"], self.tokenizer.eos_token_id], start)
+        ids, starts = self._encode(prompt + completion, adds_special=True)
+        return Text([*ids, self.tokenizer.eos_token_id], bisect_left(starts, len(prompt)))
 
     def _written(self, turns: Sequence[Turn]) -> list[Text]:
         """Write a conversation as the target's engine would have seen it, each answer behind all before it.
@@ -102,19 +105,29 @@ class RowReader:
         for number, turn in enumerate(turns):
             if turn["role"] != "assistant" or number == 0:
                 continue
-            before, after = self._template(turns[:number], True), self._template(turns[: number + 1]).rstrip()
-            pairs = enumerate(zip(before, after, strict=False))
-            start = next((place for place, (one, other) in pairs if one != other), len(before))
-            if start < len(before) and start < len(self._template(turns[:number]).rstrip()):
-                raise LeftOut("whose chat template writes what is before an answer otherwise than with the answer")
-            if start >= len(after):
+            text, start = self._answer(turns[:number], turn)
+            if start >= len(text):
                 continue
-            if not texts or not after.startswith(texts[-1][0]):
+            if not texts or not text.startswith(texts[-1][0]):
                 texts.append(("", []))
-            texts[-1] = after, [*texts[-1][1], (start, len(after))]
+            texts[-1] = text, [*texts[-1][1], (start, len(text))]
         if not texts:
             raise LeftOut("in which no `assistant` answers anything")
         return [self._cut(self._tokens(*text)) for text in texts]
+
+    def _answer(self, earlier: Sequence[Turn], turn: Turn) -> tuple[str, int]:
+        """Write a turn behind earlier ones; return all, and where it begins."""
+        before, text = self._template(earlier, True), self._template([*earlier, turn]).rstrip()
+        pairs = enumerate(zip(before, text, strict=False))
+        start = next((place for place, (one, other) in pairs if one != other), len(before))
+        if start < len(before) and start < len(self._template(earlier).rstrip()):
+            raise LeftOut("whose chat template writes what is before an answer otherwise than with the answer")
+        if _without_spaces(turn["content"]) in _without_spaces(text):
+            return text, start
+        # As DeepSeek-R1's, the template drops what was thought of every answer, which the engine wrote nevertheless.
+        opened = before[start:].strip()
+        end = self._template([*earlier, {**turn, "content": _MARK}]).rpartition(_MARK)[2].rstrip()
+        return before + turn["content"].strip().removeprefix(opened).lstrip() + end, len(before)
 
     def _template(self, turns: Sequence[Turn], asks: bool = False) -> str:
         from jinja2 import TemplateError
@@ -130,11 +143,24 @@ class RowReader:
             raise LeftOut(f"which the target's chat template cannot write ({error})") from error
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> Text:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = [first for first, _ in encoded["offset_mapping"]]
+        ids, starts = self._encode(text)
         edges = [bisect_left(starts, edge) for span in spans for edge in span]
         others = tuple(zip(edges[1:-1:2], edges[2:-1:2], strict=True))
-        return Text(encoded["input_ids"], edges[0], others)
+        return Text(ids, edges[0], others)
+
+    def _encode(self, text: str, *, adds_special: bool = False) -> tuple[list[int], list[int]]:
+        """Return the tokens of `text`, and the place where each begins."""
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"holds text, and the tokenizer of `target` {self.target!r} is none of `tokenizers`, which tell where "
+                "tokens begin; give `prompt_ids` and `response_ids`, as `predict` writes them"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise LeftOut("with half a surrogate pair, which is no letter") from error
+        encoded = self.tokenizer(text, add_special_tokens=adds_special, return_offsets_mapping=True)
+        return encoded["input_ids"], [first for first, _ in encoded["offset_mapping"]]
 
     def _cut(self, text: Text) -> Text:
         if not 0 < text.prompt_length < min(len(text.ids), self.max_tokens):
@@ -143,12 +169,16 @@ class RowReader:
         return Text(text.ids[: self.max_tokens], text.prompt_length, others)
 
 
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
 def _turns(value: Any, role: str = "") -> list[Turn]:
     """Return turns with `role` and `content`; text alone is a turn of `role`."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     turns = []
-    for given in value if isinstance(value, list) else [None]:
+    for given in value if isinstance(value, list) else [value]:
         turn = {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else {}
         if "from" in turn and "role" not in turn:
             turn = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
