@@ -22,6 +22,9 @@ def texts_of(*paths: Path, **options: Any) -> Texts:
     [
         ({"prompt": "1 + 1", "response": "2"}, "line 2.*`prompt_ids` and `response_ids`"),
         ({"prompt_ids": [5], "response_ids": [3, 32]}, "line 2.*vocabulary of 32"),
+        ({"prompt_ids": [5], "response_ids": [-3, 31]}, "line 2.*vocabulary of 32"),
+        ({"prompt_ids": [5], "response_ids": [3.5, 31]}, "line 2.*whole numbers"),
+        ({"prompt_ids": "5", "response_ids": "3"}, "line 2.*whole numbers"),
         ([5, 3], "line 2.*`prompt_ids` and `response_ids`"),
     ],
 )
@@ -81,6 +84,9 @@ def test_conversations_are_read_from_every_kind_of_place(tmp_path: Path) -> None
         Texts([str(tmp_path / "lines.jsonl")], target, 32, split="test")
     with pytest.raises(ValueError, match=r"`completions` .*folder' cannot be read \(`split` 'train', `config` chat\)"):
         Texts([str(folder)], target, 32, config="chat")
+    (tmp_path / "nothing.json").write_text("")
+    with pytest.raises(ValueError, match=r"nothing.json' cannot be read .*: it holds nothing"):
+        Texts([str(tmp_path / "nothing.json")], target, 32)
     Dataset.from_list([{"a": 1, "ok": 2}]).to_parquet(tmp_path / "table.parquet")
     with pytest.raises(ValueError, match=r"`completions` .*table.parquet', row 0, has a, ok; a row must have"):
         Texts([str(tmp_path / "table.parquet")], target, 32)

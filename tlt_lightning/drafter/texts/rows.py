@@ -68,8 +68,8 @@ def open_rows(path: str, config: str | None, split: str) -> Sequence[Any]:
         if not (place / "dataset_dict.json").is_file() and not (place / "state.json").is_file():
             return load_dataset(str(place) if place.is_dir() else path, config, split=split)
         saved = load_from_disk(str(place))
-    except (DatasetGenerationError, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
+    except (DatasetGenerationError, OSError, ValueError, StopIteration) as error:
+        reason = (str(error.__cause__ or error) or "it holds nothing").splitlines()[0]
         raise ValueError(
             f"`completions` {path!r} cannot be read (`split` {split!r}, `config` {config}): {reason}"
         ) from error

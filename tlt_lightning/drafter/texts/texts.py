@@ -63,7 +63,7 @@ class Texts(Sequence[Text]):
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self._place(source, row)} {error}.") from error
         for part, text in enumerate(texts):
-            if max(text.ids) >= vocab_size:
+            if min(text.ids) < 0 or max(text.ids) >= vocab_size:
                 raise ValueError(
                     f"{self._place(source, row)} holds tokens that the target's vocabulary of {vocab_size} has not: "
                     "they are another model's."
