@@ -119,6 +119,13 @@ def test_what_a_template_drops_of_every_answer_is_learned_as_the_engine_wrote_it
     assert words(reader, second.answers) == "2 / 6 <eos>"
 
 
+def test_a_text_has_the_same_tokens_on_every_day(tmp_path: Path) -> None:
+    """A stream knows lengths beforehand, and a resumed run holds out the same prompts, though a template has a date."""
+    dated = "{% if strftime_now('%d %b %Y') == '26 Jul 2024' %}{{ '7 ' }}{% else %}{{ '8 8 ' }}{% endif %}"
+    (text,) = RowReader(save_target(tmp_path, dated + TEMPLATE), 256).texts({"messages": messages()})
+    assert text.ids[:1] == AutoTokenizer.from_pretrained(tmp_path)("7")["input_ids"]
+
+
 def test_a_tokenizer_that_does_not_tell_places_is_refused_for_text_alone(tmp_path: Path) -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = TEMPLATE

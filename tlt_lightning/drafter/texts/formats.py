@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ FORMATS = (
     "`prompt_ids` and `response_ids` (as `predict` writes them), `messages` (each with `role` and `content`), "
     "`conversations` (each with `from` and `value`), or `prompt` and `completion`"
 )
+_A_DAY = datetime(2024, 7, 26)  # which Llama 3 takes if there is no clock: texts are the same tokens on every day
 _MARK = "[answer]"
 _ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are as they are
 
@@ -138,7 +140,11 @@ class RowReader:
                 "`chat_template`, or give the texts `prompt` and `completion`"
             )
         try:
-            return str(self.tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(turns), tokenize=False, add_generation_prompt=asks, strftime_now=_A_DAY.strftime
+                )
+            )
         except (TemplateError, TypeError, KeyError) as error:
             raise LeftOut(f"which the target's chat template cannot write ({error})") from error
 
