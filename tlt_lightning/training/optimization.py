@@ -91,6 +91,12 @@ class WarmupCosine(LRScheduler):
         kept = ("num_steps", "warmup_share")  # a run that is resumed has its own
         return {name: value for name, value in super().state_dict().items() if name not in kept}
 
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.num_steps is not None:
+            self.run_over(self.num_steps)  # the optimizer has the rate of the run that is resumed, perhaps 0
+
 
 def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None, num_steps: float | None = None) -> Any:
     """Return the optimizer and a scheduler that moves once a step, as Lightning wants them.
