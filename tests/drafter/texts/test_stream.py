@@ -97,8 +97,10 @@ def test_ranks_share_a_stream_in_equal_parts(num_ranks: int, target: Any) -> Non
     assert {len(rank) for rank in ranks} == {len(alone) // num_ranks}
     dealt = [pack.input_ids.tolist() for rank in ranks for pack in rank]
     assert dealt == alone[: len(dealt)]
-    with pytest.raises(ValueError, match=r"`completions` fill 1 packs of `num_tokens` 128, fewer .* ranks \(2\)"):
-        stream(target, Held([60, 60]), 0, 2)
+    for seed, use in ((None, "hold out"), ("0", "learn from")):
+        message = rf"`completions` to {use} fill 1 packs of `num_tokens` 128, fewer .* ranks \(2\).*`val_share`"
+        with pytest.raises(ValueError, match=message):
+            stream(target, Held([60, 60]), 0, 2, seed)
 
 
 def test_a_stream_is_cut_as_it_is_asked_for() -> None:

@@ -44,8 +44,9 @@ class PackStream:
         self._num_packs = num_packs // num_ranks
         if not self._num_packs:
             raise ValueError(
-                f"`completions` fill {num_packs} packs of `num_tokens` {num_tokens}, fewer than there are ranks "
-                f"({num_ranks}); give more completions or shorter packs."
+                f"`completions` to {'learn from' if begin_epoch else 'hold out'} fill {num_packs} packs of "
+                f"`num_tokens` {num_tokens}, fewer than there are ranks ({num_ranks}); give more, or shorter packs, or "
+                "change `val_share`."
             )
 
     def __len__(self) -> int:
