@@ -63,6 +63,7 @@ def test_a_rollout_as_a_row_is_json_of_what_was_asked_written_and_earned() -> No
         "correct": True,
         "tokens": 2,
         "finish_reason": "length",
+        "deferrals": 0,
         "prompt_ids": [2],
         "response_ids": [3, 4],
     }

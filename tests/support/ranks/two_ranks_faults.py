@@ -40,6 +40,8 @@ class Fault(RolloutCallback):
     def _at(self, place: str, trainer: L.Trainer) -> None:
         is_time = trainer.current_epoch == (2 if place == "rollout" else 1) or place == "start"
         if place == self.place and is_time and trainer.global_rank in self.ranks:
+            if len(self.ranks) > 1:  # none is to hear of another's end before its own signal
+                torch.distributed.barrier()
             os.kill(os.getpid(), self.signal)
 
     def on_engine_setup(self, trainer, pl_module, engine):
@@ -65,6 +67,7 @@ class Fault(RolloutCallback):
 
 def main(policy: str, prompts: str, out: str, signal_name: str, ranks: str, place: str) -> None:
     num_ranks = 1 if ranks == "0" else 2
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which what a shell runs behind `&` ignores
     if place == "stuck":
         liveness._GRACE_SECONDS = 1.0
     L.seed_everything(3)
