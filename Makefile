@@ -39,7 +39,7 @@ quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
 test: setup models/SmolLM2-135M-Instruct/model.safetensors
 	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder)
 
-# The part of it that two cores do in about two minutes.
+# The part of it that two cores do in a minute and a half.
 quick: setup
 	$(PY) -m pytest -m "not gpu and not vllm and not oracle and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 

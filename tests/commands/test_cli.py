@@ -39,6 +39,7 @@ def options(policy: str, prompts: str, root: Path) -> list[str]:
     return ["-c", str(ROOT / "recipes/base.yaml"), *(f"--{name}={value}" for name, value in values.items())]
 
 
+@pytest.mark.slow
 def test_a_saved_config_run_elsewhere_leaves_the_first_run_alone(
     policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +308,7 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out == f"tlt-lightning {tlt_lightning.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_run_does_not_begin_with_warnings_of_kernels_that_nobody_asked_for() -> None:
     pytest.importorskip("torchao")
     code = "import sys; sys.argv[1:] = ['--help']; from tlt_lightning.__main__ import main; main(); import torchao"

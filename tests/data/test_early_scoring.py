@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.ranks.rank_processes import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def run(policy_path: str, prompts_path: str, out: Path, mode: str) -> tuple[list[Any], dict[str, torch.Tensor]]:

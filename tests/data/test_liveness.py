@@ -16,6 +16,8 @@ from tests.support.two_workers import failure, make_trainers, two_workers
 from tlt_lightning.data import liveness
 from tlt_lightning.data.liveness import Liveness
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.speculation.eagle3_files import read_head
 from tlt_lightning.training.optimization import WarmupCosine
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "drafter_warmup.yaml"
 NUM_PROMPTS = 24
 
@@ -120,7 +122,6 @@ def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_pat
         make_trainer(tmp_path, max_epochs=1).fit(make_module(policy, draft_vocab_size=12), [])
 
 
-@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str, tmp_path: Path) -> None:
     whole, first, second = (DrafterModule(policy) for _ in range(3))
     make_data = lambda: DrafterDataModule(completions, num_tokens=128)  # noqa: E731

@@ -29,7 +29,7 @@ STOPPED = "The run cannot go on: rank 1 ended with SIGTERM."
         pytest.param("SIGTERM", "1", "update", [1, 143], STOPPED, marks=pytest.mark.slow),
         pytest.param("SIGTERM", "0,1", "rollout", [143, 143], None, marks=pytest.mark.slow),
         pytest.param("SIGKILL", "1", "start", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
-        ("SIGINT", "0,1", "rollout", [1, 1], None),
+        pytest.param("SIGINT", "0,1", "rollout", [1, 1], None, marks=pytest.mark.slow),
         ("SIGKILL", "1", "update", [1, -signal.SIGKILL], DIED),
         pytest.param("SIGKILL", "1", "checkpoint", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
         pytest.param("SIGKILL", "1", "stuck", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),

@@ -26,6 +26,8 @@ from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool
 
+pytestmark = pytest.mark.slow
+
 RECIPES = read_recipes()
 # Those of a policy run alone; a draft head's is tested in tests/drafter/test_data.py.
 POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1]]

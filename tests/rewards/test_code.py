@@ -18,6 +18,8 @@ import pytest
 from tlt_lightning.rewards import PythonTests
 from tlt_lightning.rewards.code import extract_code
 
+pytestmark = pytest.mark.slow
+
 HUMAN_EVAL = {
     "prompt": 'import math\n\n\ndef area(radius: float) -> float:\n    """Area of a circle."""\n',
     "test": "def check(candidate):\n    assert abs(candidate(1) - 3.14159) < 1e-3\n    assert candidate(0) == 0\n",

@@ -14,6 +14,8 @@ import pytest
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import MAX_STUCK
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 0.5
 """Long enough for a loaded machine to end a call that does nothing, short enough to wait for."""
 

@@ -16,6 +16,8 @@ from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.engine import TransformersEngine
 
+pytestmark = pytest.mark.slow
+
 Paths = tuple[str, str, Path]
 STEPS = 2  # optimizer steps an iteration
 

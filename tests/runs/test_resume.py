@@ -18,6 +18,8 @@ from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback, Samplin
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.training import optimization
 
+pytestmark = pytest.mark.slow
+
 Paths = tuple[str, str, Path]
 STEPS = 4  # optimizer steps an iteration: two passes over two steps
 
@@ -102,12 +104,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(
     assert moved.keys() == whole.keys()
 
 
-QUICK = (("progress", 1), ("scored", 1), ("batch", 1), ("batch", 4), ("validation", 1))
-
-
-@pytest.mark.parametrize(
-    ("hook", "number"), [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in MOMENTS]
-)
+@pytest.mark.parametrize(("hook", "number"), MOMENTS)
 def test_a_run_resumes_exactly_from_any_moment_of_an_iteration(
     hook: str, number: int, uninterrupted: Any, paths: Paths
 ) -> None:
@@ -138,7 +135,6 @@ def test_an_update_that_had_stopped_at_its_kl_stays_stopped(paths: Paths) -> Non
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
-@pytest.mark.slow
 def test_a_run_told_to_stop_within_an_iteration_finishes_it(paths: Paths) -> None:
     class Stop(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -160,7 +156,7 @@ def checkpoint_of(paths: Paths, **settings: Any) -> Path:
     return paths[2] / "first.ckpt"
 
 
-@pytest.mark.parametrize("number", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 7))])
+@pytest.mark.parametrize("number", [5, 6, 7])
 def test_a_requeue_amid_an_optimizer_step_resumes_exactly(
     number: int, paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +216,7 @@ def test_a_resumed_run_that_is_saved_before_it_has_gone_on_resumes_exactly(unint
     assert rest == {iteration: pytest.approx(history[iteration]) for iteration in (2, 3)}
 
 
-@pytest.mark.parametrize("scheduled", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("scheduled", [False, True])
 def test_another_learning_rate_on_resume_is_used_and_said(
     scheduled: bool, paths: Paths, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,7 +239,6 @@ def test_another_learning_rate_on_resume_is_used_and_said(
     assert not all(torch.equal(tensor, other[name]) for name, tensor in same.items())
 
 
-@pytest.mark.slow
 def test_states_of_8_bits_resume_exactly_with_rates_that_are_tensors(
     paths: Paths, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,7 +308,7 @@ def test_a_checkpoint_can_be_validated_by_a_run_of_another_size(paths: Paths) ->
     assert set(metrics) >= {"val/accuracy", "val/reward", "val/length"}
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), LoRA(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
 def test_killed_and_resumed_run_has_the_weights_of_the_uninterrupted_one(
     lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 from tests.support.simulations.engines import Rollout, draw_lengths
 from tlt_lightning.schedules.deal import deal
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_get_equally_many_prompts_and_alike_tokens() -> None:
     shares = deal([800.0, 100.0, 90.0, 110.0, 700.0, 120.0], [3, 3])

@@ -14,6 +14,8 @@ from benchmarks.rollout.steps import Row, by_batch, summarize
 from tlt_lightning.speculation import CostModelSelector, FixedSelector, SelectorState, Strategy, ThresholdSelector
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [40 + 9 * i for i in range(16)]
 TAU = {"plain": 1.0, "K=1": 1.6, "K=3": 2.2, "K=5": 2.4, "K=7": 2.5}
 

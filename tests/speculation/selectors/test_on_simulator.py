@@ -22,6 +22,8 @@ from tlt_lightning.speculation import (
     ThresholdSelector,
 )
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (1, 3, 5, 7)
 HIGH = constant(0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78)
 MIDDLE = constant(0.75, 0.72, 0.7, 0.68, 0.66, 0.64, 0.62)
@@ -51,11 +53,8 @@ def best_fixed(name: str) -> float:
     return min(simulator_of(name).run(FixedSelector(length)).makespan for length in (0, *LENGTHS))
 
 
-LONG = {"low", "recovery", "big batch", "short batch"}
-
-
 @pytest.mark.parametrize("make", [BEGMABSelector, CostModelSelector])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in WORKLOADS])
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_learning_selectors_stay_within_3_percent_of_the_best_fixed_arm(name, make):
     selector = make()
     for version in (0, 1):
