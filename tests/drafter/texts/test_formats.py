@@ -98,6 +98,16 @@ def test_a_template_that_forgets_gives_each_answer_behind_what_its_engine_reads(
     assert words(reader, second.answers) == "5 / 6 <eos>"
 
 
+def test_an_answer_ends_where_the_engine_ends_it(tmp_path: Path) -> None:
+    """Phi-3's template writes another end behind all, unless an answer is asked for."""
+    reader = RowReader(
+        save_target(tmp_path, TEMPLATE + "{% if not add_generation_prompt %}{{ '<eos>' }}{% endif %}"), 256
+    )
+    (text,) = reader.texts({"messages": messages()})
+    assert words(reader, text.ids) == ": 1 + 2 <eos> = 3 <eos> : + 4 <eos> = 7 * 1 <eos>"
+    assert words(reader, text.answers) == "3 <eos> 7 * 1 <eos>"
+
+
 @pytest.mark.parametrize("opened", ["= / ", "= 0 / "])
 def test_an_answer_begins_where_it_leaves_what_the_engine_would_have_begun(opened: str, tmp_path: Path) -> None:
     """As templates of thinking models open the thought that they leave out of what was said."""

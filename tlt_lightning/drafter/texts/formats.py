@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.policy import end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,12 @@ class RowReader:
         """The target's, loaded when text has to be written."""
         return load_tokenizer(self.target)
 
+    @cached_property
+    def _ends(self) -> list[str]:
+        """Words behind which the target's engine writes no more."""
+        ends = [str(self.tokenizer.decode([token])) for token in end_token_ids(self.target, self.tokenizer)]
+        return [end for end in ends if end.strip()]
+
     def texts(self, row: Any) -> list[Text]:
         """Return a row's texts, mostly one.
 
@@ -108,6 +114,10 @@ class RowReader:
             if turn["role"] != "assistant" or number == 0:
                 continue
             text, start = self._answer(turns[:number], turn)
+            # Some templates, as Phi-3's, write more behind the end of the last answer.
+            text = text[
+                : min((at + len(end) for end in self._ends if (at := text.find(end, start)) >= 0), default=None)
+            ]
             if start >= len(text):
                 continue
             if not texts or not text.startswith(texts[-1][0]):
