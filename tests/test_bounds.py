@@ -14,6 +14,7 @@ from tlt_lightning import (
     CostModelSelector,
     DynamicSampling,
     EarlierAnswers,
+    LoRA,
     PartialRollout,
     PromptSource,
     RLModule,
@@ -53,6 +54,7 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (Teaching, "decay", [TINY, 1], [0, 1 + TINY]),
     (Teaching, "regression_weight", [0, 5], [-TINY]),
     (DynamicSampling, "max_rounds", [2], [1]),
+    (LoRA, "alpha", [1], [0, -1]),
     (TailBatching, "extra", [0.01, 1], [0, 1.01]),
     (PartialRollout, "extra", [0.01, 1], [0, 1.01]),
     (PartialRollout, "max_policy_lag", [1], [0]),
@@ -143,6 +145,7 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: RLModule("policy", objectives.GRPO(), lr_scheduler="cosine"), "lr_scheduler"),  # type: ignore[arg-type]
         (lambda: Sampling(temperature="1"), "sampling.temperature"),  # type: ignore[arg-type]
         (lambda: Sampling(top_k=1.5), "sampling.top_k"),  # type: ignore[arg-type]
+        (lambda: Sampling(stop_token_ids=3), "sampling.stop_token_ids"),  # type: ignore[arg-type]
         (lambda: RewardTerm(function=exact_match, weight="1"), "weight"),  # type: ignore[arg-type]
         (lambda: RewardTerm(function=exact_match, name=3), "name"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat_template=3), "chat_template"),  # type: ignore[arg-type]

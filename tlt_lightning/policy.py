@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_positive
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
@@ -52,6 +52,7 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_at_least("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
+        check_positive("lora.alpha", self.alpha, "The usual one is twice the rank.")
         if self.base_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"`lora.base_dtype` must be float32 or bfloat16, got {self.base_dtype!r}.")
 
