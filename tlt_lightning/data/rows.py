@@ -58,12 +58,27 @@ def read_rows(path: str, config: str | None, split: str) -> list[Row]:
     place = Path(path).expanduser()
     if place.is_file():
         return cut(path, {"train": complete(list(_read_file(place)))}, split)
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    if (splits := saved_splits(place)) is not None:
+        return cut(path, splits, split)
+    return [dict(row) for row in load_split(path, config, split)]
 
-    if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
-        saved = load_from_disk(str(place))
-        return cut(path, saved if isinstance(saved, DatasetDict) else {"train": saved}, split)
-    return [dict(row) for row in load_dataset(str(place) if place.is_dir() else path, config, split=split)]
+
+def saved_splits(place: Path) -> dict[str, Any] | None:
+    """Return the splits of a folder that `datasets` has saved, memory-mapped; None if `place` is none."""
+    from datasets import DatasetDict, load_from_disk
+
+    if not any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return None
+    saved = load_from_disk(str(place))
+    return dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+
+
+def load_split(path: str, config: str | None, split: str) -> Any:
+    """Return a split of a folder of files or of a hub dataset, memory-mapped."""
+    from datasets import load_dataset
+
+    place = Path(path).expanduser()
+    return load_dataset(str(place) if place.is_dir() else path, config, split=split)
 
 
 def complete(rows: Sequence[Row]) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.data.rows import kind, ranges
+from tlt_lightning.data.rows import kind, load_split, ranges, saved_splits
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -59,20 +59,18 @@ def open_rows(path: str, config: str | None, split: str) -> Sequence[Any]:
     place = Path(path).expanduser()
     if place.is_file() and place.suffix == ".jsonl":
         return JsonLines(place, split)
-    from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
+    from datasets import concatenate_datasets, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     try:
         if place.is_file():
             return load_dataset(_BUILDERS[kind(place)], data_files=str(place), split=split)
-        if not (place / "dataset_dict.json").is_file() and not (place / "state.json").is_file():
-            return load_dataset(str(place) if place.is_dir() else path, config, split=split)
-        saved = load_from_disk(str(place))
+        if (splits := saved_splits(place)) is None:
+            return load_split(path, config, split)
     except (DatasetGenerationError, OSError, ValueError, StopIteration) as error:
         reason = (str(error.__cause__ or error) or "it holds nothing").splitlines()[0]
         raise ValueError(
             f"`completions` {path!r} cannot be read (`split` {split!r}, `config` {config}): {reason}"
         ) from error
-    splits = {"train": saved} if isinstance(saved, Dataset) else dict(saved)
     parts = ranges(path, {name: len(rows) for name, rows in splits.items()}, split)
     return concatenate_datasets([splits[name].select(rows) for name, rows in parts])
