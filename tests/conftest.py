@@ -130,3 +130,12 @@ def prompts_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [{"prompt": f"{i} {i + 1} = {2 * i + 1} :", "answer": f"{i} + {i + 1}"} for i in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+Paths = tuple[str, str, Path]
+
+
+@pytest.fixture
+def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
+    """Of a policy, of prompts, and of a folder to write to."""
+    return policy_path, prompts_path, tmp_path

@@ -60,11 +60,6 @@ def run(watcher: Watcher, paths: tuple[str, str, Path], *callbacks: L.Callback, 
     return trainer
 
 
-@pytest.fixture
-def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> tuple[str, str, Path]:
-    return policy_path, prompts_path, tmp_path
-
-
 def test_hooks_come_in_order(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     recorder = Recorder()
     make_trainer(tmp_path, recorder).fit(make_module(policy_path), make_data(prompts_path))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from tests.conftest import Paths
 from tests.support.rl_runs import make_data, make_module, make_trainer, weights
 from tlt_lightning import RolloutCallback
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
@@ -18,13 +19,7 @@ from tlt_lightning.engine import TransformersEngine
 
 pytestmark = pytest.mark.slow
 
-Paths = tuple[str, str, Path]
 STEPS = 2  # optimizer steps an iteration
-
-
-@pytest.fixture
-def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
-    return policy_path, prompts_path, tmp_path
 
 
 class Signal(RolloutCallback):

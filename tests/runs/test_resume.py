@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
 from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutCallback, Sampling, TailBatching
 from tlt_lightning.objectives import GRPO, PPO
@@ -20,13 +21,7 @@ from tlt_lightning.training import optimization
 
 pytestmark = pytest.mark.slow
 
-Paths = tuple[str, str, Path]
 STEPS = 4  # optimizer steps an iteration: two passes over two steps
-
-
-@pytest.fixture
-def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
-    return policy_path, prompts_path, tmp_path
 
 
 class SaveAt(RolloutCallback):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.runs.test_resume import STEPS, Paths, SaveAt, run
+from tests.conftest import Paths
+from tests.runs.test_resume import STEPS, SaveAt, run
 from tests.support.rl_runs import Recorder, make_data, make_engine
 from tlt_lightning import (
     EarlierAnswers,
@@ -32,11 +33,6 @@ RUNS = [
     pytest.param("drafts", TailBatching(0.5), id="tail, drafts", marks=pytest.mark.vllm),
     pytest.param("drafts", PartialRollout(0.5, 1), id="partial, drafts", marks=pytest.mark.vllm),
 ]
-
-
-@pytest.fixture
-def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
-    return policy_path, prompts_path, tmp_path
 
 
 class Seeded(SynchronousSchedule):

@@ -209,6 +209,12 @@ def test_acceptance_that_falls_without_training_is_drift_and_tried_anew(
     assert (budget.decide(13, None) is not None) is tries
 
 
+def predicted_saving(budget: AdaptiveBudget, iteration: int, remaining: int | None) -> float:
+    """Return the seconds that the decision of an iteration expects its training to save."""
+    budget.decide(iteration, remaining)
+    return budget.metrics()["drafter/predicted_saving_s"]
+
+
 def test_single_texts_that_show_no_gain_speak_against_it() -> None:
     savings = []
     for is_told in (False, True):
@@ -217,8 +223,7 @@ def test_single_texts_that_show_no_gain_speak_against_it() -> None:
             budget.note_iteration(replace(TOOK, cost=0.0))
             if is_told:
                 budget.note_publication(publication(2.0, 2.0, inf, is_published=False))
-        budget.decide(6, None)
-        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+        savings.append(predicted_saving(budget, 6, None))
     assert savings[1] < 0.7 * savings[0]
 
 
@@ -231,8 +236,7 @@ def test_a_trainee_that_starts_over_need_not_show_what_was_hoped_of_its_training
         same = publication(2.0, 2.0, 0.001, is_published=False)
         for each in (replace(same, has_diverged=has_diverged), same):
             budget.note_publication(each)
-        budget.decide(4, None)
-        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+        savings.append(predicted_saving(budget, 4, None))
     assert savings[0] < savings[1]
 
 
@@ -271,8 +275,7 @@ def test_a_head_that_is_hardly_asked_is_hardly_worth_training() -> None:
         budget = AdaptiveBudget()
         for _ in range(20):
             budget.note_iteration(replace(TOOK, cost=0.0, training_seconds=0.01, learned_share=learned_share))
-        budget.decide(21, None)
-        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+        savings.append(predicted_saving(budget, 21, None))
     assert savings[0] > 20 * savings[1]
 
 
@@ -305,8 +308,7 @@ def test_a_gain_counts_for_the_horizon_where_the_run_is_longer() -> None:
     for remaining in (None, 10, 1000, 3):
         budget = AdaptiveBudget(horizon=10)
         budget.note_iteration(TOOK)
-        budget.decide(1, remaining)
-        savings.append(budget.metrics()["drafter/predicted_saving_s"])
+        savings.append(predicted_saving(budget, 1, remaining))
     assert savings[0] == savings[1] == savings[2] > savings[3]
 
 

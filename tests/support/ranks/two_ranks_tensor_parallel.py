@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from tests.support.rl_runs import make_data
+from tests.support.rl_runs import make_data, make_trainer
 from tlt_lightning import RLModule, RolloutCallback
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.objectives import GRPO
@@ -42,18 +42,8 @@ def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str, n
     data = make_data(prompts, engine, val=None, num_minibatches=1)
     observer = Observer(dies=mode == "die")
     module = RLModule(policy, GRPO(), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(num_ranks),
-        strategy={"alone": "auto", "fsdp2": "fsdp2"}.get(mode) or DDPStrategy(process_group_backend="gloo"),
-        max_epochs=2,
-        callbacks=[observer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-    )
+    strategy = {"alone": "auto", "fsdp2": "fsdp2"}.get(mode) or DDPStrategy(process_group_backend="gloo")
+    trainer = make_trainer(Path(out), observer, devices=int(num_ranks), strategy=strategy)
     trainer.fit(module, data)
     weights = {name: float(tensor.double().abs().sum()) for name, tensor in module.policy_weights()}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from tests.support.rl_runs import make_trainer
 from tlt_lightning import DrafterDataModule, DrafterModule
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
@@ -49,18 +50,9 @@ def write_texts(path: Path) -> str:
 
 def main(policy: str, completions: str, out: str, strategy: str, shard_target: str) -> None:
     observer = Observer()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else FSDP2Strategy(),
-        max_epochs=2,
-        callbacks=[observer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=1,
-    )
+    over_ranks = DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else FSDP2Strategy()
+    validated = {"num_sanity_val_steps": 1, "limit_val_batches": 1.0}
+    trainer = make_trainer(Path(out), observer, devices=2, strategy=over_ranks, **validated)
     module = DrafterModule(policy)
     data = DrafterDataModule(completions, num_tokens=128, val_share=0.2, shard_target=shard_target == "True")
     trainer.fit(module, data)
