@@ -18,6 +18,7 @@ BENCHMARKS = {
     "update": "benchmarks.micro.update",
     "drafter_step": "benchmarks.micro.drafter_step",
     "cold_head": "benchmarks.micro.cold_head",
+    "warm_up": "benchmarks.micro.warm_up",
     "schedules": "benchmarks.schedules.run",
 }
 

@@ -127,9 +127,9 @@ def sample_chain(numbers: Sequence[int], rng: random.Random) -> tuple[list[str],
     return written, expression, value
 
 
-def sample_response(question: Question, rng: random.Random) -> list[str]:
+def sample_response(question: Question, rng: random.Random, hasty_share: float = HASTY_SHARE) -> list[str]:
     """Draw an imperfect search for the target and its final answer, as words."""
-    give_up = GIVE_UP[rng.random() < HASTY_SHARE]
+    give_up = GIVE_UP[rng.random() < hasty_share]
     words: list[str] = []
     while len(words) < MAX_RESPONSE:
         written, expression, value = sample_chain(question.numbers, rng)
