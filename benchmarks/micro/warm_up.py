@@ -199,7 +199,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     stopwatch = time_tokenising(args.tokenizer, converse(folder / "docs.jsonl", 1 if args.tiny else NUM_COPIES))
     few, epoch, many = args.packs
     own, held_out = predict(folder, 24 if args.tiny else None)
-    num_tokens = round(1.05 * epoch * PACK_TOKENS / (1 - VAL_SHARE))  # of an epoch, and what packs leave out
+    num_tokens = round(1.05 * epoch * PACK_TOKENS / (1 - VAL_SHARE))  # about an epoch
     others = (write(folder / f"{each.__name__}.jsonl", each, num_tokens, args.seed) for each in WRITERS.values())
     files = {OWN: own, **dict(zip(WRITERS, others, strict=True))}
     texts = [(writer, read(file)) for writer, file in files.items()]
@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> None:
         "--tokenizer", default=str(ROOT / "models/SmolLM2-135M-Instruct"), help="directory, with a chat template"
     )
     args = parser.parse_args(arguments)
-    args.packs = [30, 101, 303]  # the recipe's; an epoch of the policy's answers; three of them
+    args.packs = [30, 101, 303]  # the recipe's; about an epoch of the policy's answers; about three
     if args.tiny:
         args.seeds, args.packs = [0], [1, 2, 3]
     if not Path(args.tokenizer).is_dir():
