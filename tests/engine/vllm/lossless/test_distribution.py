@@ -164,7 +164,8 @@ def test_every_text_is_as_likely_as_it_should_be(setup: Setup, record_property: 
     for sampling in (Sampling(max_tokens=HORIZON, temperature=0.7), Sampling(max_tokens=HORIZON)):
         logps = text_logps(setup.policy, sampling)
         probabilities = probabilities_of(logps)
-        for drafter in [*setup.drafters, None]:
+        # Of one drafter all strategies are the same ones: a p-value counted twice is not uniform.
+        for drafter in [*setup.drafters, None] if len(setup.drafters) > 1 else [None]:
             pooled: Counter[tuple[int, ...]] = Counter()
             for seed in SEEDS:
                 cycle(setup, drafter)
