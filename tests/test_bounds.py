@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import TIMEOUT_MAX
@@ -20,11 +21,15 @@ from tlt_lightning import (
     RLModule,
     Sampling,
     TailBatching,
+    TransformersEngine,
+    VLLMEngine,
     objectives,
 )
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.teaching import Teaching
+from tlt_lightning.engine.vllm.quantization.settings import Quantization
+from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
@@ -32,6 +37,7 @@ from tlt_lightning.rewards import PythonTests, RewardModel, RewardPool, RewardTe
 from tlt_lightning.speculation import BucketedGraphPool, FixedSelector, Strategy, ThresholdSelector
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.selectors.arms import make_arms
+from tlt_lightning.training.critic import CriticConfig
 
 TINY = 1e-9
 
@@ -46,6 +52,10 @@ def graphs(capture_sizes: int) -> None:
 
 def arms(num_draft_tokens: int) -> None:
     make_arms((num_draft_tokens,), ("learned",))
+
+
+def speculation(**arguments: Any) -> Speculation:
+    return Speculation(selector=FixedSelector(num_draft_tokens=1), ngram=True, **arguments)
 
 
 BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
@@ -153,8 +163,61 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: PromptSource(path="README.md", chat_template_kwargs=3), "chat_template_kwargs"),  # type: ignore[arg-type]
         (lambda: IterationCheckpoint("folder", keep=1.5), "keep"),  # type: ignore[arg-type]
         (lambda: TailBatching("x"), "schedule.extra"),  # type: ignore[arg-type]
+        (lambda: RLModule("policy", objectives.GRPO(), gradient_checkpointing="yes"), "gradient_checkpointing"),  # type: ignore[arg-type]
+        (lambda: PromptSource(path="README.md", chat="yes"), "chat"),  # type: ignore[arg-type]
+        (lambda: PromptSource(path="README.md", answer_column=3), "answer_column"),  # type: ignore[arg-type]
+        (lambda: LoRA(target_modules=3), "lora.target_modules"),  # type: ignore[arg-type]
+        (lambda: LoRA(target_modules=[3]), "lora.target_modules"),  # type: ignore[list-item]
+        (lambda: LoRA(rank=1.5), "lora.rank"),  # type: ignore[arg-type]
+        (lambda: CriticConfig(path=3), "critic.path"),  # type: ignore[arg-type]
+        (lambda: CriticConfig(path="policy", lora=3), "critic.lora"),  # type: ignore[arg-type]
+        (lambda: CriticConfig(warmup_iterations=1.5), "critic.warmup_iterations"),  # type: ignore[arg-type]
+        (lambda: objectives.GRPO(loss_kl="a"), "loss_kl"),  # type: ignore[arg-type]
+        (lambda: objectives.GRPO(reward_kl=0.1), "reward_kl"),  # type: ignore[arg-type]
+        (lambda: objectives.GRPO(advantage=objectives.GroupNormalized), "advantage"),  # type: ignore[arg-type]
+        (lambda: objectives.GRPO(surrogate="a"), "surrogate"),  # type: ignore[arg-type]
+        (lambda: objectives.GRPO(aggregation="a"), "aggregation"),  # type: ignore[arg-type]
+        (lambda: objectives.GRPO(correction="a"), "correction"),  # type: ignore[arg-type]
+        (lambda: objectives.DAPO(overlong=1024), "overlong"),  # type: ignore[arg-type]
+        (lambda: objectives.OverlongPunishment(max_tokens="9", buffer_tokens=1), "overlong.max_tokens"),  # type: ignore[arg-type]
+        (lambda: objectives.KLPenalty(estimator="k3"), "estimator"),  # type: ignore[arg-type]
+        (lambda: objectives.StraightThrough(value="k3"), "value"),  # type: ignore[arg-type]
+        (lambda: TransformersEngine(batch_size=1.5), "batch_size"),  # type: ignore[arg-type]
+        (lambda: VLLMEngine(max_num_seqs=1.5), "max_num_seqs"),  # type: ignore[arg-type]
+        (lambda: VLLMEngine(tensor_parallel=1.5), "tensor_parallel"),  # type: ignore[arg-type]
+        (lambda: VLLMEngine(gpu_memory_utilization="half"), "gpu_memory_utilization"),  # type: ignore[arg-type]
+        (lambda: VLLMEngine(enforce_eager="no"), "enforce_eager"),  # type: ignore[arg-type]
+        (lambda: VLLMEngine(sleep="no"), "sleep"),  # type: ignore[arg-type]
+        (lambda: VLLMEngine(compare_steps="no"), "compare_steps"),  # type: ignore[arg-type]
+        (lambda: speculation(siblings="no"), "speculation.siblings"),
+        (lambda: speculation(steps_per_choice=1.5), "speculation.steps_per_choice"),
+        (lambda: speculation(graph_pool=3), "speculation.graph_pool"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], name: str) -> None:
     with pytest.raises(TypeError, match=f"`{name}` must "):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RLModule("", objectives.GRPO()), "`policy` is empty. Give a folder or hub name."),
+        (
+            lambda: RLModule("policy", objectives.GRPO(), attn_implementation="flash"),  # type: ignore[arg-type]
+            "`attn_implementation` must be one of 'sdpa', 'eager', 'flash_attention_2', got 'flash'.",
+        ),
+        (lambda: LoRA(base_dtype="int4"), "`lora.base_dtype` must be one of 'float32', 'bfloat16', got 'int4'."),  # type: ignore[arg-type]
+        (
+            lambda: VLLMEngine(dtype=3),  # type: ignore[arg-type]
+            "`dtype` must be one of 'auto', 'float32', 'bfloat16', 'float16', got 3.",
+        ),
+        (lambda: speculation(draft_sampling="all"), "`speculation.draft_sampling` must be one of 'greedy', "),
+        (lambda: Quantization("fp4"), "`quantization.weights` must be one of 'fp8', 'int8', None, got 'fp4'."),  # type: ignore[arg-type]
+        (lambda: Quantization(kv_cache="int8"), "`quantization.kv_cache` must be one of 'auto', 'fp8', got 'int8'."),  # type: ignore[arg-type]
+        (lambda: PromptSource(rows=[]), "`rows` is empty; give at least one."),
+    ],
+)
+def test_a_value_that_is_none_of_the_allowed_is_refused_at_once(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         make()

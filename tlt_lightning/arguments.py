@@ -5,7 +5,7 @@ Pure Python: every room uses it, also `speculation/`, which imports neither torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 
 
@@ -26,11 +26,11 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.{remedy and f' {remedy}'}")
 
 
-def check_count(name: str, value: int, minimum: int = 1) -> None:
+def check_count(name: str, value: int, minimum: int = 1, remedy: str = "") -> None:
     """Raise TypeError if argument `name` is no whole number, ValueError if it is below `minimum`."""
     if not isinstance(value, Integral):
         raise TypeError(f"`{name}` must be a whole number of at least {minimum}, got {value!r}.")
-    check_at_least(name, value, minimum)
+    check_at_least(name, value, minimum, remedy)
 
 
 def check_positive(name: str, value: float | None, remedy: str = "") -> None:
@@ -67,6 +67,25 @@ def check_optional(name: str, value: object, kind: type, remedy: str) -> None:
     """Raise TypeError unless argument `name` is an object of `kind` or None; `remedy` ends the message."""
     if value is not None:
         check_type(name, value, kind, remedy)
+
+
+def check_text(name: str, value: object, remedy: str) -> None:
+    """Raise TypeError unless argument `name` is a text, ValueError if it is empty; `remedy` ends the message."""
+    check_type(name, value, str, remedy)
+    if not value:
+        raise ValueError(f"`{name}` is empty. {remedy}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless argument `name` is True or False: the text 'no' would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ValueError unless argument `name` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_distinct(name: str, values: Sequence[object]) -> None:

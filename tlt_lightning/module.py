@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_optional, check_type
+from tlt_lightning.arguments import check_choice, check_flag, check_optional, check_text, check_type
 from tlt_lightning.checks import HOW_TO_SAVE, check_has_data, check_not_spawned, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
@@ -72,27 +72,27 @@ class RLModule(L.LightningModule):
         reference: str | None = None,
         critic: CriticConfig | None = None,
         gradient_checkpointing: bool = False,
-        attn_implementation: str = "sdpa",
+        attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
     ) -> None:
         super().__init__()
         keep_arguments(self, locals())
         policy = str(policy) if isinstance(policy, Path) else policy
         reference = str(reference) if isinstance(reference, Path) else reference
-        check_type("policy", policy, str, f"Give a folder or hub name. {HOW_TO_SAVE}")
+        check_text("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
         check_optional("reference", reference, str, "Give a folder or hub name.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
         optimization.check_schedules(lr_scheduler)
         check_optional("lora", lora, LoRA, "Give for example `LoRA(rank=16)`.")
         check_optional("critic", critic, CriticConfig, "Give for example `CriticConfig()`.")
+        check_flag("gradient_checkpointing", gradient_checkpointing)
+        check_choice("attn_implementation", attn_implementation, ("sdpa", "eager", "flash_attention_2"))
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."
             )
-        self.policy_path, self.objective = policy, objective
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.lora, self.reference_path = lora, reference
-        self.critic_config = critic
+        self.policy_path, self.reference_path, self.objective = policy, reference, objective
+        self.optimizer, self.lr_scheduler, self.lora, self.critic_config = optimizer, lr_scheduler, lora, critic
         self.gradient_checkpointing, self.attn_implementation = gradient_checkpointing, attn_implementation
         self.held_by_callbacks: dict[str, float] = {}
         """Bytes that callbacks hold on the device from the start to the end, by name, for the forecast of memory."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_positive
+from tlt_lightning.arguments import check_choice, check_count, check_positive
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
@@ -51,10 +51,12 @@ class LoRA:
     base_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        check_at_least("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
+        check_count("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
         check_positive("lora.alpha", self.alpha, "The usual one is twice the rank.")
-        if self.base_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"`lora.base_dtype` must be float32 or bfloat16, got {self.base_dtype!r}.")
+        names = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"`lora.target_modules` must be a name or a list of names, got {self.target_modules!r}.")
+        check_choice("lora.base_dtype", self.base_dtype, ("float32", "bfloat16"))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -113,8 +113,8 @@ def test_a_source_without_rows_is_an_error_that_names_the_split(prompts_path: st
         PromptSource(path=write(tmp_path / "empty.jsonl", [])).read()
     with pytest.raises(ValueError, match=r"`split` 'train\[9:\]' of `path` .* holds no rows; choose one that does"):
         PromptSource(path=prompts_path, split="train[9:]").read()
-    with pytest.raises(ValueError, match="of `rows` holds no rows"):
-        PromptSource(rows=[]).read()
+    with pytest.raises(ValueError, match=r"`split` 'train\[9:\]' of `rows` holds no rows"):
+        PromptSource(rows=[{"prompt": "1 + 1"}], split="train[9:]").read()
 
 
 def test_rows_without_an_answer_are_warned_of(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:

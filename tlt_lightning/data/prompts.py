@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tlt_lightning.arguments import check_optional, check_type
+from tlt_lightning.arguments import check_flag, check_optional, check_type
 from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
 
@@ -65,9 +65,11 @@ class PromptSource:
     def __post_init__(self) -> None:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
-        for name in ("template", "system_prompt", "chat_template", "config"):
+        for name in ("template", "system_prompt", "chat_template", "config", "answer_column"):
             check_optional(name, getattr(self, name), str, "Leave it out, or give a text.")
         check_optional("chat_template_kwargs", self.chat_template_kwargs, dict, "Give names and values.")
+        if self.chat is not None:
+            check_flag("chat", self.chat)
         check_type("prompt_column", self.prompt_column, str, "Give the name of a column.")
         check_type("split", self.split, str, "Give for example 'train' or 'train[:100]'.")
         if (self.chat_template or "").endswith(".jinja"):
@@ -86,6 +88,8 @@ class PromptSource:
                 "Prompts must be a `PromptSource`, a path, a list of dictionaries or one split of a "
                 f"`datasets.Dataset`, got {got}."
             )
+        elif not len(self.rows):
+            raise ValueError("`rows` is empty; give at least one.")
 
     @classmethod
     def of(cls, data: Any) -> PromptSource:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_count
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests, joined, limit_of, noise_of, not_begun, num_written, text_of
@@ -34,7 +34,7 @@ class TransformersEngine(RolloutEngine):
     can_stop = True
 
     def __init__(self, batch_size: int = 64) -> None:
-        check_at_least("batch_size", batch_size, 1)
+        check_count("batch_size", batch_size)
         self.batch_size = batch_size
         self._model: PreTrainedModel | None = None
         self._sampling: Sampling | None = None  # of the `generate` that is being read

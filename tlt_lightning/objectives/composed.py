@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_optional, check_type
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import AdvantageEstimator
 from tlt_lightning.objectives.aggregation import Aggregation, token_mean
@@ -43,6 +43,12 @@ class ComposedObjective(PolicyObjective):
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        check_type("advantage", self.advantage, AdvantageEstimator, "Give for example `GroupNormalized()`.")
+        check_type("surrogate", self.surrogate, Surrogate, "Give for example `ClippedRatio()`.")
+        check_type("aggregation", self.aggregation, Aggregation, "Give for example `TokenMean()`.")
+        check_optional("correction", self.correction, MismatchCorrection, "Give for example `TruncatedImportance()`.")
+        for name in ("loss_kl", "reward_kl"):
+            check_optional(name, getattr(self, name), KLPenalty, "Give for example `KLPenalty(coef=0.001)`.")
         check_at_least("entropy_coef", self.entropy_coef, 0)
         if self.advantage.needs_critic and not self.needs_critic:
             raise ValueError(

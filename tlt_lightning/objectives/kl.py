@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tlt_lightning.arguments import check_positive
+from tlt_lightning.arguments import check_positive, check_type
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus and minus this before `exp` (verl's bound): e^20 is 4.9e8, far beyond every clip
@@ -80,6 +80,9 @@ class StraightThrough(KLEstimator):
 
     value: KLEstimator = field(default_factory=K3)
 
+    def __post_init__(self) -> None:
+        check_type("value", self.value, KLEstimator, "Give for example `K3()`.")
+
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         gradient = K2()(logps, ref_logps)
         return gradient + (self.value(logps, ref_logps) - gradient).detach()
@@ -99,6 +102,7 @@ class KLPenalty:
 
     def __post_init__(self) -> None:
         check_positive("coef", self.coef, "Leave the KL penalty out instead.")
+        check_type("estimator", self.estimator, KLEstimator, "Give for example `K3()`.")
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         """Return the weighted penalty of each token, (B, T)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_within
+from tlt_lightning.arguments import check_count, check_type, check_within
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import (
     AdvantageEstimator,
@@ -72,6 +72,7 @@ class OverlongPunishment:
     buffer_tokens: int
 
     def __post_init__(self) -> None:
+        check_count("overlong.max_tokens", self.max_tokens)
         check_within("overlong.buffer_tokens", self.buffer_tokens, 1, self.max_tokens)
 
     def __call__(self, batch: RolloutBatch) -> Tensor:
@@ -98,6 +99,11 @@ class DAPO(ComposedObjective):
     aggregation: Aggregation = field(default_factory=TokenMean)
     correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     overlong: OverlongPunishment
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        example = "`OverlongPunishment(max_tokens=1024, buffer_tokens=200)`"
+        check_type("overlong", self.overlong, OverlongPunishment, f"Give for example {example}.")
 
     @property
     def length_limits(self) -> dict[str, int]:

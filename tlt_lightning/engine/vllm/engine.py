@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_optional, check_positive
+from tlt_lightning.arguments import check_choice, check_count, check_flag, check_number, check_optional, check_positive
 from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
 from tlt_lightning.engine.planned_memory import gpu_bytes, planned_memory, step_tokens
@@ -77,23 +77,23 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel: int = 1,
         compare_steps: bool = False,
     ) -> None:
-        check_at_least("max_num_seqs", max_num_seqs, 1)
-        check_at_least("tensor_parallel", tensor_parallel, 1)
+        check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_count("max_num_seqs", max_num_seqs)
+        check_count("tensor_parallel", tensor_parallel)
+        for name, flag in (("enforce_eager", enforce_eager), ("sleep", sleep), ("compare_steps", compare_steps)):
+            check_flag(name, flag)
+        check_number("gpu_memory_utilization", gpu_memory_utilization)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
         check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
         check_optional("speculation", speculation, Speculation, "Give `Speculation(selector=...)`.")
-        self.dtype = dtype
-        self.max_num_seqs = max_num_seqs
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.kv_cache_gib = kv_cache_gib
-        self.enforce_eager = enforce_eager
-        self.sleeps = sleep
+        self.dtype, self.max_num_seqs = dtype, max_num_seqs
+        self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
+        self.enforce_eager, self.sleeps, self.compare_steps = enforce_eager, sleep, compare_steps
         self.speculation = speculation
         self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = Quantization.of(quantization, dtype)
         self.num_ranks = tensor_parallel
-        self.compare_steps = compare_steps
         self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None

@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tlt_lightning.arguments import check_at_least, check_type
+from tlt_lightning.arguments import check_choice, check_count, check_flag, check_optional, check_type
 from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
@@ -77,16 +77,16 @@ class Speculation:
 
     def __post_init__(self) -> None:
         check_type("speculation.selector", self.selector, StrategySelector, "Give for example `CostModelSelector()`.")
+        for name in ("cold_head", "siblings", "ngram"):
+            check_flag(f"speculation.{name}", getattr(self, name))
         if not self.drafters:
             raise ValueError(
                 "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
             )
         for name in ("max_draft_tokens", "steps_per_choice"):
-            check_at_least(f"speculation.{name}", getattr(self, name), 1)
-        if self.draft_sampling not in ("greedy", "probabilistic"):
-            raise ValueError(
-                f"`speculation.draft_sampling` must be 'greedy' or 'probabilistic', got {self.draft_sampling!r}."
-            )
+            check_count(f"speculation.{name}", getattr(self, name))
+        check_choice("speculation.draft_sampling", self.draft_sampling, ("greedy", "probabilistic"))
+        check_optional("speculation.graph_pool", self.graph_pool, GraphPool, "Give for example `BucketedGraphPool()`.")
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
+from tlt_lightning.arguments import check_choice
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.quantization.cache_scales import unbounded, unknown_norms
@@ -42,10 +43,7 @@ class Quantization:
     kv_cache: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.weights not in (*_SPECS, None):
-            raise ValueError(
-                f"`quantization.weights` must be one of {', '.join(_SPECS)} or None, got {self.weights!r}."
-            )
+        check_choice("quantization.weights", self.weights, (*_SPECS, None))
         if isinstance(self.layers_in_16_bit, str):
             raise TypeError(f"`quantization.layers_in_16_bit` is a list of patterns, got {self.layers_in_16_bit!r}.")
         if self.weights is None and self.layers_in_16_bit:
@@ -53,8 +51,7 @@ class Quantization:
                 f"`quantization.layers_in_16_bit` is {list(self.layers_in_16_bit)}, but `quantization.weights` is "
                 "None, which leaves all layers in 16 bit; drop the patterns, or set `weights`."
             )
-        if self.kv_cache not in ("auto", "fp8"):
-            raise ValueError(f"`quantization.kv_cache` must be 'auto' or 'fp8', got {self.kv_cache!r}.")
+        check_choice("quantization.kv_cache", self.kv_cache, ("auto", "fp8"))
 
     @classmethod
     def of(cls, given: Literal["fp8", "int8"] | Quantization | None, dtype: str) -> Quantization:
