@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.ranks.rank_processes import run_ranks
@@ -59,7 +60,8 @@ def fit(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, 
     module = LoggingModule()
     module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.1)  # type: ignore[method-assign]
     callbacks = [RunGuard(), ModelCheckpoint(folder / "checkpoints", "{epoch}", save_on_train_epoch_end=True)]
-    trainer = make_trainer(folder, callbacks, enable_checkpointing=True, limit_val_batches=0)
+    loggers = [CSVLogger(folder, "csv"), TensorBoardLogger(folder, "tensorboard")]
+    trainer = make_trainer(folder, callbacks, logger=loggers, enable_checkpointing=True, limit_val_batches=0)
     trainer.fit(module, RolloutLoop(lambda _: [make_rollout(1.0)]), ckpt_path=ckpt_path)
 
 
@@ -76,8 +78,12 @@ def test_a_folder_in_which_another_run_writes_is_refused(tmp_path: Path) -> None
     owner = context.Process(target=hold, daemon=True)
     owner.start()
     assert taken.wait(30)
+    theirs = [tmp_path / name / "version_0" for name in ("csv", "tensorboard")]
+    for folder in theirs:
+        folder.mkdir(parents=True)
     with pytest.raises(MisconfigurationException, match=f"process {owner.pid} .* writes its checkpoints to"):
         fit(tmp_path)
+    assert [path for folder in theirs for path in folder.parent.rglob("*")] == theirs  # it leaves nothing behind
     owner.kill()
     owner.join()
     fit(tmp_path)

@@ -12,7 +12,7 @@ import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
 from tlt_lightning.data.liveness import SIGTERM_STATUS, Liveness
@@ -20,7 +20,7 @@ from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers, save_behind
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.interruption import Interruption
-from tlt_lightning.guard.metrics_file import protect_rows
+from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.hooks import RolloutCallback
 
@@ -115,7 +115,11 @@ class RunGuard(RolloutCallback):
             if given is None or "://" in str(given) or (folder := Path(given).resolve()) in self._locks:
                 continue
             lock = FolderLock(folder)
-            lock.take()
+            try:
+                lock.take()
+            except MisconfigurationException:
+                remove_unused(trainer.loggers)
+                raise
             self._locks[folder] = lock
             remove_leftovers(folder)
 
