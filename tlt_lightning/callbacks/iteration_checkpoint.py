@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from pathlib import Path
@@ -14,9 +15,11 @@ from tlt_lightning.arguments import check_at_least, check_count
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.resume import is_resumable_alone
 
+log = logging.getLogger(__name__)
+
 
 class IterationCheckpoint(ModelCheckpoint):
-    """Saves after an iteration once `every_minutes` have passed, after the first, and after the last.
+    """Saves after an iteration, or a warm-up's epoch, once `every_minutes` have passed, after the first and the last.
 
     Ctrl-C and SIGTERM save too, in `interrupted.ckpt`, which goes with the next save of the resumed run; a kill loses
     at most these minutes and an iteration. Files are named by the iteration, counted from 0, and `last.ckpt` is a link
@@ -76,6 +79,11 @@ class IterationCheckpoint(ModelCheckpoint):
         if is_new and is_resumable_alone(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             ModelCheckpoint._save_checkpoint(self, trainer, str(self._interrupted))  # and wait for it
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        if self.last_model_path and trainer.is_global_zero:
+            log.info(
+                "Interrupted after %d optimizer steps. %s holds %d of them and goes on as `--ckpt_path`.",
+                *(trainer.global_step, self.last_model_path, self._last_global_step_saved),
+            )
 
     @property
     def _interrupted(self) -> Path:

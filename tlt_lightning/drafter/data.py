@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
@@ -20,6 +21,7 @@ from tlt_lightning.drafter.texts.formats import RowReader
 from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
+from tlt_lightning.guard.callback import protect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +78,7 @@ class DrafterDataModule(L.LightningDataModule):
         self.shard_target = shard_target
         self.seed = seed
         self.target: PreTrainedModel | None = None
+        self.liveness: Liveness | None = None
 
     @property
     def _drafter(self) -> DrafterModule:
@@ -92,6 +95,8 @@ class DrafterDataModule(L.LightningDataModule):
                 f"`strategy` {type(strategy).__name__} would leave the heads of ranks apart; use `ddp`, with "
                 "`shard_target` for a target that no device holds whole."
             )
+        self.liveness = Liveness(self.trainer)  # type: ignore[arg-type]
+        protect(self.trainer)  # type: ignore[arg-type]
         config = self._drafter.target_config
         reader = RowReader(self._drafter.target, config.max_position_embeddings)
         texts = Texts(self.paths, reader, config.vocab_size, self.config, self.split)
@@ -127,3 +132,11 @@ class DrafterDataModule(L.LightningDataModule):
     @override
     def teardown(self, stage: str) -> None:
         self.target = None
+        if self.liveness is not None:
+            self.liveness.close()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.liveness is not None:
+            self.liveness.report(exception)
+            self.liveness.close()

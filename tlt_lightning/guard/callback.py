@@ -23,6 +23,7 @@ from tlt_lightning.guard.interruption import Interruption
 from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.training.resume import restart_validation
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ def _skip(name: str | None = None) -> None:
 def guards(trainer: L.Trainer) -> list[L.Callback]:
     """Return a module's guard, nothing where the Trainer has one from an earlier run."""
     return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
+
+
+def protect(trainer: L.Trainer) -> None:
+    """Let the Trainer's guard take folders and signals, before a data module loads anything."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunGuard):
+            callback.protect(trainer)
 
 
 class RunGuard(RolloutCallback):
@@ -63,18 +71,19 @@ class RunGuard(RolloutCallback):
 
     @override
     def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
-        self._protect(trainer)
+        self.protect(trainer)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._protect(trainer)
+        self.protect(trainer)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._lock_folders(trainer)
         self._check_optimizer(trainer)
 
-    def _protect(self, trainer: L.Trainer) -> None:
+    def protect(self, trainer: L.Trainer) -> None:
+        """Take the Trainer's folders of checkpoints, its way to write them, and its signals; again for later ones."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
             trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]
@@ -140,6 +149,10 @@ class RunGuard(RolloutCallback):
     ) -> None:
         self._check(trainer)
 
+    @override
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._check(trainer)
+
     def _check(self, trainer: L.Trainer) -> None:
         if self._liveness is not None:
             self._liveness.check()
@@ -192,6 +205,7 @@ class RunGuard(RolloutCallback):
 
     @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        restart_validation(checkpoint)
         states = checkpoint.get("optimizer_states")
         self._saved_optimizer = states[0] if states else None
 

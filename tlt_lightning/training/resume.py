@@ -60,8 +60,8 @@ def is_within(epochs: Mapping[str, int]) -> bool:
 
 def is_resumable_alone(trainer: L.Trainer) -> bool:
     """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
-    if trainer.world_size == 1:
-        return True
+    if trainer.world_size == 1 or not hasattr(trainer.datamodule, "backlog"):  # type: ignore[attr-defined]
+        return True  # ranks that warm a drafter up keep nothing of their own
     if isinstance(trainer.strategy, FSDP2Strategy) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
         return False
     return not trainer.datamodule.backlog.schedule.stops  # type: ignore[attr-defined]  # each rank puts its own aside
@@ -92,12 +92,25 @@ def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
         is_updated = num_steps == saved["num_batches"]
         _rewind(checkpoint["loops"]["fit_loop"], num_steps, is_last=is_updated)
         saved |= {"is_within": num_steps > 0, "is_updated": is_updated}
-        if is_updated and not saved["update"]["validated"]:
-            # A validation that was due is run anew; Lightning takes it for done unless it had begun.
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
-            progress["current"].update(dict.fromkeys(_COUNTS, 0))
-            progress["total"].update(ready=1, started=1, processed=0, completed=0)
+        if is_updated and not saved["update"]["validated"]:  # it was due
+            _begin_validation(checkpoint["loops"]["fit_loop"])
     return saved
+
+
+def restart_validation(checkpoint: dict[str, Any]) -> None:
+    """Make a validation that a checkpoint was saved within begin anew; Lightning would go on behind its last batch."""
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if loops is not None:
+        total = loops["epoch_loop.val_loop.batch_progress"]["total"]
+        if total["ready"] != total["processed"]:
+            _begin_validation(loops)
+
+
+def _begin_validation(loops: dict[str, Any]) -> None:
+    """Count a validation as begun, for Lightning takes one that has not for done."""
+    progress = loops["epoch_loop.val_loop.batch_progress"]
+    progress["current"].update(dict.fromkeys(_COUNTS, 0))
+    progress["total"].update(ready=1, started=1, processed=0, completed=0)
 
 
 def _rewind(loops: dict[str, Any], num_batches: int, *, is_last: bool) -> None:
