@@ -15,7 +15,8 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.publishing import DrafterPublisher
-from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
+from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, Burst, DrafterTrainer
+from tlt_lightning.metrics.iteration_log import IterationLog, combine
 
 
 def test_training_stops_within_one_micro_step_of_the_end_of_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +225,15 @@ def test_a_loss_that_is_not_finite_moves_nothing() -> None:
     trainer.drafter.direction = float("nan")
     assert len(trainer.train(steps(2)).losses) == 2
     assert weight(trainer) == [0.5, 0.5]
+
+
+def test_a_loss_of_a_step_that_was_left_out_is_no_part_of_the_mean() -> None:
+    log = IterationLog()
+    Burst([1.0, math.nan, math.inf, 2.0]).write(log)
+    assert combine([log.read()]) == {"drafter/micro_steps": 4, "drafter/loss": 1.5}
+    log.clear()
+    Burst([math.nan]).write(log)
+    assert combine([log.read()]) == {"drafter/micro_steps": 1}
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing() -> None:

@@ -59,9 +59,9 @@ class Burst:
     num_out_of_memory: int = 0
 
     def write(self, iteration_log: IterationLog) -> None:
-        """Log the losses, and how many there are."""
+        """Log how many losses there are, and those that are numbers: the others' steps were left out."""
         iteration_log.sum("drafter/micro_steps", len(self.losses))
-        for loss in self.losses:
+        for loss in filter(math.isfinite, self.losses):
             iteration_log.mean("drafter/loss", loss)
         if self.num_out_of_memory:
             iteration_log.sum("drafter/out_of_memory", self.num_out_of_memory)
