@@ -233,6 +233,14 @@ def test_texts_come_in_another_order_in_each_epoch(policy: str, completions: str
     assert sorted(chain(*first)) == sorted(chain(*second))
 
 
+def test_packs_to_overfit_are_the_same_in_each_epoch(policy: str, completions: str, tmp_path: Path) -> None:
+    seen = Seen()
+    trainer = make_trainer(tmp_path, callbacks=[seen], overfit_batches=3)
+    trainer.fit(make_module(policy), DrafterDataModule(completions, num_tokens=128))
+    assert len(seen.packs) == 6
+    assert seen.packs[:3] == seen.packs[3:]
+
+
 @pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 5, "val_check_interval": 2}])
 def test_a_run_resumed_within_an_epoch_reads_on(
     limits: dict[str, Any], policy: str, completions: str, tmp_path: Path

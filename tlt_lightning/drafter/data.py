@@ -117,7 +117,8 @@ class DrafterDataModule(L.LightningDataModule):
 
     def _begin_epoch(self) -> tuple[str, int]:
         trainer: Any = self.trainer
-        return f"{self.seed} {trainer.current_epoch}", trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        epoch = 0 if trainer.overfit_batches else trainer.current_epoch  # the same packs come again
+        return f"{self.seed} {epoch}", trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     @override
     def val_dataloader(self) -> PackStream:
