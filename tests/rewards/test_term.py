@@ -173,6 +173,12 @@ def test_a_function_of_trl_gets_no_more_than_it_takes() -> None:
     assert term.function("question", "4", {"prompt": "question", "answer": None, "solution": "4"}) == 1.0
 
 
+def test_the_signature_of_a_function_of_trl_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = [RewardTerm(function=trl_bare), RewardTerm(function=trl_length)]
+    monkeypatch.delattr("inspect.signature")
+    assert [term.function("a", "4", {"answer": 3, "solution": "4"}) for term in terms] == [1.0, 5.0]
+
+
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_a_rollout() -> None:
     terms = as_terms([trl_bare, trl_length, exact_match])
     check_columns(terms, None)

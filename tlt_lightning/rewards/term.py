@@ -56,28 +56,31 @@ class RewardTerm:
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
         if takes_lists(self.function, self.name):
-            object.__setattr__(self, "function", functools.partial(score_like_trl, self.function))
+            object.__setattr__(self, "function", functools.partial(score_like_trl, self.function, taken(self.function)))
 
 
 OF_TRL = ("completion_ids", "completions_ids", "trainer_state")
 """Arguments that TRL gives to rewards beside prompts, completions and columns."""
 
 
-def score_like_trl(function: Any, prompt: str, response: str, row: dict[str, Any]) -> Any:
+def taken(function: Any) -> frozenset[str] | None:
+    """Return the arguments that a function takes by name, None if any."""
+    parameters = inspect.signature(function).parameters
+    return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else frozenset(parameters)
+
+
+def score_like_trl(function: Any, names: frozenset[str] | None, prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Score one response by a function of lists; a score of None is no part of the sum.
 
     As in TRL, prompt and completion are messages where the row's `prompt` is a conversation. Of `prompts` and the
-    row's columns it gets those that it takes.
+    row's columns it gets those in `names`, None being all.
     """
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "prompts", "completions")}
     asked = row.get("prompt")
     is_chat = isinstance(asked, list)
     completion = [{"role": "assistant", "content": response}] if is_chat else response
     given = {**columns, "prompts": [asked if is_chat else prompt], "completions": [completion]}
-    parameters = inspect.signature(function).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        given = {each.name: given[each.name] for each in parameters if each.name in given}
-    scores = function(**given)
+    scores = function(**given if names is None else {name: given[name] for name in given.keys() & names})
 
     async def wait() -> float | None:
         return first(await scores)
