@@ -5,8 +5,10 @@ Pure Python: every room uses it, also `speculation/`, which imports neither torc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 
 def check_number(name: str, value: object) -> None:
@@ -57,10 +59,41 @@ def check_share(name: str, value: float) -> None:
 
 
 def check_type(name: str, value: object, kind: type, remedy: str) -> None:
-    """Raise TypeError unless argument `name` is an object of `kind`; `remedy` ends the message."""
+    """Raise TypeError unless argument `name` is an object of `kind`; `remedy` ends the message.
+
+    Where `kind` is abstract, the methods that the object's class overrides are checked, too.
+    """
     if not isinstance(value, kind):
         got = f"the class {value.__name__} itself" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {got}. {remedy}")
+    if inspect.isabstract(kind):
+        check_methods(value, kind)
+
+
+def check_methods(plugin: object, kind: type) -> None:
+    """Raise TypeError if `plugin` has a method that cannot be called as that of `kind`, or one for a property."""
+    for name, declared in inspect.getmembers(kind):
+        if name.startswith("_") and name != "__call__":
+            continue
+        if inspect.isfunction(declared):
+            check_method(plugin, name, declared)
+        elif isinstance(declared, property) and inspect.isfunction(getattr(type(plugin), name)):
+            raise TypeError(f"`{type(plugin).__name__}.{name}` is a method, and is read as a value: add `@property`.")
+
+
+def check_method(plugin: object, name: str, declared: Callable[..., Any]) -> None:
+    """Raise TypeError if method `name` of `plugin` is async, or cannot be called with the arguments of `declared`."""
+    method, label = getattr(plugin, name), f"`{type(plugin).__name__}.{name}`"
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        raise TypeError(f"{label} is async, and is called without `await`: drop `async`.")
+    _, *arguments = inspect.signature(declared).parameters.values()
+    keywords = [each.name for each in arguments if each.kind is each.KEYWORD_ONLY]
+    others = [each.name for each in arguments if each.name not in keywords]
+    try:
+        inspect.signature(method).bind(*others, **dict.fromkeys(keywords))
+    except TypeError as error:
+        called_with = ", ".join([*others, *(f"{each}=..." for each in keywords)])
+        raise TypeError(f"{label} is called with ({called_with}): {error}.") from error
 
 
 def check_optional(name: str, value: object, kind: type, remedy: str) -> None:

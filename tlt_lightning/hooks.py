@@ -6,7 +6,6 @@ every rank, on the main thread, between engine steps.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tlt_lightning.arguments import check_method
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hidden_states import PolicyText
@@ -116,11 +116,7 @@ def check_hooks(callback: L.Callback) -> None:
             raise MisconfigurationException(
                 f"{name} is no hook, and nothing would call it. Hooks: {', '.join(ROLLOUT_HOOKS)}."
             )
-        hook = getattr(callback, method)
-        if inspect.iscoroutinefunction(hook):
-            raise MisconfigurationException(f"{name} is async, and hooks are called without `await`: drop `async`.")
-        _, *arguments = inspect.signature(getattr(RolloutCallback, method)).parameters
         try:
-            inspect.signature(hook).bind(*arguments)
+            check_method(callback, method, getattr(RolloutCallback, method))
         except TypeError as error:
-            raise MisconfigurationException(f"{name} is called with ({', '.join(arguments)}): {error}.") from error
+            raise MisconfigurationException(str(error)) from error

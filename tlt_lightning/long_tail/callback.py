@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_positive
+from tlt_lightning.arguments import check_positive, check_type
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
@@ -98,6 +98,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.buffer = DrafterBuffer(int(buffer_gib * 2**30))
         self.pack_tokens = pack_tokens
         self.budget = AdaptiveBudget() if budget is None else budget
+        check_type("budget", self.budget, TrainingBudget, "Give for example `FixedBudget()`.")
         self.max_passes = max_passes
         self.offload = offload
         self.dirpath = None if dirpath is None else Path(dirpath)

@@ -113,7 +113,9 @@ def test_arms_without_off_are_refused():
             return (self.strategy,) if batch_size == 2 else super().arms(batch_size)
 
     assert len(arms_by_batch(Always(), 1)) == 1
-    with pytest.raises(ValueError, match=r"`Always\.arms` returned \(Strategy.* for a batch of 2; return `OFF` there"):
+    with pytest.raises(
+        ValueError, match=r"`Always\.arms` returned \(Strategy.* for a batch of 2; return `Strategy\(0\)` there"
+    ):
         arms_by_batch(Always(), 3)
 
 
