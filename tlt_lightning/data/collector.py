@@ -13,7 +13,7 @@ import lightning as L
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
-from tlt_lightning.engine.requests import num_written
+from tlt_lightning.engine.requests import checked, num_written
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
@@ -211,7 +211,8 @@ class RolloutCollector:
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 
         before = {request.id: num_written(request) for request in requests}
-        for response in self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress):
+        responses = self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress)
+        for response in checked(responses, requests, self.engine):
             self._num_tokens += len(response.token_ids) - before[response.request_id]
             yield response
         seconds = trace[-1][0] if trace else 0.0

@@ -22,6 +22,9 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 VerifiedDraft = tuple[int, Drafter, int, int]
 """Tokens of the response before a draft, its drafter, tokens drafted, and how many of them were kept."""
 
+FINISH_REASONS = ("stop", "length", "unfinished")
+"""Ways in which a response ends, see `Response`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
