@@ -1,6 +1,7 @@
 """One rollout under its schedule, response by response, and what a backlog says of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,33 @@ def test_a_schedule_that_draws_fewer_than_none_is_refused_though_its_sum_is_righ
     backlog.aside = [group(0), group(1), group(2)]
     with pytest.raises(ValueError, match=r"`TakesAll\.begin` takes up 3 groups and draws -1"):
         backlog.begin(Demand(wanted=2, iteration=0), IterationLog())
+
+
+@pytest.mark.parametrize(
+    ("begin", "error", "message"),
+    [
+        (lambda aside: None, TypeError, "has to return a pair, .* got None"),
+        (lambda aside: list(aside), TypeError, "has to return a pair"),
+        (lambda aside: (aside, 2.0), TypeError, "a whole number"),
+        (lambda aside: ([aside[0], aside[0]], 2), ValueError, "out of `aside`, each once"),
+        (lambda aside: ([group(9)], 2), ValueError, "out of `aside`, each once"),
+        (lambda aside: ([0, 1], 2), ValueError, "out of `aside`, each once"),
+        (lambda aside: ([aside.pop()], 2), AttributeError, "'tuple' object has no attribute 'pop'"),
+    ],
+)
+def test_what_a_schedule_takes_up_is_checked(begin: Callable[[Any], Any], error: type[Exception], message: str) -> None:
+    """A group that is taken up twice would be answered twice with the same noise; `aside` itself is not its own."""
+
+    class Mine(SynchronousSchedule):
+        def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> Any:
+            return begin(aside)
+
+    backlog = Backlog(Mine())
+    backlog.aside = [group(0), group(1)]
+    with pytest.raises(error, match=message) as raised:
+        backlog.begin(Demand(wanted=2, iteration=1), IterationLog())
+    assert error is AttributeError or "`Mine.begin`" in str(raised.value)
+    assert len(backlog.aside) == 2
 
 
 def test_partial_rollouts_choose_as_soon_as_what_is_due_is_whole_and_then_by_the_order_of_ends() -> None:

@@ -381,10 +381,12 @@ class Wrong(SynchronousSchedule):
         (2, [0], r"`Wrong\.choose` returned \[0\]: .* 2, different places out of `complete`, \[[01], [01]\]"),
         (2, [0, 0], r"`Wrong\.choose` returned \[0, 0\]"),
         (2, [0, 7], r"`Wrong\.choose` returned \[0, 7\]"),
+        (2, True, r"`Wrong\.choose` returned True: it has to return None"),
+        (2, 0, r"`Wrong\.choose` returned 0: it has to return None"),
     ],
 )
 def test_what_a_schedule_of_ones_own_does_wrong_is_said_by_class_and_method(
-    num_fresh: int, chosen: list[int] | None, message: str
+    num_fresh: int, chosen: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run(Wrong(num_fresh, chosen), 1, wanted=2)

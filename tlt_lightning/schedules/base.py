@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import Response
@@ -86,3 +87,44 @@ class RolloutSchedule(ABC):
             groups: All groups of the rollout, as they were when it began.
             complete: Places of those whose responses have all ended, in the order in which they did.
         """
+
+
+def begin_of(schedule: RolloutSchedule, demand: Demand, aside: Sequence[OpenGroup] = ()) -> tuple[list[OpenGroup], int]:
+    """Return what `schedule.begin` does; raise TypeError or ValueError unless that is as it says."""
+    begun, name = schedule.begin(demand, tuple(aside)), f"`{type(schedule).__name__}.begin`"
+    if not isinstance(begun, tuple) or len(begun) != 2 or not isinstance(begun[1], Integral):
+        raise TypeError(
+            f"{name} has to return a pair, the groups that it takes up and how many it draws besides (a whole number), "
+            f"got {begun!r:.200}."
+        )
+    groups, num_fresh = list(begun[0]), int(begun[1])
+    draws = [group.draw for group in groups if isinstance(group, OpenGroup)]
+    if len({*draws}) < len(groups) or not {*draws} <= {group.draw for group in aside}:
+        raise ValueError(f"{name} has to take up groups out of `aside`, each once, got {groups!r:.200}.")
+    if num_fresh < 0 or len(groups) + num_fresh < demand.wanted:
+        raise ValueError(
+            f"{name} takes up {len(groups)} groups and draws {num_fresh}, and the rollout has to bring {demand.wanted} "
+            "(`demand.wanted`): return at least as many in all."
+        )
+    if not schedule.continues and any(group.responses for group in groups):
+        raise ValueError(
+            f"{name} goes on with what older weights wrote, and its `continues` is False: take up "
+            "`group.anew(demand.iteration)`, or leave `continues` True."
+        )
+    return groups, num_fresh
+
+
+def choice_of(
+    schedule: RolloutSchedule, demand: Demand, groups: Sequence[OpenGroup], complete: Sequence[int]
+) -> list[int] | None:
+    """Return what `schedule.choose` does; raise ValueError unless that is as many complete groups as are wanted."""
+    chosen: Any = schedule.choose(demand, groups, complete)
+    if chosen is None:
+        return None
+    is_known = isinstance(chosen, Collection) and all(place in complete for place in chosen)
+    if not is_known or not len({int(place) for place in chosen}) == len(chosen) == demand.wanted:
+        raise ValueError(
+            f"`{type(schedule).__name__}.choose` returned {chosen!r:.200}: it has to return None, or `demand.wanted`, "
+            f"{demand.wanted}, different places out of `complete`, {list(complete)}."
+        )
+    return [int(place) for place in chosen]

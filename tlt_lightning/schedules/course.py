@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tlt_lightning.arguments import check_optional
 from tlt_lightning.engine.base import Request, Response
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
+from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule, begin_of, choice_of
 from tlt_lightning.schedules.saved_group import pack, unpack
 from tlt_lightning.schedules.synchronous import SynchronousSchedule
 from tlt_lightning.seeds import run_seed, seed_of
@@ -116,8 +116,7 @@ class RolloutCourse:
             return
         self.complete.append(place)
         if self.chosen is None:
-            self.chosen = self.schedule.choose(self.demand, self.groups, tuple(self.complete))
-            check_choice(self.schedule, self.demand, self.chosen, self.complete)
+            self.chosen = choice_of(self.schedule, self.demand, self.groups, tuple(self.complete))
 
     @property
     def taken(self) -> list[int]:
@@ -193,7 +192,7 @@ class Backlog:
 
     def warn_of_few(self, num_prompts: int, per_iteration: int, num_ranks: int) -> None:
         """Warn if an iteration may draw more prompts than there are."""
-        num_drawn = num_ranks * self.schedule.begin(Demand(wanted=per_iteration // num_ranks, iteration=0), [])[1]
+        num_drawn = num_ranks * begin_of(self.schedule, Demand(wanted=per_iteration // num_ranks, iteration=0))[1]
         if num_prompts < num_drawn:
             log.warning(
                 "An iteration draws up to %d prompts (`data.prompts_per_iteration` %d, `data.schedule` %s), but "
@@ -213,17 +212,7 @@ class Backlog:
 
     def begin(self, demand: Demand, log: IterationLog) -> tuple[list[OpenGroup], int]:
         """Take up groups as the schedule says; return them, and how many to draw besides."""
-        groups, num_fresh = self.schedule.begin(demand, self.aside)
-        if num_fresh < 0 or len(groups) + num_fresh < demand.wanted:
-            raise ValueError(
-                f"`{type(self.schedule).__name__}.begin` takes up {len(groups)} groups and draws {num_fresh}, and the "
-                f"rollout has to bring {demand.wanted} (`demand.wanted`): return at least as many in all."
-            )
-        if not self.schedule.continues and any(group.responses for group in groups):
-            raise ValueError(
-                f"`{type(self.schedule).__name__}.begin` goes on with what older weights wrote, and its `continues` is "
-                "False: take up `group.anew(demand.iteration)`, or leave `continues` True."
-            )
+        groups, num_fresh = begin_of(self.schedule, demand, self.aside)
         kept = {group.draw: group for group in groups}
         before = [group for group in self.aside if group.draw in kept]
         self.aside = [group for group in self.aside if group.draw not in kept]
@@ -237,7 +226,7 @@ class Backlog:
 
     def coming(self, course: RolloutCourse, demand: Demand) -> tuple[list[OpenGroup], int]:
         """Return the groups put aside that a rollout after this one would begin anew, and how many it would draw."""
-        groups, num_fresh = self.schedule.begin(demand, [*self.aside, *course.put_aside()])
+        groups, num_fresh = begin_of(self.schedule, demand, [*self.aside, *course.put_aside()])
         return [group for group in groups if not group.responses], num_fresh
 
     def end(self, course: RolloutCourse, log: IterationLog) -> None:
@@ -297,19 +286,6 @@ class Backlog:
                 "answered anew.",
                 *(num_outgrown, max_tokens),
             )
-
-
-def check_choice(
-    schedule: RolloutSchedule, demand: Demand, chosen: Sequence[int] | None, complete: Sequence[int]
-) -> None:
-    """Raise ValueError unless as many groups are chosen as are wanted, each complete and chosen once."""
-    if chosen is None:
-        return
-    if len(chosen) != demand.wanted or len({*chosen}) != len(chosen) or not {*chosen} <= {*complete}:
-        raise ValueError(
-            f"`{type(schedule).__name__}.choose` returned {list(chosen)}: it has to return None, or "
-            f"`demand.wanted`, {demand.wanted}, different places out of `complete`, {list(complete)}."
-        )
 
 
 def response_seed(draw: int, member: int) -> int:
