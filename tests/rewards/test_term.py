@@ -222,3 +222,23 @@ def test_a_reward_with_verls_signature_is_refused_with_the_wrapper() -> None:
 
     with pytest.raises(TypeError, match=r"`score` has verl's signature .*def reward\(prompt, response, row\)"):
         RewardPool(as_terms([score]))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda response, prompt, row: 0.0, "`response` would be the prompt: put them into that order"),
+        (lambda completion, question, row: 0.0, "`completion` would be the prompt"),
+        (lambda prompt, row, response: 0.0, "`row` would be the response"),
+        (lambda prompt, response, answer: 0.0, r"`answer` would be the row: read `row\['answer'\]`"),
+    ],
+)
+def test_arguments_named_for_another_place_are_refused(function: Any, message: str) -> None:
+    """All are texts or compare with texts, so that a reward would score something else in silence."""
+    with pytest.raises(TypeError, match=rf"Reward `mine` is called as \(prompt, response, row\).*{message}"):
+        RewardTerm(function=function, name="mine")
+
+
+def test_arguments_of_other_names_are_taken_by_place() -> None:
+    RewardTerm(function=lambda p, r, w: 0.0, name="short")
+    RewardTerm(function=lambda question, completion, data, answer=None: 0.0, name="more")

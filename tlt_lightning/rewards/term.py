@@ -59,6 +59,12 @@ class RewardTerm:
             object.__setattr__(self, "function", functools.partial(score_like_trl, self.function, taken(self.function)))
 
 
+PLACES = {"prompt": 0, "question": 0, "response": 1, "completion": 1, "row": 2}
+"""Places of arguments that are named so; a call names none."""
+
+OF_ROW = ("answer", "ground_truth", "label", "solution", "target")
+"""Names of what a row holds, which a third argument named so would be taken for."""
+
 OF_TRL = ("completion_ids", "completions_ids", "trainer_state")
 """Arguments that TRL gives to rewards beside prompts, completions and columns."""
 
@@ -160,7 +166,20 @@ def takes_lists(function: RewardFunction, name: str) -> bool:
         raise TypeError(
             f"Reward `{name}` must be callable as (prompt, response, row), but its signature is {signature}: {error}."
         ) from error
+    _check_places([*signature.parameters][:3], name)
     return False
+
+
+def _check_places(arguments: list[str], name: str) -> None:
+    """Raise TypeError if an argument is named for another value than it gets: the response, or a value of the row."""
+    for place, argument in enumerate(arguments):
+        if PLACES.get(argument, place) != place or (argument in OF_ROW and place == 2):
+            given = ("prompt", "response", "row")[place]
+            where = f"read `row[{argument!r}]`" if argument in OF_ROW else "put them into that order"
+            raise TypeError(
+                f"Reward `{name}` is called as (prompt, response, row), by place: its argument `{argument}` would "
+                f"be the {given}: {where}."
+            )
 
 
 def _is_required(parameter: inspect.Parameter | None) -> bool:
