@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import Response, TransformersEngine
+from tlt_lightning import ObjectiveOutput, Response, TransformersEngine
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.objectives.surrogates import Surrogate
 
 Fit = Callable[..., L.Trainer]
 
@@ -77,3 +79,88 @@ def test_an_engine_that_does_not_note_its_weights_is_refused(fit: Fit) -> None:
 
     with pytest.raises(RuntimeError, match=r"`Unversioned\.update_weights` was given version 0 and left .* at -1: set"):
         fit(engine=Unversioned())
+
+
+class Weighs(GRPO):
+    """Makes another loss of GRPO's by `change`."""
+
+    change: Any = None
+
+    def loss(self, batch: Any, logps: Any, entropy: Any, values: Any) -> Any:
+        return self.change(super().loss(batch, logps, entropy, values), entropy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out, entropy: ObjectiveOutput(out.loss - 0.1 * entropy.mean(), out.metrics), "learns from `entropy`"),
+        (lambda out, entropy: ObjectiveOutput(out.loss.detach(), out.metrics), "returned a loss without gradient"),
+        (lambda out, entropy: ObjectiveOutput(out.loss.item(), out.metrics), "has to return an `ObjectiveOutput`"),
+        (lambda out, entropy: ObjectiveOutput(out.loss, None), "`metrics` are a dictionary"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_loss_that_would_not_be_learned_from_is_refused(fit: Fit, change: Any, message: str) -> None:
+    """An entropy bonus without `needs_entropy_grad` did nothing."""
+    objective = Weighs()
+    objective.change = change
+    with pytest.raises(TypeError, match=rf"`Weighs\.loss` .*{message}|`Weighs\.loss` {message}"):
+        fit(module={"objective": objective})
+
+
+def test_the_entropy_may_be_read_and_weighed_by_zero(fit: Fit) -> None:
+    objective = Weighs()
+    objective.change = lambda out, entropy: ObjectiveOutput(out.loss + 0 * entropy.mean(), {"train/h": entropy.mean()})
+    assert fit(module={"objective": objective}).callback_metrics["train/h"] > 0
+
+
+class Shapes(GRPO):
+    """Makes other advantages of GRPO's by `change`."""
+
+    change: Any = None
+
+    def advantages(self, batch: Any, reduce: Any) -> Any:
+        return self.change(batch, *super().advantages(batch, reduce))
+
+
+def test_advantages_that_change_the_batch_are_refused(fit: Fit) -> None:
+    """Others read it: here, the correction for the mismatch of engine and trainer."""
+    objective = Shapes()
+    objective.change = lambda batch, advantages, returns: (batch.rollout_logps.zero_() + advantages, returns)
+    with pytest.raises(ValueError, match=r"`Shapes\.advantages` changed `batch\.rollout_logps` in place"):
+        fit(module={"objective": objective})
+
+
+def test_advantages_carry_no_gradient(fit: Fit) -> None:
+    """A second micro-batch would go through their graph again, which is gone."""
+    objective, baseline = Shapes(), torch.ones((), requires_grad=True)
+    objective.change = lambda batch, advantages, returns: (advantages * baseline, returns)
+    fit(module={"objective": objective}, num_minibatches=1)
+    assert baseline.grad is None
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (lambda losses: losses, r"has to return a pair, losses and which of them are clipped"),
+        (lambda losses: (losses.mean(), losses), r"has to return a loss for each token, .* got \(\)"),
+        (lambda losses: (losses, None), r"has to return whether it is clipped for each token, .* got None"),
+    ],
+)
+def test_a_surrogate_returns_what_each_token_costs(fit: Fit, found: Any, message: str) -> None:
+    """One number for all would be spread over the tokens."""
+
+    class Own(Surrogate):
+        def __call__(self, logps: Any, old_logps: Any, advantages: Any, mask: Any) -> Any:
+            return found(-logps * advantages)
+
+    with pytest.raises((TypeError, ValueError), match=rf"`Own` {message}"):
+        fit(module={"objective": GRPO(surrogate=Own())})
+
+
+def test_nan_advantages_of_rewards_that_a_callback_changed_are_said_to_be_those(fit: Fit) -> None:
+    class Spoils(L.Callback):
+        def on_rollout_end(self, trainer: Any, pl_module: Any, rollouts: Any) -> None:
+            rollouts[0].reward = float("nan")
+
+    with pytest.raises(ValueError, match=r"NaN or infinite values, because `batch\.rewards` does: a callback"):
+        fit(Spoils())

@@ -5,6 +5,7 @@ silently accepts anything where it does not find the names (a researcher's file)
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from tlt_lightning.arguments import check_at_least, check_optional, check_type
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import AdvantageEstimator
 from tlt_lightning.objectives.aggregation import Aggregation, token_mean
-from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, PolicyObjective, Reduce, fill, require, upcast
+from tlt_lightning.objectives.base import (
+    Advantages,
+    ObjectiveOutput,
+    PolicyObjective,
+    Reduce,
+    fill,
+    per_token,
+    require,
+    upcast,
+)
 from tlt_lightning.objectives.correction import Level, MismatchCorrection, importance_weights
 from tlt_lightning.objectives.kl import KLPenalty, k3
 from tlt_lightning.objectives.surrogates import Surrogate
@@ -100,7 +110,7 @@ class ComposedObjective(PolicyObjective):
         advantages = fill(require(batch.advantages, "advantages", "the loss weighs tokens by them"), mask)
         rollout_logps = fill(batch.rollout_logps, mask)
 
-        per_token, clipped = self.surrogate(logps, old_logps, advantages, mask)
+        losses, clipped = pair_of(self.surrogate, self.surrogate(logps, old_logps, advantages, mask), mask)
         level: Level = "token" if self.correction is None else self.correction.level
         ratio = importance_weights(old_logps, rollout_logps, mask, level)
         metrics = {
@@ -115,7 +125,7 @@ class ComposedObjective(PolicyObjective):
         }
         if self.correction is not None:
             weights = self.correction(old_logps, rollout_logps, mask)
-            per_token = per_token * weights
+            losses = losses * per_token(weights, mask, f"`{type(self.correction).__name__}`", "a weight")
             metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
             metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
             metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)
@@ -123,9 +133,17 @@ class ComposedObjective(PolicyObjective):
             metrics["train/kl"] = token_mean(k3(logps, fill(batch.ref_logps, mask)), batch)
         if self.loss_kl is not None:
             ref_logps = require(batch.ref_logps, "ref_logps", "`loss_kl` is set")
-            per_token = per_token + self.loss_kl(logps, fill(ref_logps, mask))
+            losses = losses + self.loss_kl(logps, fill(ref_logps, mask))
 
-        loss = self.aggregation(per_token, batch)
+        loss = self.aggregation(losses, batch)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * token_mean(entropy, batch)
         return ObjectiveOutput(loss, {name: metric.detach() for name, metric in metrics.items()})
+
+
+def pair_of(surrogate: Surrogate, found: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a surrogate does; raise TypeError or ValueError unless that is a loss and a flag for each token."""
+    name = f"`{type(surrogate).__name__}`"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"{name} has to return a pair, losses and which of them are clipped, got {found!r:.200}.")
+    return per_token(found[0], mask, name, "a loss"), per_token(found[1], mask, name, "whether it is clipped")
