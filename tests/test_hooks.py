@@ -159,6 +159,8 @@ def hook_of(name: str, method: Any) -> L.Callback:
     ("name", "method", "message"),
     [
         ("on_rollout_finished", lambda *_: None, r"`Mine\.on_rollout_finished` is no hook.*on_rollout_end, "),
+        ("on_weight_synced", lambda *_: None, r"`Mine\.on_weight_synced` is no hook.*on_weights_synced"),
+        ("on_hidden_state", lambda *_: None, r"`Mine\.on_hidden_state` is no hook.*on_hidden_states"),
         (
             "on_rollout_end",
             lambda self, trainer, module: None,

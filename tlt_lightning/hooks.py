@@ -62,7 +62,10 @@ class RolloutCallback(L.Callback):
         """Use the time of a worker that is done; return as soon as `window.is_open()` is False."""
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
-        """Read this rank's rollouts and rewards, in training, validation and prediction."""
+        """Read this rank's rollouts and rewards, in training, validation and prediction.
+
+        A `reward` that is changed here is learned from, within `trainer.training`; which rollouts there are is settled.
+        """
 
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
         """Read this rank's whole batch in training, advantages and log-probs filled in.
@@ -71,7 +74,11 @@ class RolloutCallback(L.Callback):
         """
 
     def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
-        """Read the texts that `hidden_state_request` asked for, states from before the update."""
+        """Read the texts that `pl_module.hidden_state_request` asked for, states from before the update.
+
+        It is None until a callback sets it, in `on_rollout_start` at the latest, to a `HiddenStateRequest`; nothing
+        calls this hook before.
+        """
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
         """Act when the engine has the policy's weights; `version` counts optimizer steps."""
@@ -92,20 +99,28 @@ class RolloutCallback(L.Callback):
 
 
 ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))
-HOOK_PREFIXES = ("on_rollout_", "on_iteration_", "on_weights_", "on_hidden_states", "on_engine_")
+HOOK_PREFIXES = ("on_rollout", "on_iteration", "on_weight", "on_hidden", "on_engine")
 UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
 """Hooks that ranks call unequally often, in which no pass of a sharded policy can be made."""
 
 
 def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
-    """Call hook `name` of every callback that has it, with the Trainer and its module."""
+    """Call hook `name` of every callback that has it, with the Trainer and its module.
+
+    Raise TypeError if one returns anything: somebody expects it to be read.
+    """
     call = HookCall(name, is_even=name not in UNEVEN_HOOKS)
     with call if isinstance(trainer.strategy, FSDP2Strategy) else nullcontext():
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             hook = getattr(callback, name, None)
             if hook is not None:
                 call.callback = type(callback).__name__
-                hook(trainer, trainer.lightning_module, *args)
+                returned = hook(trainer, trainer.lightning_module, *args)
+                if returned is not None:
+                    raise TypeError(
+                        f"`{call.callback}.{name}` returned {returned!r:.200}, which nothing reads: change what the "
+                        "hook is given, or set `trainer.should_stop`, and return None."
+                    )
 
 
 def check_hooks(callback: L.Callback) -> None:

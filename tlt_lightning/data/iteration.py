@@ -183,7 +183,7 @@ class PolicyIteration:
         groups = [*informative, *others]
         everything = list(chain.from_iterable(groups))
         self._log_age(everything)
-        call_rollout_hook(self.trainer, "on_rollout_end", everything)
+        call_rollout_hook(self.trainer, "on_rollout_end", tuple(everything))
         log_rollouts(self.log, everything)
         self.log.update(self.collector.metrics)
         if dynamic is not None:

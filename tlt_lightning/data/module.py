@@ -324,7 +324,7 @@ class RolloutDataModule(L.LightningDataModule):
             group_size=self.val_group_size,
             seed=seed_of(run_seed(), "val", 0, self._trainer.global_rank),  # the same noise in every validation
         )
-        call_rollout_hook(self._trainer, "on_rollout_end", rollouts)
+        call_rollout_hook(self._trainer, "on_rollout_end", tuple(rollouts))
         yield from split_groups(rollouts)
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
