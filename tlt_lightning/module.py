@@ -153,7 +153,7 @@ class RLModule(L.LightningModule):
         if self.critic is not None and self.critic_config is not None:
             critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
-        optimizer = self.optimizer(groups)
+        optimizer = optimization.built(self.optimizer, groups)
         self._optimizer_settings = optimization.settings_of(optimizer)
         self.save_hyperparameters({"optimizer": made_of(optimizer, optimizer.defaults)})
         return optimization.with_schedule(optimizer, self.lr_scheduler)

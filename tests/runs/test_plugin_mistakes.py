@@ -185,3 +185,22 @@ def test_rollouts_cannot_be_left_out_by_a_hook(fit: Fit) -> None:
 
     with pytest.raises(TypeError, match="'tuple' object does not support item deletion"):
         fit(Drops())
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": lambda p: None}, r"`optimizer\(parameters\)` must be a Optimizer, got a NoneType"),
+        ({"optimizer": lambda p: ([adam(p)], [])}, r"`optimizer\(parameters\)` must be a Optimizer, got a tuple"),
+        ({"optimizer": lambda p: adam([torch.ones(1)])}, "holds none of the parameters it is given"),
+        ({"lr_scheduler": lambda o: None}, r"`lr_scheduler\(optimizer\)` must be a LRScheduler, got a NoneType"),
+        ({"lr_scheduler": lambda o: {"interval": "step"}}, r"`lr_scheduler\(optimizer\)` .* got a dict"),
+    ],
+)
+def test_what_is_no_optimizer_of_the_policy_or_no_scheduler_is_refused(fit: Fit, given: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        fit(module=given)

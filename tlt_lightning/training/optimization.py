@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import cos, isfinite, pi
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_share
+from tlt_lightning.arguments import check_count, check_share, check_type
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,21 @@ def check_schedules(lr_scheduler: object) -> None:
             "`lr_scheduler` must build one from an optimizer, as `lambda optimizer: CosineAnnealingLR(optimizer, 100)` "
             f"does, got {lr_scheduler!r}."
         )
+
+
+def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+    """Return the optimizer that `build` makes; raise TypeError or ValueError unless it moves the given parameters."""
+    optimizer = build(groups)
+    check_type(
+        "optimizer(parameters)", optimizer, Optimizer, "Return one alone; schedulers are made by `lr_scheduler`."
+    )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
+        raise ValueError(
+            "`optimizer` builds one that holds none of the parameters it is given, and nothing would be trained: pass "
+            "them on, as `lambda parameters: AdamW(parameters, lr=1e-6)` does."
+        )
+    return optimizer
 
 
 class WarmupCosine(LRScheduler):
@@ -107,6 +122,7 @@ def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None, num_s
     if build is None:
         return optimizer
     scheduler = build(optimizer)
+    check_type("lr_scheduler(optimizer)", scheduler, LRScheduler, "Return one, alone: it moves once an optimizer step.")
     if isinstance(scheduler, WarmupCosine) and scheduler.num_steps is None:
         if num_steps is None or not isfinite(num_steps):
             raise MisconfigurationException(
