@@ -89,6 +89,21 @@ def test_your_own_callback_reward_selector_and_objective_run(
     assert trainer.callback_metrics.keys() >= {"rollout/longest", "reward/brevity"}
 
 
+def test_the_loss_of_the_docs_does_not_hang_on_micro_batches(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    page, names = (ROOT / "docs/your_plugins.md").read_text(), {"__name__": "my_loss"}
+    exec(next(code for _, title, code in BLOCK.findall(page) if title == "my_loss.py"), names)
+    losses = []
+    for tokens in (24, 512):
+        data = make_data(prompts_path, micro_batch_tokens=tokens, num_minibatches=1)
+        trainer = make_trainer(tmp_path, max_epochs=1)
+        trainer.fit(make_module(policy_path, objective=names["Reinforce"](bonus=0.1)), data)  # type: ignore[operator]
+        losses.append(float(trainer.callback_metrics["train/loss"]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] < 0  # the bonus
+
+
 @pytest.mark.parametrize("document", ["docs/architecture.md", "docs/vllm.md"])
 def test_files_and_names_that_the_docs_show_exist(document: str) -> None:
     text = (ROOT / document).read_text()
