@@ -313,9 +313,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        everything = torch.ones(self.drafter.target_config.vocab_size)  # what new heads of older checkpoints draft
-        vocabulary = state_dict.get("vocabulary", everything if self.drafter.head_path is None else None)
-        if vocabulary is not None:
+        if (vocabulary := state_dict["vocabulary"]) is not None:
             self.drafter.load_vocabulary(vocabulary)
         self.training.load_state_dict(state_dict["trainer"])
         self.publisher.load_state_dict(state_dict["publisher"])

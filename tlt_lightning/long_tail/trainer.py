@@ -337,13 +337,13 @@ class DrafterTrainer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` saved."""
         self.load_weights(state_dict["weights"])
-        name, saved = type(self.optimizer).__name__, state_dict.get("optimizer_name", "AdamW")  # an older checkpoint's
+        name, saved = type(self.optimizer).__name__, state_dict["optimizer_name"]
         if name == saved:
             self.optimizer.load_state_dict(state_dict["optimizer"])
             fuse_on_gpu(self.optimizer, self.device)
             self._warmup.load_state_dict(state_dict["warmup"])
         else:
             log.warning("The drafter's optimizer begins anew: it is %s, that of the checkpoint was %s.", name, saved)
-        self._most_steps = state_dict.get("most_steps")  # older checkpoints have none: whole drafts
+        self._most_steps = state_dict["most_steps"]
         self.buffer.load_state_dict(state_dict["buffer"])
         self.seen_version, self.num_pending = state_dict["seen_version"], state_dict["num_pending"]

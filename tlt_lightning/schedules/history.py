@@ -166,6 +166,6 @@ class AnswerHistory:
         for prompt, length in state_dict["texts"]:
             self.texts.setdefault(prompt, []).append(tokens[begin : begin + length])
             begin += length
-        for seed, length in state_dict.get("twins", ()):
+        for seed, length in state_dict["twins"]:
             self.twins[seed] = tokens[begin : begin + length]
             begin += length

@@ -37,10 +37,10 @@ def _pack_response(response: Response) -> dict[str, Any]:
 
 
 def _unpack_response(state: Mapping[str, Any]) -> Response:
-    values = dict(state)
-    if (drafters := values.pop("drafters", None)) is not None:  # checkpoints held lists until 2026-11
-        drafts = [(at, drafters[number], drafted, kept) for at, number, drafted, kept in values["drafts"].tolist()]
-        values |= {"token_ids": values["token_ids"].tolist(), "logps": values["logps"].tolist(), "drafts": drafts}
+    values, drafters = dict(state), state["drafters"]
+    del values["drafters"]
+    drafts = [(at, drafters[number], drafted, kept) for at, number, drafted, kept in values["drafts"].tolist()]
+    values |= {"token_ids": values["token_ids"].tolist(), "logps": values["logps"].tolist(), "drafts": drafts}
     return Response(**values)
 
 

@@ -273,8 +273,7 @@ class StrategyController:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` saved."""
-        learned_in = state_dict.get("compute_dtype", self.compute_dtype)
-        if learned_in == self.compute_dtype:
+        if (learned_in := state_dict["compute_dtype"]) == self.compute_dtype:
             self.selector.load_state_dict(state_dict["selector"])
         else:
             log.info("The selector learned steps in %s and starts anew in %s.", learned_in, self.compute_dtype)
