@@ -218,7 +218,7 @@ def test_int8_weights_fill_their_levels_in_every_channel() -> None:
 def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`dtype` must be `bfloat16`.*'float32'"):
         VLLMEngine(dtype="float32", quantization="fp8")
-    with pytest.raises(ValueError, match=r"`quantization\.weights` must be one of fp8, int8 or None, got 'fp4'"):
+    with pytest.raises(ValueError, match=r"`quantization\.weights` must be one of 'fp8', 'int8', None, got 'fp4'"):
         Quantization("fp4")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a list of patterns"):
         Quantization("fp8", "model.layers.0.*")
