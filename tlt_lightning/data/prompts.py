@@ -64,7 +64,7 @@ class PromptSource:
 
     def __post_init__(self) -> None:
         if bool(self.path) == (self.rows is not None):
-            raise ValueError("A prompt source needs a `path` or `rows`, and not both.")
+            raise ValueError("A prompt source needs a `path` or `rows`, and not both; set the other to null.")
         for name in ("template", "system_prompt", "chat_template", "config", "answer_column"):
             check_optional(name, getattr(self, name), str, "Leave it out, or give a text.")
         check_optional("chat_template_kwargs", self.chat_template_kwargs, dict, "Give names and values.")

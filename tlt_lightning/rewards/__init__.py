@@ -1,8 +1,8 @@
 """Score responses by weighted reward functions, in a pool that runs during the rollout.
 
 A reward is a callable `(prompt, response, row) -> float`, plain or async; TRL's `(prompts, completions, **columns)` is
-taken too. `prompt` is the question, of a conversation its last message. `row` is the whole row of the data, shared by
-all rewards and therefore read-only; `row["answer"]` holds the value of the answer column.
+taken too. `prompt` is the question, of a conversation its last message. `row` is the whole row of the data, a copy for
+each call; `row["answer"]` holds the value of the answer column.
 
 Importing is cheap: the first call that needs math-verify, torch or transformers loads it. The imports below are eager
 because `countdown` names a function and its module: bound lazily, the name would become the module on its import.
