@@ -1,11 +1,14 @@
 """The list of `recipes` and the folder of `init`; every recipe runs in such a folder in tests/recipes."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-from tlt_lightning.commands.starter import read_recipes, run_init, run_recipes
+from tlt_lightning import LongTailIdleCallback
+from tlt_lightning.commands.cli import run_cli
+from tlt_lightning.commands.starter import RECIPES, read_recipes, run_init, run_recipes
 
 
 def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +48,24 @@ def test_init_writes_what_its_commands_name(
     files = [word for command in commands for word in command.split() if word.endswith((".yaml", ".py"))]
     assert [file for file in files if not (tmp_path / "my run" / file).is_file()] == []
     ast.parse((tmp_path / "my run/my_reward.py").read_text())
+
+
+def test_what_init_recommends_next_runs_in_its_folder_with_what_mine_yaml_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = str(RECIPES / "assets/countdown/policy")
+    monkeypatch.chdir(tmp_path)
+    run_init(["run", "--recipe", "grpo_qwen2.5-0.5b_1gpu"])
+    overlays = re.findall(r"`(-c recipes/\S+)`", capsys.readouterr().out)
+    monkeypatch.chdir("run")
+    monkeypatch.syspath_prepend(tmp_path / "run")
+    mine = Path("mine.yaml").read_text()
+    Path("mine.yaml").write_text(mine.replace("{policy: Qwen/Qwen2.5-0.5B-Instruct}", f"{{policy: {policy}}}"))
+    words = " ".join(["-c recipes/base.yaml -c recipes/grpo_qwen2.5-0.5b_1gpu.yaml", *overlays, "-c mine.yaml"])
+    cli = run_cli([*words.split(), "--trainer.accelerator", "cpu"], run=False)
+    (drafting,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, LongTailIdleCallback))
+    assert cli.model.policy_path == drafting.drafter.target == policy
+    assert cli.datamodule.engine.speculation.siblings
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def run(environment: Path, folder: Path, *command: str) -> str:
 def test_a_folder_made_by_init_trains_where_nothing_else_is(environment: Path, tmp_path: Path) -> None:
     assert "\nquickstart " in run(environment, tmp_path, "tlt-lightning", "recipes")
     out = run(environment, tmp_path, "tlt-lightning", "init", "my-run", "--recipe", "quickstart")
-    change, command = (line.strip() for line in out.splitlines()[-2:])
+    change, command = (line.strip() for line in out.split("\n\n")[1].splitlines())
     assert change == "cd my-run"
     tiny = {
         "trainer.max_epochs": 1,

@@ -22,10 +22,16 @@ def brevity(prompt: str, response: str, row: dict) -> float:
 '''
 MINE = """\
 # Yours. It is read last, so what it says counts; every option: python -m tlt_lightning fit --help
-data:
+{policy}data:
 {train}  rewards+:                            # added to the recipe's; `rewards:` would replace them
     - {{function: my_reward.brevity, weight: 0.1}}
 """
+FASTER = ("speculation.yaml", "adaptive_drafter.yaml")
+"""Overlays that a run may take next, in this order, before `mine.yaml`."""
+LATER = (
+    "For faster rollouts put `-c recipes/speculation.yaml` before `-c mine.yaml`, and between the two\n"
+    "`-c recipes/adaptive_drafter.yaml` for a draft head that learns while the policy does."
+)
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,19 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     """Write the files of a recipe, what it reads, `mine.yaml` and `my_reward.py`; return the commands that run them.
 
     Paths in the folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few
-    rows of the right format, to be replaced.
+    rows of the right format, to be replaced. Overlays for faster rollouts lie beside the recipe.
     """
     (folder / "recipes").mkdir(parents=True)
+    for name in FASTER:
+        shutil.copyfile(RECIPES / name, folder / "recipes" / name)
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
     train: dict[str, object] = {}
+    policy = ""
     for name, text in texts.items():
         (folder / "recipes" / name).write_text(text)
-        train |= (yaml.safe_load(text).get("data") or {}).get("train") or {}
+        settings = yaml.safe_load(text)
+        train |= (settings.get("data") or {}).get("train") or {}
+        policy = (settings.get("model") or {}).get("policy", policy)
     for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):
         copy = shutil.copytree if (RECIPES / asset).is_dir() else shutil.copy
         (folder / "recipes" / asset).parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +91,11 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     for file, task in re.findall(r"(data/([a-z0-9]+)_\w+\.jsonl)", "".join(texts.values())):
         (folder / "data").mkdir(exist_ok=True)
         shutil.copyfile(RECIPES / "assets/formats" / f"{task}.jsonl", folder / file)
-    line = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n" if "path" in train else ""
-    (folder / "mine.yaml").write_text(MINE.format(train=line))
+    prompts = "  # train: {rows: null, path: my_prompts.jsonl, split: train}   # in the place of the recipe's\n"
+    if "path" in train:
+        prompts = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n"
+    model = f"model: {{policy: {policy}}}   # a folder, or a name on the hub\n"
+    (folder / "mine.yaml").write_text(MINE.format(policy=model, train=prompts))
     (folder / "my_reward.py").write_text(REWARD)
     mine = re.compile("python -m tlt_lightning (?!drafter)")  # a draft head has neither prompts nor rewards
     return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
@@ -111,3 +125,5 @@ def run_init(args: list[str]) -> None:
     commands = write_start(options.folder, recipes[options.recipe])
     print(f"{options.folder}/ holds the recipe, the files it reads, and yours: mine.yaml and my_reward.py. Next:\n")
     print(*(f"    {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *commands)), sep="\n")
+    if commands[-1].endswith(" mine.yaml") and not {*FASTER} & {*recipes[options.recipe].files}:
+        print(f"\n{LATER}")
