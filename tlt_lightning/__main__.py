@@ -111,7 +111,7 @@ def sentence_of(error: Exception) -> str | None:
     if any(isinstance(each, OSError) and each.errno in _UNWRITABLE for each in (error, error.__cause__)):
         return str(error)
     is_about_settings = type(error).__name__ == "MisconfigurationException"
-    is_users = is_about_settings or isinstance(error, ValueError | TypeError | OSError)
+    is_users = is_about_settings or isinstance(error, ValueError | TypeError | OSError | ImportError)
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     room = frames[-1].partition(".")[0] if frames else ""
     if room == "omegaconf" and any(frame.startswith("jsonargparse") for frame in frames):  # a recipe's `${...}`

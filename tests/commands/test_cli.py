@@ -216,6 +216,34 @@ def test_an_error_of_the_user_ends_with_its_sentence(
     assert "TLT_TRACEBACK=1" in said.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("package", "words", "sentence"),
+    [
+        (
+            "speculators",
+            ["drafter", "fit", "-c", "recipes/drafter_warmup.yaml"],
+            "pip install 'tlt-lightning[eagle3]'.",
+        ),
+        (
+            "reasoning_gym",
+            ["fit", "-c", "recipes/grpo_qwen3-0.6b_1gpu.yaml"],
+            "pip install 'tlt-lightning[tasks]'.",
+        ),
+    ],
+)
+def test_a_package_of_an_extra_that_is_not_installed_is_named_with_its_extra(
+    package: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning"), "propagate", True)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["tlt-lightning", *words, "--trainer.accelerator=cpu"])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    said = capsys.readouterr().err
+    assert (raised.value.code, "Traceback" in said) == (2, False)
+    assert sentence in said
+
+
 def test_an_error_of_the_package_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(arguments: list[str]) -> None:
         int("of a bug")

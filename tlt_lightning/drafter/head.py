@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,12 @@ class HeadSettings:
     layer_ids: tuple[int, ...]
     draft_vocab_size: int
     num_draft_tokens: int
+
+
+def check_library() -> None:
+    """Raise ImportError unless `speculators` is there, whose model a head is."""
+    if find_spec("speculators") is None:
+        raise ImportError("`DrafterModule` needs the package `speculators`: pip install 'tlt-lightning[eagle3]'.")
 
 
 def choose_settings(

@@ -84,6 +84,7 @@ class DrafterModule(L.LightningModule):
         export_dir: str | None = None,
     ) -> None:
         super().__init__()
+        heads.check_library()
         chunked_loss.check_names(loss)
         self.optimizer = optimizer if optimizer is not None else MuonWithAuxAdam if head is None else _FOLLOWING
         check_builds(self.optimizer, "None takes the default.")
