@@ -1,7 +1,6 @@
 """Documents keep their word: links lead somewhere, code runs, names exist."""
 
 import ast
-import asyncio
 import os
 import re
 import shlex
@@ -81,12 +80,15 @@ def test_your_own_callback_reward_selector_and_objective_run(
     exec(python_blocks(README)[1], own)
     assert own["FewLeft"](5).select(SelectorState(batch_size=17)).is_off
     assert own["FewLeft"](5).select(SelectorState(batch_size=16)).num_draft_tokens == 5
-    assert asyncio.run(own["brevity"]("", "four", {})) == 0.2
+    (reward,) = (code for _, title, code in BLOCK.findall(README) if title == "my_reward.py")
+    exec(reward, own)
+    row = {"answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
+    assert [own["right"]("", text, row) for text in (r"It is $\boxed{42}$.", r"\boxed{142}", "42")] == [1, 0, 0]
 
-    data = make_data(prompts_path, rewards=[RewardTerm(function=own["brevity"])])
+    data = make_data(prompts_path, rewards=[RewardTerm(function=own["right"])])
     trainer = make_trainer(tmp_path, own["Longest"](), max_epochs=1)
     trainer.fit(make_module(policy_path, objective=own["Cautious"]()), data)
-    assert trainer.callback_metrics.keys() >= {"rollout/longest", "reward/brevity"}
+    assert trainer.callback_metrics.keys() >= {"rollout/longest", "reward/right"}
 
 
 def test_the_loss_of_the_docs_does_not_hang_on_micro_batches(
@@ -168,8 +170,10 @@ def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     names: dict[str, Any] = {}
     text = page.read_text()
     for language, title, code in BLOCK.findall(text):
-        if language == "python" and page.parent != ROOT:  # the README's are run by tests of their own
+        if language == "python" and (title or page.parent != ROOT):  # the README's others have tests of their own
             (tmp_path / (title or "snippet.py")).write_text(code)
+            monkeypatch.setitem(sys.modules, (title or "").removesuffix(".py"), None)  # so that it is forgotten later
+            del sys.modules[(title or "").removesuffix(".py")]
             exec(compile(code, str(page), "exec"), names)
         if language == "yaml":
             (tmp_path / "snippet.yaml").write_text(code)

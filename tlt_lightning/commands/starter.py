@@ -26,8 +26,8 @@ MINE = """\
 {train}  rewards+:                            # added to the recipe's; `rewards:` would replace them
     - {{function: my_reward.brevity, weight: 0.1}}
 """
-FASTER = ("speculation.yaml", "adaptive_drafter.yaml")
-"""Overlays that a run may take next, in this order, before `mine.yaml`."""
+OVERLAYS = ("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml", "tail_batching.yaml", "partial_rollout.yaml")
+"""Files of recipes that go on top of any other, to be named before `mine.yaml`."""
 LATER = (
     "For faster rollouts put `-c recipes/speculation.yaml` before `-c mine.yaml`, and between the two\n"
     "`-c recipes/adaptive_drafter.yaml` for a draft head that learns while the policy does."
@@ -71,10 +71,10 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     """Write the files of a recipe, what it reads, `mine.yaml` and `my_reward.py`; return the commands that run them.
 
     Paths in the folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few
-    rows of the right format, to be replaced. Overlays for faster rollouts lie beside the recipe.
+    rows of the right format, to be replaced. Overlays that any run may take next lie beside the recipe.
     """
     (folder / "recipes").mkdir(parents=True)
-    for name in FASTER:
+    for name in OVERLAYS:
         shutil.copyfile(RECIPES / name, folder / "recipes" / name)
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
     train: dict[str, object] = {}
@@ -125,5 +125,5 @@ def run_init(args: list[str]) -> None:
     commands = write_start(options.folder, recipes[options.recipe])
     print(f"{options.folder}/ holds the recipe, the files it reads, and yours: mine.yaml and my_reward.py. Next:\n")
     print(*(f"    {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *commands)), sep="\n")
-    if commands[-1].endswith(" mine.yaml") and not {*FASTER} & {*recipes[options.recipe].files}:
+    if commands[-1].endswith(" mine.yaml") and not {*OVERLAYS} & {*recipes[options.recipe].files}:
         print(f"\n{LATER}")
