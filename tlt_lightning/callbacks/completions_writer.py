@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class CompletionsWriter(BasePredictionWriter):
-    """Writes completions and rewards of `predict` to `completions.jsonl`; a file a rank.
+    """Writes completions and rewards of `predict` to `completions.jsonl`, one file for each rank.
 
     Args:
         dirpath: Folder of the file.

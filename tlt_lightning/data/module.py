@@ -61,8 +61,9 @@ log = logging.getLogger(__name__)
 class RolloutDataModule(L.LightningDataModule):
     """Rolls out the policy on prompts, scores the responses, yields an iteration's minibatches.
 
-    A batch of validation is one held-out prompt with its responses: `limit_val_batches` counts prompts on each rank. So
-    do `overfit_batches`, which takes every iteration's from the first ones, and `fast_dev_run`, for its one iteration.
+    A batch of validation is one held-out prompt with its responses, so `limit_val_batches` counts prompts of each rank.
+    `overfit_batches` counts prompts, too: each iteration draws from the first ones. So does `fast_dev_run`, which runs
+    one iteration.
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
@@ -76,12 +77,13 @@ class RolloutDataModule(L.LightningDataModule):
             memory and speed, not what is learned; the longest prompt and response together have to fit.
         num_minibatches: Optimizer steps of one pass over an iteration's rollouts, each with an equal share of them.
         inner_epochs: Passes over an iteration's rollouts.
-        dynamic_sampling: Replace prompts whose responses all earn the same (DAPO): they teach nothing; None is off.
-        schedule: What is rolled out when, and what waits: TailBatching, PartialRollout; None is SynchronousSchedule.
+        dynamic_sampling: Replace prompts whose responses all earn the same (DAPO), as they teach nothing; None is off.
+        schedule: Decides which prompts wait for a later iteration, as TailBatching and PartialRollout do; None is
+            SynchronousSchedule, under which none wait.
         earlier_answers: Keep answers, and draft from them when their prompt is drawn again; None keeps no text.
         sampling: How responses are sampled in training.
-        val_sampling: How they are in validation and prediction, for example greedy; None is as in training. What it
-            leaves out has its default, not training's: give `max_tokens`, too.
+        val_sampling: How responses are sampled in validation and prediction, for example greedily; None is as in
+            training. Settings left out take their defaults, not training's values: give `max_tokens`, too.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
         max_prompt_tokens: Longest prompt; longer ones are left out, and the run says how many.
         reward_timeout: Seconds one call of a reward function may take.

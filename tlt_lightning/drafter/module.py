@@ -58,8 +58,8 @@ class DrafterModule(L.LightningModule):
         layer_ids: The three layers of the target that the head reads, ascending; None takes what the head was made
             with, or vLLM's choice for a new one.
         draft_vocab_size: Tokens of the target that a new head drafts: those that end texts, and the commonest in the
-            training data, or in a policy's first iteration. None is 32,000 of more than 64,000, else all. Fewer are
-            less work per draft and per training step, but other tokens are never drafted.
+            training data, or in a policy's first iteration. None is 32,000 if the target has more than 64,000, else
+            all. Fewer are less work per draft and training step, but other tokens are never drafted.
         num_draft_tokens: Draft length to train, measure, export. None is 3, or beside a policy the selector's longest.
         seed: Seed of the random weights.
         export_dir: Directory in which `Trainer.fit` leaves the head, an earlier one in its `earlier_0`; None: no head.

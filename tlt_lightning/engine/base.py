@@ -84,8 +84,8 @@ class Request:
         group: Requests with the same group answer the same prompt (siblings).
         max_tokens: Limit for this request alone, `written` included; None uses `Sampling.max_tokens`.
         written: An unfinished response to go on with; the new response holds it, too. None begins anew.
-        seed: Noise of this request alone: the same weights write the same text whatever runs beside it, as far as the
-            engine's arithmetic allows and, unless they may share the noise, its drafts. None draws from the rollout's.
+        seed: Noise of this request alone. The same weights then write the same text whatever runs beside it, up to
+            rounding, and unless drafts change the draws (see `drafts_may_share_noise`). None draws from the rollout's.
         expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
             of the requests start the longest first.
         earlier_answers: Texts to look drafts up in, for engines that do. Unless `drafts_may_share_noise`, none of them

@@ -63,8 +63,8 @@ class LongTailIdleCallback(RolloutCallback):
 
     Args:
         drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps, or 10
-            of a random head. Such a head learns drafts of 3 tokens from packs of a quarter, and once it makes 2 tokens
-            per engine step, drafts 1.5 times as long as what it makes from packs of half.
+            of a random head. A random head first learns drafts of 3 tokens, from packs of a quarter of `pack_tokens`;
+            once it makes 2 tokens per engine step, drafts 1.5 times as long as that number, from packs of half.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it; it is halved where memory does not suffice.
         buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;

@@ -15,14 +15,14 @@ from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
 class TailBatching(RolloutSchedule):
     """Starts more prompts than an iteration needs, takes the first whose responses have all ended, defers the others.
 
-    Once as many are deferred on each rank as an iteration needs, they are its prompts, and it waits for all of them: no
-    prompt is deferred twice. They are written anew by the weights of then, so that each update is on-policy, with the
-    noise that they had: where the same noise gives the same text, nothing is chosen by length over a cycle of short and
-    long iterations. As far as it does not, because weights have moved or (not with vLLM's V2 runner and greedy drafts)
-    speculation drafted otherwise, what is learned from leans to short responses; `schedule/repeated` is the share of
-    deferred tokens that were written again.
+    Once each rank has deferred as many prompts as an iteration needs, the next iteration answers these, and waits for
+    all of them: no prompt is deferred twice. Current weights answer them anew, so that each update is on-policy, and
+    with the noise of the first time. Where the same noise gives the same text, a cycle of short and long iterations
+    chooses nothing by length. Noise gives another text where weights have moved, or where speculation drafted otherwise
+    (not with vLLM's V2 runner and greedy drafts); then learning leans to short responses. `schedule/repeated` is the
+    share of deferred tokens that were written again.
 
-    Groups are taken whole: RollPacker's first responses of more than a group needs would be short ones.
+    Groups are taken whole. RollPacker starts more responses than a group needs and takes the first, the short ones.
 
     Args:
         extra: Prompts that are started beyond those needed, as a share of these. One iteration in
