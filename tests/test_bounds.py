@@ -166,6 +166,8 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: RLModule("policy", objectives.GRPO(), gradient_checkpointing="yes"), "gradient_checkpointing"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat="yes"), "chat"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", answer_column=3), "answer_column"),  # type: ignore[arg-type]
+        (lambda: Teaching(num_steps=1.5), "teaching.num_steps"),  # type: ignore[arg-type]
+        (lambda: Teaching(decay="a"), "teaching.decay"),  # type: ignore[arg-type]
         (lambda: LoRA(target_modules=3), "lora.target_modules"),  # type: ignore[arg-type]
         (lambda: LoRA(target_modules=[3]), "lora.target_modules"),  # type: ignore[list-item]
         (lambda: LoRA(rank=1.5), "lora.rank"),  # type: ignore[arg-type]
@@ -189,6 +191,7 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: VLLMEngine(enforce_eager="no"), "enforce_eager"),  # type: ignore[arg-type]
         (lambda: VLLMEngine(sleep="no"), "sleep"),  # type: ignore[arg-type]
         (lambda: VLLMEngine(compare_steps="no"), "compare_steps"),  # type: ignore[arg-type]
+        (lambda: PromptSource(path=3), "path"),  # type: ignore[arg-type]
         (lambda: speculation(siblings="no"), "speculation.siblings"),
         (lambda: speculation(steps_per_choice=1.5), "speculation.steps_per_choice"),
         (lambda: speculation(graph_pool=3), "speculation.graph_pool"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 
@@ -107,6 +108,13 @@ def check_text(name: str, value: object, remedy: str) -> None:
     check_type(name, value, str, remedy)
     if not value:
         raise ValueError(f"`{name}` is empty. {remedy}")
+
+
+def text_of(name: str, value: object, remedy: str) -> str:
+    """Return argument `name`, a text or in Python perhaps a `Path`, as a text; errors are those of `check_text`."""
+    text = str(value) if isinstance(value, Path) else value
+    check_text(name, text, remedy)
+    return str(text)
 
 
 def check_flag(name: str, value: object) -> None:

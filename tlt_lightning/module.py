@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_choice, check_flag, check_optional, check_text, check_type
+from tlt_lightning.arguments import check_choice, check_flag, check_optional, check_type, text_of
 from tlt_lightning.checks import HOW_TO_SAVE, check_has_data, check_not_spawned, check_trainer
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
@@ -76,10 +76,9 @@ class RLModule(L.LightningModule):
     ) -> None:
         super().__init__()
         keep_arguments(self, locals())
-        policy = str(policy) if isinstance(policy, Path) else policy
-        reference = str(reference) if isinstance(reference, Path) else reference
-        check_text("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
-        check_optional("reference", reference, str, "Give a folder or hub name.")
+        policy = text_of("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
+        if reference is not None:
+            reference = text_of("reference", reference, "Give a folder or hub name, or leave it out.")
         check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
         optimization.check_schedules(lr_scheduler)

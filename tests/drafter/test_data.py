@@ -282,6 +282,24 @@ def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path
         split_by_prompt([1], 0.1, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("completions", 3),
+        ("completions", [3]),
+        ("split", None),
+        ("config", 3),
+        ("num_tokens", "a"),
+        ("val_share", "a"),
+        ("shard_target", "no"),
+        ("seed", "a"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name: str, value: Any, completions: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}` must be "):
+        DrafterDataModule(**{"completions": completions, name: value})
+
+
 def test_the_recipe_trains_a_head_and_keeps_the_one_before(
     completions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -288,17 +288,28 @@ def test_heads_of_other_makers_keep_their_own_output(is_pickled: bool, tmp_path:
         ({"head": "/nowhere/at/all"}, "`head`.*neither a directory"),
         ({"layer_ids": (0, 1, 3)}, "`layer_ids`.*0 to 2"),
         ({"layer_ids": (2, 1, 0)}, "`layer_ids`.*ascending"),
+        ({"layer_ids": 3}, "`layer_ids` must be whole numbers, such as .*got 3"),
+        ({"layer_ids": ("a", "b", "c")}, "`layer_ids` must be whole numbers"),
         ({"draft_vocab_size": 33}, "`draft_vocab_size`.*32"),
+        ({"draft_vocab_size": "a"}, "`draft_vocab_size` must be a whole number .* got 'a'"),
+        ({"head": 3}, "`head` must be a str, got a int"),
+        ({"teaching": "a"}, "`teaching` must be a Teaching, got a str"),
+        ({"export_dir": 3}, "`export_dir` must be a str, got a int"),
+        ({"seed": "a"}, "`seed` must be a whole number .* got 'a'"),
         ({"loss": "mse"}, "`loss`.*mse.*kl_div"),
         ({"loss": {}}, "`loss`.*nothing"),
+        ({"loss": 3}, "`loss` must be a name, or names with their weights, .* got 3"),
+        ({"loss": {"ce": "a"}}, r"`loss\.ce` must be a number .* got 'a'"),
         ({"num_draft_tokens": 0}, "`num_draft_tokens`"),
+        ({"num_draft_tokens": 2.5}, "`num_draft_tokens` must be a whole number .* got 2.5"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"`optimizer` must build one .* got a SGD .* None takes"),
+        ({"target": 3}, r"`target` must be a str, got a int\. Give a folder or hub name"),
         ({"optimizer": ""}, r"`optimizer` must build one .* got ''\. None takes"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(policy_path: str, arguments: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        DrafterModule(policy_path, **arguments)
+        DrafterModule(**{"target": policy_path, **arguments})
 
 
 def test_heads_that_do_not_fit_are_refused(drafter: DrafterModule, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tlt_lightning.arguments import check_flag, check_optional, check_type
+from tlt_lightning.arguments import check_flag, check_optional, check_type, text_of
 from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
 
@@ -81,7 +81,7 @@ class PromptSource:
                     f"together, as in --data.train.chat_template_kwargs '{{{name}: {value}}}'."
                 )
         if self.rows is None:
-            object.__setattr__(self, "path", str(self.path))  # in Python perhaps a `Path`
+            object.__setattr__(self, "path", text_of("path", self.path, "Give a file, a folder or a hub name."))
             check_path(self.path)
         elif got := _no_rows(self.rows):
             raise TypeError(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_lightning.arguments import check_at_least
 from tlt_lightning.fused.compiled import compiled_on_gpu
 
 if TYPE_CHECKING:
@@ -28,10 +29,16 @@ LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 
 
 def check_names(loss: str | Mapping[str, float]) -> None:
-    """Raise ValueError unless `loss` is, or is several, of `LOSSES`."""
-    names = [loss] if isinstance(loss, str) else list(loss)
-    if not names or set(names) - set(LOSSES):
-        raise ValueError(f"`loss` names {', '.join(names) or 'nothing'}; choose from {', '.join(LOSSES)}.")
+    """Raise ValueError unless `loss` is, or is several, of `LOSSES`; TypeError if it is neither text nor weights."""
+    if not isinstance(loss, str | Mapping):
+        raise TypeError(
+            f"`loss` must be a name, or names with their weights, as in {{'ce': 0.1, 'nla': 0.9}}, got {loss!r}."
+        )
+    weights = {loss: 1.0} if isinstance(loss, str) else loss
+    if not weights or set(weights) - set(LOSSES):
+        raise ValueError(f"`loss` names {', '.join(map(str, weights)) or 'nothing'}; choose from {', '.join(LOSSES)}.")
+    for name, weight in weights.items():
+        check_at_least(f"loss.{name}", weight, 0)
 
 
 def terms_of(loss_spec: str, states: Tensor) -> LossTerms:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_count, check_flag, check_number, check_optional, check_text, text_of
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
@@ -67,11 +67,18 @@ class DrafterDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         check_num_tokens(num_tokens)
+        check_number("val_share", val_share)
         if not 0 < val_share < 1:
             raise ValueError(f"`val_share` must be between 0 and 1, got {val_share}.")
-        self.paths = [str(path) for path in ([completions] if isinstance(completions, str | Path) else completions)]
+        given = completions if isinstance(completions, list | tuple) else [completions]
+        remedy = "Give a file, a folder or a hub name, or a list of them."
+        self.paths = [text_of("completions", path, remedy) for path in given]
         for path in self.paths:
             check_path(path, "completions")
+        check_text("split", split, "Give for example 'train' or 'train[:100]'.")
+        check_optional("config", config, str, "Leave it out, or give a text.")
+        check_flag("shard_target", shard_target)
+        check_count("seed", seed, 0)
         self.split, self.config = split, config
         self.num_tokens = num_tokens
         self.val_share = val_share

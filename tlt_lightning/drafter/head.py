@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_count, text_of
 from tlt_lightning.drafter.document_attention import attend_in_documents
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
     from transformers import PretrainedConfig
 
+_NUM_DRAFT_TOKENS = 3
 _TARGETS_OWN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
 _ATTENTION = "tlt_documents"
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
@@ -67,19 +69,24 @@ def choose_settings(
     head: str | None,
     layer_ids: tuple[int, ...] | None,
     draft_vocab_size: int | None,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
 ) -> HeadSettings:
     """Choose the settings of the head in the directory `head`, or if it is None, of a new one.
 
-    `config` is the target's. `layer_ids` and `draft_vocab_size` of None leave the choice. ValueError means that the
-    settings do not fit the target or the saved head.
+    `config` is the target's. None as one of the last three leaves the choice. ValueError means that the settings do not
+    fit the target or the saved head.
     """
     num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
-    check_at_least("num_draft_tokens", num_draft_tokens, 1)
-    if draft_vocab_size is not None and not 1 <= draft_vocab_size <= vocab_size:
-        raise ValueError(
-            f"`draft_vocab_size` must be between 1 and the target's {vocab_size} tokens, got {draft_vocab_size}."
-        )
+    num_draft_tokens = _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    check_count("num_draft_tokens", num_draft_tokens)
+    if draft_vocab_size is not None:
+        check_count("draft_vocab_size", draft_vocab_size)
+        if draft_vocab_size > vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` must be at most the target's {vocab_size} tokens, got {draft_vocab_size}."
+            )
+    if layer_ids is not None:
+        _check_numbers("layer_ids", layer_ids)
     if head is None:
         layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
         draft_vocab_size = draft_vocab_size or choose_size(vocab_size)
@@ -90,6 +97,11 @@ def choose_settings(
             f"`layer_ids` must be three of 0 to {num_layers}, the target's layers, ascending; got {layer_ids}."
         )
     return HeadSettings(target, layer_ids, draft_vocab_size, num_draft_tokens)
+
+
+def _check_numbers(name: str, values: object) -> None:
+    if not isinstance(values, Sequence) or not all(isinstance(value, Integral) for value in values):
+        raise TypeError(f"`{name}` must be whole numbers, such as (2, 14, 25), got {values!r}.")
 
 
 def _saved_shape(
@@ -150,6 +162,7 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
 
 def find_head(head: str) -> str:
     """Return the directory of the head at path or hub name `head`, or raise ValueError."""
+    head = text_of("head", head, "Give a folder or hub name, or leave it out.")
     if Path(head).is_dir():
         return head
     from huggingface_hub import snapshot_download

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from typing_extensions import override
 
+from tlt_lightning.arguments import check_count, check_type, text_of
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.export import keep_earlier, write_head
@@ -32,7 +33,6 @@ from tlt_lightning.training.optimization import check_builds, check_schedules, w
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-_NUM_DRAFT_TOKENS = 3
 _FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
 _NO_TEXTS = "`draft_vocab_size` {} needs texts to choose by: train with a DrafterDataModule, or set it to {}."
 POLICY_ROWS = "lm_head.weight"
@@ -85,29 +85,26 @@ class DrafterModule(L.LightningModule):
     ) -> None:
         super().__init__()
         heads.check_library()
+        self.target = target = text_of("target", target, "Give a folder or hub name.")
+        check_type("teaching", teaching, Teaching, "Give for example `Teaching(num_steps=1)`.")
         chunked_loss.check_names(loss)
         self.optimizer = optimizer if optimizer is not None else MuonWithAuxAdam if head is None else _FOLLOWING
         check_builds(self.optimizer, "None takes the default.")
         check_schedules(lr_scheduler)
         self.lr_scheduler = lr_scheduler
-        self.target = target
         self.teaching = teaching
         self.acceptance = AcceptanceRule()
         """Rule of the engine that quality is measured for; `LongTailIdleCallback` sets that of its engine."""
         self.loss_spec = loss if isinstance(loss, str) else json.dumps(loss)
+        check_count("seed", seed, 0)
         self.seed = seed
-        self.export_dir = export_dir
+        self.export_dir = None if export_dir is None else text_of("export_dir", export_dir, "Give a folder.")
         self.most_steps: int | None = None
         """Draft length that is trained for the time being, at most `num_steps`; None is that."""
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
         self._settings = heads.choose_settings(
-            target,
-            self.target_config,
-            self.head_path,
-            layer_ids,
-            draft_vocab_size,
-            _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens,
+            target, self.target_config, self.head_path, layer_ids, draft_vocab_size, num_draft_tokens
         )
         self._follows_selector = num_draft_tokens is None
         self.head: Eagle3DraftModel | None = None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_at_least, check_count, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class Teaching:
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
-            check_at_least("teaching.num_steps", self.num_steps, 1)
+            check_count("teaching.num_steps", self.num_steps)
+        check_number("teaching.decay", self.decay)
         if not 0 < self.decay <= 1:
             raise ValueError(f"`teaching.decay` must be in (0, 1], got {self.decay}; 1 weighs all tokens alike.")
         check_at_least("teaching.regression_weight", self.regression_weight, 0)
