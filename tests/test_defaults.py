@@ -59,7 +59,6 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.CostModelSelector: {
         "num_draft_tokens": (1, 3, 5, 7),
         "max_batch_tokens": 512,
-        "window": 50,
         "exploration": 0.01,
         "margin": 0.02,
         "catch_up_seconds": 0.01,

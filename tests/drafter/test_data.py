@@ -117,6 +117,23 @@ def test_a_reduced_vocabulary_is_chosen_from_what_the_training_texts_hold(
     assert int(counts[9]) == written.count(9)
 
 
+def test_texts_are_those_of_the_configuration_and_held_out_by_the_seed(
+    policy: str, completions: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(completions, folder / "texts.jsonl")
+    (folder / "README.md").write_text("---\nconfigs:\n- {config_name: mine, data_files: texts.jsonl}\n---\n")
+    held_out = []
+    for seed in (0, 0, 1):
+        data = DrafterDataModule(str(folder), config="mine", num_tokens=128, seed=seed)
+        make_trainer(tmp_path).validate(make_module(policy), data, verbose=False)
+        held_out.append([text.ids for text in data.val_texts])
+    assert held_out[0] == held_out[1] != held_out[2]
+    with pytest.raises(ValueError, match=r"cannot be read \(`split` 'train', `config` other\)"):
+        make_trainer(tmp_path).validate(make_module(policy), DrafterDataModule(str(folder), config="other"))
+
+
 def test_a_reduced_vocabulary_needs_texts_to_be_chosen_from(policy: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"`draft_vocab_size` 12 needs texts.*DrafterDataModule, or set it to 32"):
         make_trainer(tmp_path, max_epochs=1).fit(make_module(policy, draft_vocab_size=12), [])

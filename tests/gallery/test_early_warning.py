@@ -56,6 +56,14 @@ def test_limits_are_settings(tmp_path: Path) -> None:
     assert given_warnings(tmp_path, change) == []
     messages = given_warnings(tmp_path, change, reward_drop=0.04, length_factor=1.2)
     assert [message.split(":")[1].strip() for message in messages] == ["reward collapsed", "lengths exploded"]
+    for setting, state in (("max_truncated", {"cut": True}), ("max_zero_std", {"rewards": (0.5, 0.5)})):
+        assert given_warnings(tmp_path, lambda _, state=state: state, **{setting: 1.0}) == []
+
+
+def test_means_go_back_as_far_as_the_window(tmp_path: Path) -> None:
+    lengths = [0, 100, 100, 100, 100, 190, 190, 190, 310]  # the last is twice as long as all, not as the last three
+    warned = [given_warnings(tmp_path, lambda i: {"length": lengths[i]}, window=window) for window in (3, 7)]
+    assert [len(messages) for messages in warned] == [0, 1]
 
 
 def test_single_responses_per_prompt_are_no_groups(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_the_score_is_the_logit_of_prompt_and_response(tmp_path: Path) -> None:
     reward = RewardModel(folder)
     assert reward("two=", "four", {}) == pytest.approx(logit(folder, "=two=four"))
     assert reward("two=", "four", {}) != pytest.approx(logit(folder, "=two=five"))
+    assert RewardModel(folder, device="meta").load()[1].device.type == "meta"
 
 
 def test_a_chat_template_is_used(tmp_path: Path) -> None:

@@ -31,17 +31,11 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         num_replicas: Copies of the shards, each in ranks that follow one another: with as many as nodes, weights are
             gathered within a node alone, and gradients added up across. 1 shards over all ranks.
-        process_group_backend: Backend of collectives; None takes NCCL for GPUs and gloo for CPUs.
         timeout: Longest time a collective may take.
     """
 
-    def __init__(
-        self,
-        num_replicas: int = 1,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+    def __init__(self, num_replicas: int = 1, timeout: timedelta | None = default_pg_timeout) -> None:
+        super().__init__(timeout=timeout)
         self.num_replicas = num_replicas
         self._mesh: DeviceMesh | None = None
 

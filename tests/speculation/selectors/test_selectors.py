@@ -151,8 +151,9 @@ def test_threshold_hysteresis_keeps_a_hovering_batch_from_thrashing():
 
 
 def test_threshold_has_an_arm_up_to_the_end_of_its_band() -> None:
-    selector = ThresholdSelector(3, max_running=1, band=8)
-    assert [selector.arms(size) for size in (1, 9, 10)] == [(OFF, Strategy(3)), (OFF, Strategy(3)), (OFF,)]
+    selector, on = ThresholdSelector(3, "ngram", max_running=1, band=8), Strategy(3, "ngram")
+    assert [selector.arms(size) for size in (1, 9, 10)] == [(OFF, on), (OFF, on), (OFF,)]
+    assert selector.select(SelectorState(1)) == on
 
 
 def test_threshold_without_a_band_is_the_rule_of_the_paper():

@@ -37,6 +37,9 @@ DOUBT_STEPS = 4
 SETTLING_STEPS = 2
 """Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
 
+ACCEPTANCE_WINDOW = 50
+"""Steps after which an acceptance is forgotten."""
+
 CATCH_UP_STEPS = 200
 """Steps over which a catch-up must pay off."""
 
@@ -54,7 +57,6 @@ class CostModelSelector(StrategySelector):
         drafters: Who may propose; every draft length is an arm with each of them.
         max_batch_tokens: Draft lengths are arms only where batch size times (draft length + 1) is at most this: beyond
             it verification is compute-bound, and graphs for it would be captured in vain.
-        window: Steps after which an acceptance is forgotten.
         exploration: Share of the time that probes may cost.
         margin: An arm must promise this much more than the one in force to replace it.
         catch_up_seconds: First guess of what switching a learned drafter back on costs; measured from then on.
@@ -71,7 +73,6 @@ class CostModelSelector(StrategySelector):
         num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7),
         drafters: tuple[Drafter, ...] = ("learned",),
         max_batch_tokens: int = 512,
-        window: int = 50,
         exploration: float = 0.01,
         margin: float = 0.02,
         catch_up_seconds: float = 0.01,
@@ -87,7 +88,9 @@ class CostModelSelector(StrategySelector):
         self.margin = margin
         self.catch_up_seconds = catch_up_seconds
         self.step_time = StepTimeModel(drafters)
-        self.acceptance = {drafter: AcceptanceEstimator(max(num_draft_tokens), window) for drafter in drafters}
+        self.acceptance = {
+            drafter: AcceptanceEstimator(max(num_draft_tokens), ACCEPTANCE_WINDOW) for drafter in drafters
+        }
         self._current = OFF
         self._drafter_version: int | None = None
         self._is_warm = True  # the learned drafter has seen all tokens
