@@ -40,6 +40,7 @@ from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.training.critic import CriticConfig
 
 TINY = 1e-9
+OVERLONG = objectives.OverlongPunishment(max_tokens=9, buffer_tokens=1)
 
 
 def pool(**arguments: float) -> None:
@@ -181,6 +182,7 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: objectives.GRPO(aggregation="a"), "aggregation"),  # type: ignore[arg-type]
         (lambda: objectives.GRPO(correction="a"), "correction"),  # type: ignore[arg-type]
         (lambda: objectives.DAPO(overlong=1024), "overlong"),  # type: ignore[arg-type]
+        (lambda: objectives.DAPO(advantage="a", overlong=OVERLONG), "advantage"),  # type: ignore[arg-type]
         (lambda: objectives.OverlongPunishment(max_tokens="9", buffer_tokens=1), "overlong.max_tokens"),  # type: ignore[arg-type]
         (lambda: objectives.KLPenalty(estimator="k3"), "estimator"),  # type: ignore[arg-type]
         (lambda: objectives.StraightThrough(value="k3"), "value"),  # type: ignore[arg-type]

@@ -71,12 +71,27 @@ def test_pull_ends_with_its_bucket():
     assert selector.values(40) == {}
 
 
-def test_steps_of_another_strategy_are_not_counted():
-    selector = BEGMABSelector(groups=((3,),), thresholds=(1,))
-    arm = selector.select(SelectorState(16))
-    other = Strategy(3) if arm.is_off else OFF
-    selector.record(SelectorState(16), other, (1,) * 16, 1.0)
-    assert selector.values(16) == {}
+def test_steps_of_another_strategy_or_bucket_are_not_counted():
+    selector = BEGMABSelector(groups=((3,), (1,)), thresholds=(1, 33))
+    assert selector.select(SelectorState(40)) == OFF
+    selector.record(SelectorState(40), Strategy(1), (1,) * 40, 1.0)
+    selector.record(SelectorState(16), OFF, (1,) * 16, 1.0)
+    assert selector.values(16) == selector.values(40) == {}
+
+
+def test_a_silenced_drafter_is_left_at_once_and_the_others_are_learned_about():
+    drafters = ("learned", "ngram")
+    selector = BEGMABSelector(groups=((3,),), thresholds=(1,), drafters=drafters, epsilon=0.5, pull_size=12)
+    while not selector.select(SelectorState(4)).is_learned:
+        pull(selector, 4, {0: 1.0, 3: 2.0})
+    silenced = SelectorState(4, is_silenced=True)
+    chosen = []
+    for _ in range(60):
+        chosen.append(selector.select(silenced))
+        selector.record(silenced, chosen[-1], (1,) * 4, 0.5)
+    assert set(chosen) == {OFF, Strategy(3, "ngram")}
+    assert all(len(set(chosen[start : start + 3])) == 1 for start in range(0, 60, 3))  # whole pulls
+    assert selector.values(4).keys() == {OFF, Strategy(3, "ngram")}
 
 
 def test_epsilon_is_the_share_of_random_pulls():

@@ -167,7 +167,8 @@ def test_threshold_without_a_band_is_the_rule_of_the_paper():
     [
         (lambda: BEGMABSelector(groups=((3,),), thresholds=(1, 9)), "`groups` has 1 entries and `thresholds` 2"),
         (lambda: BEGMABSelector(groups=((3,), (1,)), thresholds=(2, 9)), "`thresholds` must ascend and begin with 1"),
-        (lambda: BEGMABSelector(groups=((1,), (3,)), thresholds=(1, 9)), "must not grow with the batch"),
+        (lambda: BEGMABSelector(groups=((3,), (5, 1)), thresholds=(1, 9)), "must not grow with the batch"),
+        (lambda: BEGMABSelector(groups=(), thresholds=()), "`thresholds` must ascend and begin with 1"),
         (lambda: BEGMABSelector(groups=((3,), ()), thresholds=(1, 9)), "`groups` has an empty entry"),
         (lambda: CostModelSelector(num_draft_tokens=()), "`num_draft_tokens` is empty"),
         (lambda: CostModelSelector(num_draft_tokens=(0, 1)), "off is always an arm"),
