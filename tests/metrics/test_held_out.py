@@ -2,7 +2,9 @@ from itertools import combinations
 
 import pytest
 
-from tlt_lightning.metrics.held_out import PassAtK, pass_at_k
+from tlt_lightning.data.batch import Prompt, Rollout
+from tlt_lightning.engine import Response
+from tlt_lightning.metrics.held_out import HeldOutMetrics, PassAtK, pass_at_k
 
 
 @pytest.mark.parametrize(("num_samples", "num_correct", "k"), [(4, 1, 2), (5, 3, 2), (6, 0, 3), (4, 4, 4)])
@@ -18,3 +20,21 @@ def test_metric_averages_over_prompts_and_batches() -> None:
     metric.update([(1, True), (1, True), (1, True), (1, True)])
     values = {name: float(value) for name, value in metric.compute().items()}
     assert values == pytest.approx({"accuracy": 0.625, "pass@2": 0.75, "pass@4": 1.0})
+    metric.update([(0, True), (0, False)])  # the smallest group
+    values = {name: float(value) for name, value in metric.compute().items()}
+    assert values == pytest.approx({"accuracy": 1.75 / 3, "pass@2": 2.5 / 3})
+
+
+def test_held_out_answers_are_measured_under_their_stage_and_anew_each_time() -> None:
+    def rollout(group: int, exact: float, brevity: float, length: int) -> Rollout:
+        response = Response(0, [2] * length, [-1.0] * length, "stop", (0,))
+        rewards = {"exact": exact, "brevity": brevity}
+        return Rollout(Prompt("q", [2]), response, "text", group, rewards, exact + brevity)
+
+    metrics = HeldOutMetrics()
+    metrics.add([rollout(0, 1.0, 0.5, 2), rollout(0, 0.0, 0.5, 4), rollout(1, 0.0, 0.75, 6), rollout(1, 0.0, 0.25, 8)])
+    metrics.add([rollout(2, 1.0, 0.5, 9), rollout(2, 1.0, 0.5, 1)])
+    first = {"accuracy": 0.5, "pass@2": 2 / 3, "reward": 1.0, "length": 5.0}
+    assert metrics.read("val") == pytest.approx({f"val/{name}": value for name, value in first.items()})
+    metrics.add([rollout(0, 0.0, 0.25, 7)])
+    assert metrics.read("test") == {"test/accuracy": 0.0, "test/reward": 0.25, "test/length": 7.0}
