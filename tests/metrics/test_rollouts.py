@@ -17,8 +17,11 @@ def test_rollout_metrics_count_what_they_say() -> None:
     log = IterationLog()
     log_rollouts(log, rollouts)
     metrics = combine([log.read()])
+    assert metrics["rollout/tokens"] == 100
     assert metrics["rollout/length_max"] == 40
-    assert metrics["rollout/length_p50"] == 25
+    assert metrics["rollout/length_mean"] == metrics["rollout/length_p50"] == 25
+    assert metrics["rollout/length_p90"] == pytest.approx(37)  # between the third and the fourth
+    assert metrics["rollout/length_p99"] == pytest.approx(39.7)
     assert metrics["rollout/truncated"] == 0.25
     assert metrics["reward/mean"] == metrics["reward/score"] == 0.75
     assert metrics["reward/std"] == pytest.approx(torch.tensor([1.0, 1, 0, 1]).std(correction=0).item())
@@ -47,7 +50,11 @@ def test_tail_share_is_the_time_with_few_unfinished() -> None:
 
 @pytest.mark.parametrize(
     ("trace", "num_requests", "share"),
-    [([(0.0, 0)], 20, 0.0), ([(1.0, 2), (3.0, 1), (4.0, 0)], 5, 1 / 4), ([(1.0, 4), (4.0, 2), (5.0, 0)], 20, 1 / 5)],
+    [
+        ([(0.0, 0)], 20, 0.0),
+        ([(1.0, 2), (3.0, 1), (4.0, 0)], 5, 1 / 4),
+        ([(0.1, 4), (0.3, 3), (0.4, 2), (0.5, 0)], 25, 1 / 5),
+    ],
 )
 def test_tail_share_of_few_requests_is_that_of_the_last(
     trace: list[tuple[float, int]], num_requests: int, share: float
