@@ -65,8 +65,11 @@ def test_a_closed_log_takes_no_number_until_the_next_iteration_and_all_of_its_ti
         log.mean("mine", 1.0)
     clock[0] += 2.0
     log.open()
+    log.mean("next", 3.0)
     log.lap("other")
     second = log.close(trainer)
+    assert log.by_rank == [second]
+    assert second["next"] == 3.0
     assert first["mine"] == 1.0
     assert "mine" not in second
     assert second["time/other"] == second["time/iteration"] == 2.0
@@ -92,8 +95,9 @@ def test_the_peak_of_a_stage_is_the_largest_of_its_parts_and_of_the_ranks() -> N
 
     trainer: Any = SimpleNamespace(world_size=1)
     logs = IterationLog(), IterationLog(), IterationLog()
-    for log, peaks in zip(logs, ((3.0, 7.0, 1.0, 2.0), (5.0, 6.0, 1.0, 4.0), (None,) * 4), strict=True):
+    for log, peaks in zip(logs, ((9.0, 3.0, 7.0, 1.0, 2.0), (9.0, 5.0, 6.0, 1.0, 4.0), (None,) * 5), strict=True):
         log.peak_memory = Peaks(*(peak and peak * 2**30 for peak in peaks))
+        log.clear()  # what was held before is none of it
         for stage in ("rollout", "update", "rollout"):
             log.lap(stage)
     assert IterationLog().peak_memory.take() is None
@@ -122,8 +126,11 @@ def test_stages_are_known_in_the_order_in_which_they_passed_on_each_rank(clock: 
     for stage, seconds in (("sync", 1.0), ("rollout", 2.0), ("rollout", 1.0), ("update", 4.0)):
         clock[0] += seconds
         log.lap(stage)
+    log.mean("mine", 1.0)
     resumed = IterationLog()
     resumed.load_state_dict(log.state_dict())
+    resumed.mean("mine", 4.0)
+    assert resumed.read()["mine"] == ("mean", 2.5)
     clock[0] += 0.5
     log.lap("rollout")
     for each, rest in ((log, [("rollout", 0.5)]), (resumed, [])):
