@@ -25,8 +25,11 @@ def test_ranks_are_combined_as_each_number_says_even_where_one_lacks_it() -> Non
         log.max("rollout/length_max", 8.0)
         log.sum("reward/errors", total)
         log.sum("reward/errors", 10)
+        log.update({"engine/queue_max": largest, "engine/queue": largest})
     logs[0].update({"speculation/acceptance_rate_pos_3": 0.5})
     assert combine([log.read() for log in logs]) == {
+        "engine/queue": 8.0,
+        "engine/queue_max": 9.0,
         "reward/errors": 23.0,
         "reward/mean": 1.5,
         "rollout/length_max": 9.0,

@@ -32,7 +32,6 @@ class PeakMemory:
     @contextmanager
     def followed(self, unmapped: Callable[[], float]) -> Iterator[None]:
         """Follow an engine that falls asleep or wakes in the block; `unmapped` returns its bytes that are unmapped."""
-        self._note()
         yield
         self._note()
         self._unmapped = unmapped()

@@ -1,5 +1,7 @@
 """What the hypotheses foretell, before and after evidence."""
 
+from math import isfinite
+
 import pytest
 
 from tlt_lightning.long_tail.forecast import GainForecast
@@ -32,5 +34,15 @@ def test_forecasts_are_those_of_the_weighted_hypotheses() -> None:
     forecast.advance(1.0)
     assert forecast.observe(0.15, 0.0) == pytest.approx(0.173821, abs=1e-6)
     assert forecast.plan(shares, [3.0, 0.75], 5.0, 20) == (0.25, pytest.approx(7.9334, abs=1e-4))
+    assert forecast.plan([1.0], [0.0], 5.0, 3) == (1.0, pytest.approx(1.3484, abs=1e-4))  # in all three rollouts
     assert forecast.plan([], [], 5.0, 20) == forecast.plan(shares, [1.0, 0.25], 5.0, 0) == (None, 0.0)
     assert forecast.plan(shares, [0.0, 0.0], 5.0, 1)[0] == 1.0  # one rollout is left to gain in
+
+
+def test_evidence_that_no_hypothesis_foretells_leaves_a_forecast() -> None:
+    forecast = GainForecast()
+    for _ in range(200):
+        forecast.advance(1.0)
+        assert 0 <= forecast.observe(9.0, 0.0) < 1
+        forecast.settle()
+    assert isfinite(forecast.plan([1.0], [0.1], 5.0, 10)[1])
