@@ -119,3 +119,4 @@ def test_groups_of_similar_length_waste_little() -> None:
     for group in groups:
         longest = max(lengths[row] for row in group)
         assert len(group) * longest <= max(512, longest)
+    assert list(similar_lengths([2, 3, 7, 3], 6)) == [[2], [1, 3], [0]]  # filled to the last token

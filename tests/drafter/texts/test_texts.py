@@ -87,6 +87,11 @@ def test_conversations_are_read_from_every_kind_of_place(tmp_path: Path) -> None
     (tmp_path / "nothing.json").write_text("")
     with pytest.raises(ValueError, match=r"nothing.json' cannot be read .*: it holds nothing"):
         Texts([str(tmp_path / "nothing.json")], target, 32)
+    (tmp_path / "broken.json").write_text('[{"a": 1}, {')
+    with pytest.raises(
+        ValueError, match=r"broken.json' cannot be read \(`split` 'train', `config` None\): Expected object"
+    ):
+        Texts([str(tmp_path / "broken.json")], target, 32)
     Dataset.from_list([{"a": 1, "ok": 2}]).to_parquet(tmp_path / "table.parquet")
     with pytest.raises(ValueError, match=r"`completions` .*table.parquet', row 0, has a, ok; a row must have"):
         Texts([str(tmp_path / "table.parquet")], target, 32)
@@ -95,9 +100,12 @@ def test_conversations_are_read_from_every_kind_of_place(tmp_path: Path) -> None
 def test_rows_that_teach_nothing_are_left_out_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_target(tmp_path)
     path, silent = tmp_path / "some.jsonl", {"messages": messages([("user", "1")])}
+    path.write_text(json.dumps({"messages": messages()}))
+    assert len(texts_of(path)) == 1
+    assert not caplog.messages
     path.write_text("\n".join(map(json.dumps, [{"messages": messages()}, silent, silent])))
     assert len(texts_of(path)) == 1
-    assert "2 of 3 rows are left out, the first: `completions`" in caplog.text
+    assert caplog.messages[0].startswith("2 of 3 rows are left out, the first: `completions`")
     assert "some.jsonl', line 2, in which no `assistant` answers anything." in caplog.text
     path.write_text(json.dumps(silent))
     with pytest.raises(ValueError, match=r"hold no text: .*line 1, in which no `assistant`"):
