@@ -181,11 +181,12 @@ def test_rows_of_no_format_are_refused_with_those_there_are(row: Any, reader: Ro
 
 
 def test_entries_within_an_answer_are_learned_and_no_others(reader: RowReader) -> None:
-    (text,) = reader.texts({"messages": messages()})
+    (text,) = reader.texts({"messages": messages([*TWO_TURNS, ("user", "5"), ("assistant", "6")])})
+    assert words(reader, text.answers) == "3 <eos> 7 * 1 <eos> 6 <eos>"
     states = torch.zeros(len(text.ids), 3)
     (batch,) = packs_of([PolicyText(torch.tensor(text.ids), states, states, text.prompt_length, 0, text.others)], 128)
     pairs = zip(batch.input_ids[0, batch.loss_mask[0]].tolist(), batch.next_ids[0, batch.loss_mask[0]], strict=True)
-    assert [words(reader, list(pair)) for pair in pairs] == ["3 <eos>", "7 *", "* 1", "1 <eos>"]
+    assert [words(reader, list(pair)) for pair in pairs] == ["3 <eos>", "7 *", "* 1", "1 <eos>", "6 <eos>"]
 
 
 def test_a_saved_policy_has_what_the_reader_wants(tmp_path: Path) -> None:
