@@ -118,8 +118,8 @@ def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
                 returned = hook(trainer, trainer.lightning_module, *args)
                 if returned is not None:
                     raise TypeError(
-                        f"`{call.callback}.{name}` returned {returned!r:.200}, which nothing reads: change what the "
-                        "hook is given, or set `trainer.should_stop`, and return None."
+                        f"`{call.callback}.{name}` returned a {type(returned).__name__}, which nothing reads: change "
+                        "what the hook is given, or set `trainer.should_stop`, and return None."
                     )
 
 

@@ -57,7 +57,11 @@ def refuse(policy: nn.Module, batch: RolloutBatch) -> None:
 
 def call(hook: str, use: Callable[[], Any]) -> None:
     """Call a hook in which a callback does this."""
-    callback = SimpleNamespace(**{hook: lambda *_: use()})
+
+    def method(*_: Any) -> None:
+        use()
+
+    callback = SimpleNamespace(**{hook: method})
     trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, strategy=FSDP2Strategy())
     call_rollout_hook(trainer, hook, None)
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path
         ValueError, match=r"is \['\*\.down_proj'\], but `quantization\.weights` is None.* drop the patterns"
     ):
         Quantization(None, ["*.down_proj"])
-    with pytest.raises(ValueError, match=r"`quantization\.kv_cache` must be 'auto' or 'fp8', got 'fp8_e5m2'"):
+    with pytest.raises(ValueError, match=r"`quantization\.kv_cache` must be one of 'auto', 'fp8', got 'fp8_e5m2'"):
         Quantization("fp8", kv_cache="fp8_e5m2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', which is the name of no linear layer.*q_proj"):
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
