@@ -13,8 +13,10 @@ import pytest
 from tlt_lightning import (
     BEGMABSelector,
     CostModelSelector,
+    DrafterModule,
     DynamicSampling,
     EarlierAnswers,
+    LongTailIdleCallback,
     LoRA,
     PartialRollout,
     PromptSource,
@@ -197,6 +199,8 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: speculation(siblings="no"), "speculation.siblings"),
         (lambda: speculation(steps_per_choice=1.5), "speculation.steps_per_choice"),
         (lambda: speculation(graph_pool=3), "speculation.graph_pool"),
+        (lambda: LongTailIdleCallback("my-head"), "drafter"),  # type: ignore[arg-type]
+        (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), offload="no"), "offload"),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tlt_lightning import (
+    DrafterModule,
     FixedSelector,
     LongTailIdleCallback,
     RewardTerm,
@@ -59,7 +60,7 @@ async def wait(*_: Any, **__: Any) -> None: ...
             "arms, capture_sizes",
         ),
         (
-            lambda plugin: LongTailIdleCallback(None, budget=plugin),  # type: ignore[arg-type]
+            lambda plugin: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), budget=plugin),
             FixedBudget,
             "decide",
             "iteration, remaining",

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_positive, check_type
+from tlt_lightning.arguments import check_flag, check_positive, check_type
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
@@ -91,6 +91,8 @@ class LongTailIdleCallback(RolloutCallback):
         offload: bool = False,
         dirpath: str | None = None,
     ) -> None:
+        check_type("drafter", drafter, DrafterModule, "Give for example `DrafterModule('my-policy')`.")
+        check_flag("offload", offload)
         check_positive("max_passes", max_passes)
         check_positive("buffer_gib", buffer_gib)
         check_num_tokens(pack_tokens, "pack_tokens")
