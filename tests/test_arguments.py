@@ -10,6 +10,7 @@ from tlt_lightning.arguments import (
     check_at_least,
     check_count,
     check_distinct,
+    check_method,
     check_positive,
     check_share,
     check_type,
@@ -84,3 +85,12 @@ def test_a_type_is_asked_of_objects_and_not_of_classes() -> None:
         check_type("a", "1", int, "Give 1.")
     with pytest.raises(TypeError, match=r"`a` must be a int, got the class int itself\."):
         check_type("a", int, int, "Give 1.")
+
+
+def test_a_builtin_that_tells_no_signature_is_taken_as_a_method() -> None:
+    class Plugin:
+        largest = staticmethod(max)
+
+    def largest(self: Plugin, one: float, other: float) -> float: ...
+
+    check_method(Plugin(), "largest", largest)

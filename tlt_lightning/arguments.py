@@ -95,6 +95,8 @@ def check_method(plugin: object, name: str, declared: Callable[..., Any]) -> Non
     except TypeError as error:
         called_with = ", ".join([*others, *(f"{each}=..." for each in keywords)])
         raise TypeError(f"{label} is called with ({called_with}): {error}.") from error
+    except ValueError:
+        return  # a builtin, whose signature Python does not know
 
 
 def check_optional(name: str, value: object, kind: type, remedy: str) -> None:
