@@ -37,6 +37,7 @@ from tlt_lightning.commands.cli import run_drafter_cli
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import quality_of
+from tlt_lightning.drafter.target import choose_layer_ids, read_target
 from tlt_lightning.drafter.texts.formats import RowReader
 from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.texts import Texts
@@ -107,7 +108,7 @@ def write(path: Path, searcher: Searcher, num_tokens: int, seed: int) -> Path:
 
 def read(path: Path) -> Texts:
     """Return the texts of a file, as the policy reads them."""
-    config = DrafterModule(POLICY).target_config
+    config = read_target(POLICY)
     return Texts([str(path)], RowReader(POLICY, config.max_position_embeddings), config.vocab_size)
 
 
@@ -203,7 +204,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     others = (write(folder / f"{each.__name__}.jsonl", each, num_tokens, args.seed) for each in WRITERS.values())
     files = {OWN: own, **dict(zip(WRITERS, others, strict=True))}
     texts = [(writer, read(file)) for writer, file in files.items()]
-    judged, layers = read(held_out), DrafterModule(POLICY).layer_ids
+    judged, layers = read(held_out), choose_layer_ids(read_target(POLICY).num_hidden_layers)
     reader = StateReader(load_target(POLICY, torch.device("cpu"), shards=False), layers, PACK_TOKENS)
     packs = list(packs_of(reader.read(judged), PACK_TOKENS))
     results: dict[str, Any] = {

@@ -37,8 +37,8 @@ def _pack_response(response: Response) -> dict[str, Any]:
 
 
 def _unpack_response(state: Mapping[str, Any]) -> Response:
-    values, drafters = dict(state), state["drafters"]
-    del values["drafters"]
+    values = dict(state)
+    drafters = values.pop("drafters")
     drafts = [(at, drafters[number], drafted, kept) for at, number, drafted, kept in values["drafts"].tolist()]
     values |= {"token_ids": values["token_ids"].tolist(), "logps": values["logps"].tolist(), "drafts": drafts}
     return Response(**values)
