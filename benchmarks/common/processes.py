@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 
@@ -23,6 +25,16 @@ def run_apart(function: Callable[..., Any], *arguments: Any, num_ranks: int = 1)
             return pool.submit(function, *arguments).result()
         ranks = [pool.submit(_be_rank, rank, num_ranks, port, function, *arguments) for rank in range(num_ranks)]
         return ranks[0].result()
+
+
+def end_process(process: BaseProcess, seconds: float) -> None:
+    """Wait for a process, and end it once its time is up; with `faulthandler` enabled it says where its threads are."""
+    process.join(max(0.0, seconds))
+    if process.is_alive() and process.pid is not None:
+        os.kill(process.pid, signal.SIGABRT)
+        process.join(10)
+    process.kill()
+    process.join()
 
 
 def _be_rank(rank: int, num_ranks: int, port: int, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -18,6 +18,7 @@ a command for each with seeds and a `--name` of its own, and let one without `--
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import sized_parser_of, take_size
-from benchmarks.common.processes import run_apart
+from benchmarks.common.processes import end_process, run_apart
 from benchmarks.common.results import about, note_of, save
 from benchmarks.common.shapes import SHAPES
 from benchmarks.end_to_end.arm import run_arm
@@ -123,11 +124,9 @@ class Bench:
             ]
             for process in ranks:
                 process.start()
-            end = time.time() + seconds + MARGIN
+            until = time.time() + seconds + MARGIN
             for process in ranks:
-                process.join(max(0.0, end - time.time()))
-                process.kill()
-                process.join()
+                end_process(process, until - time.time())
             for told in diary.read():
                 if "iteration" in told:
                     run.iterations.append(told)
@@ -152,6 +151,7 @@ def _be_rank(rank: int, port: int, run: Callable[..., None], work: Work, *argume
 
     A process that is alone is no rank: TRL would wait for others.
     """
+    faulthandler.enable()
     if work.devices > 1:
         os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     run(work, *arguments)

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.end_to_end.run import read_runs, recorded_lengths
 from benchmarks.schedules.worker import DrawGroup, Group
 
-RECORDED = ("25m", "25m_cold_start", "25m_schedules")
+RECORDED = ("25m", "25m_cold_start", "25m_schedules", "25m_rising")
 """Results of `end_to_end` whose plain natural run recorded lengths."""
 SIZE = 8
 """Responses of a recorded group."""

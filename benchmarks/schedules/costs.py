@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.end_to_end.run import read_runs
+from benchmarks.end_to_end.run import Run, read_runs
 from benchmarks.rollout.limit import NAMES, step_curve, tokens_per_step
 from benchmarks.schedules.worker import Array, Group
 
-MEASURED = "end_to_end_25m_schedules.json"
+PLAIN = "end_to_end_25m_schedules.json"
+"""Results whose plain run tells what the 23M policy's steps cost."""
 MOST_RUNNING = 512
 
 
@@ -42,16 +43,20 @@ def fitted_cost(lengths: Sequence[Group], seconds: Sequence[float]) -> tuple[Arr
     return a + b * np.arange(MOST_RUNNING + 1), found | {"worst_error": float(np.abs(errors).max())}
 
 
-def costs_of(results: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the costs by policy, and the fit to the plain rollouts of `MEASURED`."""
-    plain = next(run for run in read_runs(results / MEASURED) if run.arm == "plain")
+def plain_cost(plain: Run) -> tuple[Array, dict[str, Any]]:
+    """Return the cost that is fitted to a plain run, and the fit."""
     rows = plain.iterations[1:]  # the first one compiles
-    line, fit = fitted_cost([row["lengths"] for row in rows], [row["metrics"]["rollout/seconds"] for row in rows])
-    costs = {"23M, plain": line}
+    return fitted_cost([row["lengths"] for row in rows], [row["metrics"]["rollout/seconds"] for row in rows])
+
+
+def costs_of(results: Path) -> dict[str, Array]:
+    """Return the costs by policy."""
+    plain = next(run for run in read_runs(results / PLAIN) if run.arm == "plain")
+    costs = {"23M, plain": plain_cost(plain)[0]}
     for size, name in (("25m", "23M"), ("7b", "7B")):
         runs = json.loads((results / f"rollout_{size}.json").read_text())["runs"]
         arms = {k: [r for r in runs if r["arm"] == arm and r["mode"] == "replayed"] for k, arm in NAMES.items()}
         curves = {k: step_curve(arm) for k, arm in arms.items()}
         costs |= {f"{name}, plain": cost_of({0: curves[0]}, {0: 1.0})} if size == "7b" else {}
         costs[f"{name}, head"] = cost_of(curves, {k: tokens_per_step(arms[max(arms)], k) for k in arms})
-    return costs, fit
+    return costs

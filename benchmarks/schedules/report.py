@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common.results import heading, table
 from benchmarks.schedules.cases import EXTRAS
-from benchmarks.schedules.costs import MEASURED
+from benchmarks.schedules.check import report_check
 
 RATIOS = (0.0, 1 / 4, 2 / 3, 1.0, 1.5, 3.0)
 """Edges of the share of steps saved over that of tokens thrown away."""
@@ -20,26 +20,10 @@ def report(results: Mapping[str, Any]) -> list[str]:
     """Return the lines of the report."""
     lines = heading("Schedules, simulated", results["about"])
     lines += ["`python -m benchmarks schedules --help` says what is simplified.", ""]
-    lines += errors(results["fit"], results["check"])
+    lines += report_check(results["check"])
     for part in (recorded, break_even, resampled):
         lines += part(results["rows"])
     return lines
-
-
-def errors(fit: Mapping[str, float], check: Rows) -> list[str]:
-    """Return how far the simulator is from what was measured."""
-    lines = [
-        "## The simulator's error",
-        "",
-        f"23M, plain: {fit['a_ms']:.3f} ms + {1e3 * fit['b_ms']:.1f} us for each running request, off by "
-        f"{fit['mean_error']:.1%} in the mean and {fit['worst_error']:.1%} at most on the rollouts it was fitted to. "
-        f"`TailBatching(0.25)` on the lengths of the plain run's iterations, beside `plain+tail` in `{MEASURED}`:",
-        "",
-    ]
-    names = ("seconds", "tokens_written", "tokens_thrown_away")
-    cells = [[row["iteration"], *(_exact(row[kind][name]) for name in names for kind in row["kinds"])] for row in check]
-    header = [f"{name.replace('_', ' ')}, {kind}" for name in names for kind in check[0]["kinds"]]
-    return lines + table(["iteration", *header], cells)
 
 
 def recorded(rows: Rows) -> list[str]:
@@ -110,7 +94,3 @@ def _summary(row: Mapping[str, Any]) -> str:
     relative = " / ".join(f"{row['relative'][name]:.2f}" for name in ("7B, plain", "7B, head", "23M, plain"))
     thrown = f", {row['thrown_away']:.0%}" * (row["thrown_away"] > 0)
     return f"{relative} ({row['saved_steps']:.0%}{thrown})"
-
-
-def _exact(number: float) -> str:
-    return f"{number:,.0f}" if number > 100 or not number else f"{number:.2f}"

@@ -19,17 +19,14 @@ once, and timed by each policy's steps. A long response has more than half the t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common.arguments import RESULTS, parser_of
 from benchmarks.common.results import about, save
-from benchmarks.end_to_end.run import read_runs
-from benchmarks.schedules.cases import EXTRAS, SIZE, Case, groups_of, recorded_cases, resampled_cases
-from benchmarks.schedules.costs import MEASURED, costs_of
+from benchmarks.schedules.cases import EXTRAS, Case, recorded_cases, resampled_cases
+from benchmarks.schedules.check import MEASURED, check, log_values
+from benchmarks.schedules.costs import costs_of
 from benchmarks.schedules.report import report
 from benchmarks.schedules.worker import Array, Worker
 from tlt_lightning.metrics import IterationLog
@@ -89,45 +86,12 @@ def against_synchronous(
     return rows
 
 
-def check(results: Path, cost: Array, *, repeats: int) -> list[dict[str, Any]]:
-    """Return what was measured under tail batching beside what is simulated, by iteration and in the mean.
-
-    An iteration draws its groups from those that the plain run wrote in it, as the policy learns alike.
-    """
-    runs = {run.arm: run.iterations for run in read_runs(results / MEASURED)}
-    recorded = [groups_of([row["lengths"]]) for row in runs["plain"]]
-    measured = [row["metrics"] for row in runs["plain+tail"]]
-    rows = []
-    for seed in range(repeats):
-        worker = Worker(TailBatching(0.25), NUM_RESPONSES // SIZE, lambda draw, at: draw.choice(recorded[at]), seed)
-        for iteration, metrics in enumerate(measured):
-            log = IterationLog()
-            found, seconds = worker.iterate(iteration, log), metrics["rollout/seconds"]
-            thrown = [numbers.get("schedule/tokens_thrown_away", 0.0) for numbers in (metrics, log_values(log))]
-            written = [metrics["rollout/tokens_per_s"] * seconds, found.written]
-            pairs = zip([seconds, float(found.tokens @ cost[found.running]) / 1e3], written, thrown, strict=True)
-            rows.append([iteration + 1, *(number for pair in pairs for number in pair)])
-    means = [np.mean([row for row in rows if row[0] == number], axis=0) for number in range(2, len(measured) + 1)]
-    names = ("seconds", "tokens_written", "tokens_thrown_away")
-    kinds = ("measured", "simulated")
-    return [
-        {"iteration": name, "kinds": kinds}
-        | {kind: dict(zip(names, row[1 + 3 * i : 4 + 3 * i].tolist(), strict=True)) for i, kind in enumerate(kinds)}
-        for name, row in [*((int(row[0]), row) for row in means), ("mean", np.mean(means, axis=0))]
-    ]
-
-
-def log_values(log: IterationLog) -> dict[str, float]:
-    """Return the numbers of a log by name."""
-    return {name: value for name, (_, value) in log.read().items()}
-
-
 def main(arguments: Sequence[str]) -> None:
     """Simulate all cases, and write `schedules.json` and `.md`."""
     args = parser_of(__doc__).parse_args(arguments)
-    costs, fit = costs_of(RESULTS)
-    results: dict[str, Any] = {"about": about("recorded lengths", args.note, args.seed, on_cpu=True), "fit": fit}
-    results["check"] = check(RESULTS, costs["23M, plain"], repeats=1 if args.tiny else 10)
+    costs = costs_of(RESULTS)
+    results: dict[str, Any] = {"about": about("recorded lengths", args.note, args.seed, on_cpu=True)}
+    results["check"] = [check(RESULTS, each, repeats=1 if args.tiny else 10) for each in MEASURED]
     cases = recorded_cases(RESULTS, (1,) if args.tiny else (1, 2, 4))
     cases += resampled_cases(RESULTS, (8,) if args.tiny else (4, 8, 16), SHARES[3:4] if args.tiny else SHARES)
     results["rows"] = []

@@ -90,8 +90,11 @@ def test_what_is_saved_follows_from_the_reach_and_less_of_it_with_small_shares()
 
 def test_the_simulator_is_near_what_was_measured(tmp_path: Path) -> None:
     schedules.main(["--tiny", "--out", str(tmp_path)])
-    results = json.loads((tmp_path / "schedules.json").read_text())
-    mean = results["check"][-1]
-    for name, tolerance in {"seconds": 0.06, "tokens_written": 0.06, "tokens_thrown_away": 0.1}.items():
-        assert mean["simulated"][name] == pytest.approx(mean["measured"][name], rel=tolerance)
+    found = {row["results"]: row for row in json.loads((tmp_path / "schedules.json").read_text())["check"]}
+    batched, shared = found["25m_schedules"], found["25m_two_gpus"]
+    for row in (batched, shared):
+        for name in ("relative", "seconds", "tokens_written"):
+            assert row["simulated"][name] == pytest.approx(row["measured"][name], rel=0.07)
+    thrown = [batched[kind]["tokens_thrown_away"] for kind in ("simulated", "measured")]
+    assert thrown[0] == pytest.approx(thrown[1], rel=0.1)
     assert "| `25m_schedules`, at most 2,048 | 1 | TailBatching(0.25) |" in (tmp_path / "schedules.md").read_text()
