@@ -1,5 +1,8 @@
 """Functions that are compiled on a GPU: once for any number of rows, and never to a run's end."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -10,12 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.conftest import save_policy
 from tests.test_policy import make_batch
+from tlt_lightning.fused import compiled as compiling
 from tlt_lightning.fused.compiled import compiled_on_gpu
 from tlt_lightning.policy import LoRA, load_policy, response_logps
 
 
 def double(x: Tensor) -> Tensor:
     return 2 * x
+
+
+def squared(x: Tensor) -> Tensor:
+    return x @ x  # a kernel of PyTorch's own, so that no compiler of C++ takes its time
 
 
 def test_on_a_cpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +62,17 @@ def test_rows_alone_are_marked_to_vary_and_no_gradient_is_asked_for(monkeypatch:
     assert [getattr(each, "_dynamo_weak_dynamic_indices", set()) for each in given] == [{0}, set(), set()]
     assert not any(each.requires_grad for each in given)
     assert number == 0.5
+
+
+def test_what_is_compiled_is_kept_for_runs_with_other_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, engine = tmp_path / "ours", tmp_path / "an engine's"
+    monkeypatch.setitem(compiling._CACHES, "TORCHINDUCTOR_CACHE_DIR", str(ours))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(engine))  # as vLLM does while it loads
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(squared, backend=compiling._compile)(torch.eye(3)), torch.eye(3))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(engine)
+    assert [path for path in ours.rglob("*") if path.is_file()]
+    assert not [path for path in engine.rglob("*") if path.is_file()]
 
 
 @pytest.mark.gpu

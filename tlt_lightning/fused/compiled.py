@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_CACHES: dict[str, str | None] = {
+    name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+}
+"""The compiler's folders by environment variable, before vLLM names others; None is the compiler's own choice."""
 
 
 def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
@@ -33,7 +39,7 @@ def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
             return function(*args)
         if compiled is None:
             log.info("compiling `%s`", function.__qualname__)
-            compiled = torch.compile(function, dynamic=False)  # not earlier: it loads a compiler
+            compiled = torch.compile(function, backend=_compile, dynamic=False)  # not earlier: it loads a compiler
         # Detached, what needs a gradient and what does not is compiled once, and marks stay with this call.
         plain: list[Any] = [each.detach() if isinstance(each, Tensor) else each for each in args]
         for given, each in zip(args, plain, strict=True):
@@ -47,3 +53,23 @@ def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
             return function(*args)
 
     return call
+
+
+def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Compile for all runs alike: vLLM moves the compiler's cache to a folder of each engine's settings."""
+    from torch._inductor.compile_fx import compile_fx
+
+    moved = {name: os.environ.get(name) for name in _CACHES}
+    _set_environment(_CACHES)
+    try:
+        return compile_fx(graph, inputs)
+    finally:
+        _set_environment(moved)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
