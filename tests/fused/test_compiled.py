@@ -66,7 +66,7 @@ def test_rows_alone_are_marked_to_vary_and_no_gradient_is_asked_for(monkeypatch:
 
 def test_what_is_compiled_is_kept_for_runs_with_other_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours, engine = tmp_path / "ours", tmp_path / "an engine's"
-    monkeypatch.setitem(compiling._CACHES, "TORCHINDUCTOR_CACHE_DIR", str(ours))
+    monkeypatch.setattr(compiling, "_OWN_CACHE", str(ours))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(engine))  # as vLLM does while it loads
     torch._dynamo.reset()
     assert torch.equal(torch.compile(squared, backend=compiling._compile)(torch.eye(3)), torch.eye(3))

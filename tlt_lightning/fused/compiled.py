@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -15,10 +15,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CACHES: dict[str, str | None] = {
-    name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-}
-"""The compiler's folders by environment variable, before vLLM names others; None is the compiler's own choice."""
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_OWN_CACHE = os.environ.get(_CACHE)
+"""The compiler's folder before vLLM names another; None is the compiler's own choice."""
 
 
 def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
@@ -59,17 +58,16 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile for all runs alike: vLLM moves the compiler's cache to a folder of each engine's settings."""
     from torch._inductor.compile_fx import compile_fx
 
-    moved = {name: os.environ.get(name) for name in _CACHES}
-    _set_environment(_CACHES)
+    moved = os.environ.get(_CACHE)
+    _set_cache(_OWN_CACHE)
     try:
         return compile_fx(graph, inputs)
     finally:
-        _set_environment(moved)
+        _set_cache(moved)
 
 
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _set_cache(folder: str | None) -> None:
+    if folder is None:
+        os.environ.pop(_CACHE, None)
+    else:
+        os.environ[_CACHE] = folder

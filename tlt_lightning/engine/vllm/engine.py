@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -128,8 +127,7 @@ class VLLMEngine(RolloutEngine):
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         check_split(policy, head_path, self.num_ranks)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
-        os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TRITON_PRINT_AUTOTUNING": "0", **os.environ}  # unless set
+        internals.set_environment()
         from vllm.v1.engine.llm_engine import LLMEngine
 
         check_head_size(policy, internals.supported_head_sizes())

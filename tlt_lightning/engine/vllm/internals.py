@@ -1,7 +1,9 @@
-"""Reach the live parts of a vLLM engine in this process, and the platform that it was built for."""
+"""Reach the live parts of a vLLM engine in this process, its environment, and the platform that it was built for."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.engine.vllm.required.version import SUPPORTED, installed_version
@@ -9,6 +11,20 @@ from tlt_lightning.engine.vllm.required.version import SUPPORTED, installed_vers
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def set_environment() -> None:
+    """Set the environment variables that vLLM reads, those of the user first; before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+    os.environ |= {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TRITON_PRINT_AUTOTUNING": "0",
+        # Triton's own default. Without it vLLM's compiler lets Triton keep kernels in a folder of the engine's
+        # settings, so that other settings compile all of them anew, samplers too.
+        "TRITON_CACHE_DIR": str(Path(home, ".triton", "cache")),
+        **os.environ,
+    }
 
 
 def reach(root: Any, path: str) -> Any:
