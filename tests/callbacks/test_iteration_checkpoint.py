@@ -3,6 +3,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
@@ -37,6 +38,15 @@ def test_it_saves_when_time_has_passed_and_at_the_end(
     names = sorted(path.name for path in (tmp_path / "all").iterdir())
     assert names == [*(f"epoch={epoch}.ckpt" for epoch in saved), "last.ckpt"]
     assert (tmp_path / "all" / "last.ckpt").resolve().name == f"epoch={saved[-1]}.ckpt"
+
+
+def test_it_saves_where_max_steps_ends_the_run(tmp_path: Path) -> None:
+    checkpoints = IterationCheckpoint(str(tmp_path / "all"), keep=100)
+    settings = {"max_epochs": -1, "max_steps": 3, "enable_checkpointing": True, "limit_val_batches": 0}
+    trainer = make_trainer(tmp_path, [RunGuard(), checkpoints], **settings)
+    trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]))
+    assert trainer.global_step == 3
+    assert torch.load(tmp_path / "all" / "last.ckpt", weights_only=True)["global_step"] == 3
 
 
 def test_the_latest_are_kept(tmp_path: Path) -> None:

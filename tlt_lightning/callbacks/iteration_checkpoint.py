@@ -58,6 +58,7 @@ class IterationCheckpoint(ModelCheckpoint):
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        is_last |= trainer.global_step == trainer.max_steps
         is_due = time.monotonic() - self._saved_at >= 60 * self.every_minutes
         if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
             super().on_train_epoch_end(trainer, pl_module)
