@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support.report_pages import read_page
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
+from tlt_lightning.callbacks import run_report
 from tlt_lightning.callbacks.run_report import RunReport, summarize
 
 
@@ -123,8 +124,10 @@ def test_the_report_of_an_earlier_run_is_kept_by_one_that_does_not_go_on_from_it
         assert (tmp_path / f"demo/earlier_{number}/summary.json").is_file() is (number == 3)
 
 
-def test_a_failing_report_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "demo" / "summary.json").mkdir(parents=True)
+def test_a_failing_report_does_not_hide_what_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(run_report, "summarize")
     with pytest.raises(RuntimeError, match="made to fail"):
         fit(tmp_path, fail_in=2)
     assert "could not be written" in caplog.text
@@ -138,6 +141,18 @@ def test_a_run_outlives_a_page_that_cannot_be_written_and_says_so_once(
     assert caplog.text.count("cannot be written") == 1
     assert "could not be written 4 times" in capsys.readouterr().out
     assert read_summary(tmp_path / "demo")["iterations"] == 3
+
+
+def test_a_run_that_has_finished_outlives_a_summary_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "demo" / "summary.json" / "mine").mkdir(parents=True)
+    fit(tmp_path)
+    assert "summary.json cannot be written" in caplog.text
+    printed = capsys.readouterr().out
+    assert "run finished after 3 iterations" in printed
+    assert "checkpoint " in printed
+    assert "the summary could not be written" in printed
 
 
 def test_the_page_is_there_while_the_run_goes_on(tmp_path: Path) -> None:

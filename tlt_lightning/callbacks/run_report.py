@@ -179,7 +179,7 @@ class RunReport(RolloutCallback):
             set_aside(self.dirpath, [path for path in paths if path.is_file()], "the report")
 
     def _write_page(self, trainer: L.Trainer, state: str) -> None:
-        """Replace the page in one go; one that cannot be written is no reason to end a run."""
+        """Write the page, and count it if that fails."""
         data = {
             "title": self.dirpath.absolute().name,
             "state": state,
@@ -192,32 +192,34 @@ class RunReport(RolloutCallback):
             "metrics": columns(self.history),
             "details": self.details,
         }
-        text = page(data).encode("utf-8", "replace")  # a lone surrogate has no bytes
+        if not self._replace(self.dirpath / "report.html", page(data)):
+            self._num_unwritten += 1
+
+    def _replace(self, target: Path, text: str) -> bool:
+        """Replace a file in one go; one that cannot be written is no reason to end a run. Return True if it could."""
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
             self._keep_earlier()
-            target = self.dirpath / "report.html"
-            part_of(target).write_bytes(text)
+            part_of(target).write_bytes(text.encode("utf-8", "replace"))  # a lone surrogate has no bytes
             os.replace(part_of(target), target)
         except OSError as error:
-            self._num_unwritten += 1
-            if self._num_unwritten == 1:
-                log.warning("The report cannot be written to %s, the run goes on: %s", self.dirpath, error)
+            if not self._num_unwritten:
+                log.warning("%s cannot be written: %s", target, error)
+            return False
+        return True
 
     def _write(self, trainer: L.Trainer, exception: BaseException | None) -> None:
-        self.dirpath.mkdir(parents=True, exist_ok=True)
-        self._keep_earlier()
         measured = summarize(self.history, self.accuracy_before)
         is_interrupted = exception is not None
         summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": is_interrupted}
         summary_path = self.dirpath / "summary.json"
-        summary_path.write_text(json.dumps(summary, indent=2) + "\n")
+        has_summary = self._replace(summary_path, json.dumps(summary, indent=2) + "\n")
         lines = [f"run {'interrupted' if is_interrupted else 'finished'} after {summary['iterations']} iterations"]
         checkpoints = _checkpoints(trainer)
         for path in checkpoints:
             lines += [f"  checkpoint  {path}", *(f"  it holds    {held}" for held in _held_by(path))]
         lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
-        lines += [f"  summary     {summary_path}"]
+        lines += [f"  summary     {summary_path}" if has_summary else "  the summary could not be written"]
         if self.history:
             self._write_page(trainer, "finished" if exception is None else f"interrupted by {type(exception).__name__}")
             lines += [f"  report      {self.dirpath / 'report.html'}"]
