@@ -126,3 +126,21 @@ def test_hub_names_are_left_to_the_hub(name: str) -> None:
 def test_a_file_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no known suffix"):
         check_path(str(write(tmp_path / "a.txt", "")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", '{"prompt": "é"}\n'.encode("latin-1"), "is not UTF-8"),
+        ("a.csv", "prompt\né\n".encode("latin-1"), "is not UTF-8"),
+        ("a.jsonl", LINES.encode("utf-16"), "is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode())[:-12], "is damaged"),
+        ("a.jsonl.gz", LINES.encode(), "is damaged"),
+        ("a.parquet", b"PAR1 and no more", "is damaged"),
+    ],
+    ids=["latin-1", "latin-1 csv", "utf-16", "cut off", "not compressed", "parquet"],
+)
+def test_a_file_that_cannot_be_decoded_is_named(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"`path` '.*{name}' {reason}"):
+        read(tmp_path / name)

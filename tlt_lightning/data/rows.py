@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,8 @@ def kind(path: Path) -> str:
 def read_rows(path: str, config: str | None, split: str) -> list[Row]:
     """Read the rows of `split`, None for columns that a row lacks and others have.
 
-    JSON and `datasets` keep their types; CSV holds text only. Raises ValueError for a bad line or an unknown split.
+    JSON and `datasets` keep their types; CSV holds text only. Raises ValueError for a bad file or line, or an unknown
+    split.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -113,13 +115,21 @@ def ranges(path: str, lengths: dict[str, int], split: str) -> list[tuple[str, ra
 
 def _read_file(path: Path) -> Iterator[Row]:
     if kind(path) == ".parquet":
-        from pyarrow import parquet
+        from pyarrow import ArrowInvalid, parquet
 
-        yield from parquet.read_table(path).to_pylist()
+        try:
+            yield from parquet.read_table(path).to_pylist()
+        except ArrowInvalid as error:
+            raise ValueError(f"`path` {str(path)!r} is damaged, or no .parquet file: {error}.") from error
         return
     opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="" if kind(path) == ".csv" else None) as file:
-        yield from _read_csv(path, file) if kind(path) == ".csv" else _read_json(path, file)
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="" if kind(path) == ".csv" else None) as file:
+            yield from _read_csv(path, file) if kind(path) == ".csv" else _read_json(path, file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`path` {str(path)!r} is not UTF-8 ({error.reason}); save it in that encoding.") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"`path` {str(path)!r} is damaged, or no .gz file: {error}.") from error
 
 
 def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Row]:
