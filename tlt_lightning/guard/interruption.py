@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from tlt_lightning.data.liveness import Liveness
 
@@ -16,7 +18,8 @@ NOTE = "\nEnding at the next engine or optimizer step, to write a checkpoint; Ct
 class Interruption:
     """Takes Ctrl-C during training, when an exception could come amid an optimizer step and leave half of it.
 
-    A handler that somebody else has set stays, and so does every other thread's run, where Python allows none.
+    A handler that somebody else has set stays. In other threads than the main one, where Python allows no handlers,
+    nothing is done.
 
     Args:
         liveness: Raises KeyboardInterrupt at the next step.
@@ -27,25 +30,15 @@ class Interruption:
 
     def listen(self) -> None:
         """Take the next Ctrl-C."""
-        if threading.current_thread() is threading.main_thread() and self._is_pythons:
-            signal.signal(signal.SIGINT, self._handle)
+        self._replace([signal.default_int_handler], self._handle)
 
     def give_back(self) -> None:
         """Let a Ctrl-C raise KeyboardInterrupt at once, also where Lightning lets none do anything."""
-        if threading.current_thread() is threading.main_thread() and (self._is_own or self._is_ignored):
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._replace([self._handle, signal.SIG_IGN], signal.default_int_handler)
 
-    @property
-    def _is_pythons(self) -> bool:
-        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    @property
-    def _is_own(self) -> bool:
-        return signal.getsignal(signal.SIGINT) == self._handle
-
-    @property
-    def _is_ignored(self) -> bool:
-        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    def _replace(self, known: Sequence[Any], handler: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in known:
+            signal.signal(signal.SIGINT, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._liveness.interrupt()
