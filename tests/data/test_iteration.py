@@ -362,6 +362,7 @@ def test_idle_windows_score_what_is_learned_from_under_ddp(
 
 def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:
     rank = OneRank(first_step=6, num_minibatches=3, schedule=PartialRollout(0.5))
+    rank.backlog.written_in[0] = 2
     list(rank.steps())
     lengths = [len(rollout.response.token_ids) for rollout in rank.rollouts]
     assert rank.numbers()["schedule/age"] == pytest.approx(sum(2.0 * (n - 1) for n in lengths) / sum(lengths))

@@ -195,7 +195,13 @@ def load_backlog(
     group_size: int = SIZE,
     max_tokens: int = 10**6,
 ) -> None:
-    backlog.load([{"aside": aside} for aside in saved], rank, world_size, group_size=group_size, max_tokens=max_tokens)
+    backlog.load(
+        [{"aside": aside, "written_in": {}} for aside in saved],
+        rank,
+        world_size,
+        group_size=group_size,
+        max_tokens=max_tokens,
+    )
 
 
 def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> None:

@@ -282,9 +282,7 @@ class PolicyIteration:
         self.log.sum("schedule/put_aside", len(self.backlog.aside))
         written_in, now = self.backlog.written_in, self.trainer.current_epoch
         segments = [segment for rollout in rollouts for segment in rollout.response.segments]
-        guesses = {each: now - (self.first_step - each) / self.settings.num_steps for each, _ in segments}
-        versions = guesses | written_in  # checkpoints until 2026-11 do not say which iteration wrote what waits
-        ages = [(now - versions[each], count) for each, count in segments]
+        ages = [(now - written_in[version], count) for version, count in segments]
         self.log.mean("schedule/age", sum(age * count for age, count in ages) / sum(count for _, count in ages))
         self.log.max("schedule/age_max", max(age for age, _ in ages))
 

@@ -273,7 +273,7 @@ class Backlog:
         saved = aside[rank] if len(aside) == world_size else [state for own in aside for state in own][rank::world_size]
         self.written_in = {}
         for state in ranks:
-            self.written_in |= state.get("written_in", {})
+            self.written_in |= state["written_in"]
         self.aside, num_outgrown = [], 0
         for group in map(unpack, saved):
             responses = group.responses[:group_size]
