@@ -47,7 +47,8 @@ class CompletionsWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        with self.path.open("a") as file:
+        # A lone surrogate has no bytes; what is written in its place is its escape in JSON.
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in prediction)
         self.count += len(prediction)
 
