@@ -172,6 +172,7 @@ def test_variables_reach_the_chat_template(policy_path: str) -> None:
         ([{"role": "user"}], "must hold text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "must hold text"),
         ([*CONVERSATION, {"role": "assistant", "content": "1"}], "ends with what the assistant says, '1'"),
+        ("half a \ud83d", ".*surrogates not allowed"),
     ],
 )
 def test_what_is_no_prompt_is_refused_with_its_row(prompt: Any, match: str, policy_path: str) -> None:

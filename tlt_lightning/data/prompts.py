@@ -195,6 +195,7 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
         try:
             messages = source.messages(row)
             text = _alone(messages) if template is None else _written(messages, tokenizer, variables)
+            text.encode()  # a lone surrogate has no bytes, and no tokens
         except (ValueError, TemplateError) as error:
             column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
             raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error

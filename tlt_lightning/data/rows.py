@@ -154,8 +154,9 @@ def _read_json(path: Path, file: IO[str]) -> Iterator[Row]:
             value = json.loads(text.rstrip())
         except json.JSONDecodeError as error:
             line = number + error.lineno - 1
+            wanted = "; the file must hold a list of objects, or an object in each line" * (kind(path) == ".json")
             raise ValueError(
-                f"Line {line} of `path` {str(path)!r} is no JSON: {error.msg} at column {error.colno}."
+                f"Line {line} of `path` {str(path)!r} is no JSON: {error.msg} at column {error.colno}{wanted}."
             ) from error
         for row in value if is_list else [value]:
             if not isinstance(row, dict):
