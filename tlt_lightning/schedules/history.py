@@ -38,24 +38,6 @@ class EarlierAnswers:
         check_count("earlier_answers.max_tokens", self.max_tokens, 1)
         check_count("earlier_answers.ahead", self.ahead, 0)
 
-    def check(self, engine: RolloutEngine, num_ranks: int) -> None:
-        """Raise ValueError if nobody would read the answers, or nobody could write them ahead."""
-        if not engine.reads_drafts:
-            raise ValueError(
-                f"`data.earlier_answers` is given, but `data.engine` {type(engine).__name__} drafts from no text; use "
-                "VLLMEngine with `speculation.siblings: true`, or leave it out."
-            )
-        if self.ahead and num_ranks == engine.num_ranks:
-            raise ValueError(
-                f"`data.earlier_answers.ahead` is {self.ahead}, but there is one engine, which waits for no other: "
-                "leave it 0, or train with more ranks."
-            )
-        if self.ahead and engine.num_ranks > 1:
-            raise ValueError(
-                f"`data.earlier_answers.ahead` is {self.ahead}, but each engine spans {engine.num_ranks} ranks, which "
-                "have idle windows of their own: leave it 0, or use `tensor_parallel: 1`."
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -93,8 +75,23 @@ class AnswerHistory:
 
     def check(self, engine: RolloutEngine, num_ranks: int) -> None:
         """Raise ValueError if texts are kept that nobody could read, or write ahead."""
-        if self.settings is not None:
-            self.settings.check(engine, num_ranks)
+        if self.settings is None:
+            return
+        if not engine.reads_drafts:
+            raise ValueError(
+                f"`data.earlier_answers` is given, but `data.engine` {type(engine).__name__} drafts from no text; use "
+                "VLLMEngine with `speculation.siblings: true`, or leave it out."
+            )
+        if self.ahead and num_ranks == engine.num_ranks:
+            raise ValueError(
+                f"`data.earlier_answers.ahead` is {self.ahead}, but there is one engine, which waits for no other: "
+                "leave it 0, or train with more ranks."
+            )
+        if self.ahead and engine.num_ranks > 1:
+            raise ValueError(
+                f"`data.earlier_answers.ahead` is {self.ahead}, but each engine spans {engine.num_ranks} ranks, which "
+                "have idle windows of their own: leave it 0, or use `tensor_parallel: 1`."
+            )
 
     @property
     def ahead(self) -> int:
