@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,7 +194,7 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     for index, row in enumerate(source.read()):
         try:
             messages = source.messages(row)
-            text = _alone(messages) if template is None else _written(messages, tokenizer, variables)
+            text = _plain_text(messages) if template is None else _templated(messages, tokenizer, variables)
             text.encode()  # a lone surrogate has no bytes, and no tokens
         except (ValueError, TemplateError) as error:
             column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
@@ -264,11 +264,11 @@ def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
     return prompts[:number]
 
 
-def _written(messages: list[Message], tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
+def _templated(messages: list[Message], tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
 
 
-def _alone(messages: list[Message]) -> str:
+def _plain_text(messages: list[Message]) -> str:
     if len(messages) > 1 or messages[0]["role"] != "user":
         raise ValueError("holds a conversation, which needs a tokenizer with a chat template and `chat: true`")
     return messages[0]["content"]
@@ -286,7 +286,6 @@ class PromptCursor:
         self.num_prompts = num_prompts
         self.seed = seed
         self.position = 0  # prompts handed out since the start, over all ranks
-        self._cached_epoch, self._cached = -1, [0]
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` prompts, and move on behind them."""
@@ -295,13 +294,11 @@ class PromptCursor:
         return taken
 
     def coming(self, count: int) -> list[int]:
-        """Return the next `count` prompts, and stay."""
+        """Return the next `count` prompts without moving on."""
         places = (divmod(self.position + number, self.num_prompts) for number in range(count))
-        return [self._permutation(epoch)[offset] for epoch, offset in places]
+        return [_permutation(self.num_prompts, self.seed * 1_000_003 + epoch)[offset] for epoch, offset in places]
 
-    def _permutation(self, epoch: int) -> list[int]:
-        if self._cached_epoch != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._cached_epoch = epoch
-            self._cached = torch.randperm(self.num_prompts, generator=generator).tolist()
-        return self._cached
+
+@lru_cache(maxsize=1)
+def _permutation(length: int, seed: int) -> list[int]:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
