@@ -30,17 +30,9 @@ class RolloutTimeline:
             self._offset, last = self._offset + last.elapsed, None
         finished, tokens = (0, 0) if last is None else (last.finished, last.tokens)
         active = progress.running + progress.finished - finished  # whoever ran in the step runs on or is done
-        drafter = "off" if strategy.is_off else strategy.drafter
-        self._steps.append(
-            (
-                self._offset + progress.elapsed,
-                active,
-                progress.waiting,
-                progress.tokens - tokens,
-                strategy.num_draft_tokens,
-                drafter,
-            )
-        )
+        drafter, k = "off" if strategy.is_off else strategy.drafter, strategy.num_draft_tokens
+        end = self._offset + progress.elapsed
+        self._steps.append((end, active, progress.waiting, progress.tokens - tokens, k, drafter))
         self._last = progress
 
     def spans(self, count: int = NUM_SPANS) -> dict[str, Any] | None:

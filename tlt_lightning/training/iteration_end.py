@@ -40,9 +40,8 @@ class CloseIteration(L.Callback):
         if hasattr(pl_module, "iteration_log"):
             self._diagnosis = Diagnosis(is_grouped=pl_module.objective.min_group_size > 1)
             self._cycle = CycleDiagnosis()
-            self._trained = [
-                each for each in pl_module.policy.parameters() if each.requires_grad
-            ]  # a callback may freeze
+            parameters = pl_module.policy.parameters()
+            self._trained = [each for each in parameters if each.requires_grad]  # a callback may freeze
             self._weights = sample_of(self._trained)
 
     @override
