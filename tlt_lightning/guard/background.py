@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 class Background:
     """Runs jobs in their order beside the main thread, which hears of a failure when it asks.
 
-    What is left undone after a failure was meant for its success: an old checkpoint goes once a new one is written.
+    Jobs behind one that failed are left out: an old checkpoint is not removed if the new one could not be written.
 
     Example:
         >>> background, done = Background(), []

@@ -31,7 +31,7 @@ _LAST_PATIENCE = 20.0  # seconds, after an error, for shards that other ranks ma
 
 
 def _skip(name: str | None = None) -> None:
-    """Wait for nobody."""
+    """Replace a barrier: wait for no other rank."""
 
 
 def guards(trainer: L.Trainer) -> list[L.Callback]:
@@ -40,7 +40,7 @@ def guards(trainer: L.Trainer) -> list[L.Callback]:
 
 
 def protect(trainer: L.Trainer) -> None:
-    """Let the Trainer's guard take folders and signals, before a data module loads anything."""
+    """Let the Trainer's guard lock folders and handle signals, before a data module loads anything."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunGuard):
             callback.protect(trainer)
@@ -83,7 +83,7 @@ class RunGuard(RolloutCallback):
         self._check_optimizer(trainer)
 
     def protect(self, trainer: L.Trainer) -> None:
-        """Take the Trainer's folders of checkpoints, its way to write them, and its signals; again for later ones."""
+        """Lock the Trainer's checkpoint folders, write its checkpoints, handle its SIGTERM; may be called again."""
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
             trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]

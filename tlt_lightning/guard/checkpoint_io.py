@@ -225,7 +225,7 @@ def link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
 
 
 def save_behind(callback: ModelCheckpoint, trainer: L.Trainer, filepath: str) -> None:
-    """Replace `ModelCheckpoint._save_checkpoint`, for which the run waits; book what is left as `checkpoint`."""
+    """Replace `ModelCheckpoint._save_checkpoint`: write in a thread, and log how long the run waits all the same."""
     io, books = trainer.strategy.checkpoint_io, getattr(trainer.lightning_module, "iteration_log", None)
     with (
         nullcontext() if books is None else books.apart("checkpoint"),

@@ -73,7 +73,7 @@ class RolloutCourse:
 
     @property
     def open_ids(self) -> list[int]:
-        """Numbers of the requests that have not."""
+        """Numbers of the requests whose responses have not ended."""
         everything = range(len(self.groups) * self.group_size)
         return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
 
