@@ -11,11 +11,15 @@ import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
+from tlt_lightning.guard.files import set_aside
+
 log = logging.getLogger(__name__)
 
 
 class CompletionsWriter(BasePredictionWriter):
     """Writes completions and rewards of `predict` to `completions.jsonl`, one file for each rank.
+
+    Those of an earlier run in the folder are kept in `earlier_0`.
 
     Args:
         dirpath: Folder of the file.
@@ -31,6 +35,9 @@ class CompletionsWriter(BasePredictionWriter):
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         name = "completions.jsonl" if trainer.world_size == 1 else f"completions.rank{trainer.global_rank}.jsonl"
+        if trainer.is_global_zero:
+            set_aside(self.dirpath, sorted(self.dirpath.glob("completions*.jsonl")), "completions")
+        trainer.strategy.barrier("earlier completions")
         self.dirpath.mkdir(parents=True, exist_ok=True)
         self.path = self.dirpath / name
         self.path.write_text("")

@@ -62,7 +62,7 @@ def set_aside(folder: Path, paths: Sequence[Path], what: str) -> None:
         path.rename(kept / path.name)
     log.warning(
         "%s held %s of an earlier run, kept in %s from now on: remove what you do not need. Give a run a folder of its "
-        "own (`--trainer.default_root_dir`), or let it go on from the earlier one (`--ckpt_path`).",
+        "own (`--trainer.default_root_dir`), or let it go on from the earlier one (`fit --ckpt_path`).",
         *(folder, what, kept.name),
     )
 
