@@ -201,6 +201,7 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: speculation(graph_pool=3), "speculation.graph_pool"),
         (lambda: LongTailIdleCallback("my-head"), "drafter"),  # type: ignore[arg-type]
         (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), offload="no"), "offload"),  # type: ignore[arg-type]
+        (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), dirpath=3), "dirpath"),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], name: str) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_flag, check_positive, check_type
+from tlt_lightning.arguments import check_flag, check_positive, check_type, text_of
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
@@ -103,7 +103,7 @@ class LongTailIdleCallback(RolloutCallback):
         check_type("budget", self.budget, TrainingBudget, "Give for example `FixedBudget()`.")
         self.max_passes = max_passes
         self.offload = offload
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else Path(text_of("dirpath", dirpath, "Give a folder."))
         self._quality: DraftQuality | None = None  # of the published weights
         self._served = ServedHead(drafter)
         self._trainer: DrafterTrainer | None = None
