@@ -27,7 +27,9 @@ from tlt_lightning import (
     VLLMEngine,
     objectives,
 )
+from tlt_lightning.callbacks.completions_writer import CompletionsWriter
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
+from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
@@ -165,6 +167,10 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: PromptSource(path="README.md", prompt_column=None), "prompt_column"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat_template_kwargs=3), "chat_template_kwargs"),  # type: ignore[arg-type]
         (lambda: IterationCheckpoint("folder", keep=1.5), "keep"),  # type: ignore[arg-type]
+        (lambda: IterationCheckpoint(3), "dirpath"),  # type: ignore[arg-type]
+        (lambda: CompletionsWriter(3), "dirpath"),  # type: ignore[arg-type]
+        (lambda: RunReport(3), "dirpath"),  # type: ignore[arg-type]
+        (lambda: RunReport("folder", num_completions=1.5), "num_completions"),  # type: ignore[arg-type]
         (lambda: TailBatching("x"), "schedule.extra"),  # type: ignore[arg-type]
         (lambda: RLModule("policy", objectives.GRPO(), gradient_checkpointing="yes"), "gradient_checkpointing"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat="yes"), "chat"),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_count
+from tlt_lightning.arguments import check_at_least, check_count, text_of
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.resume import is_resumable_alone
 
@@ -36,7 +36,7 @@ class IterationCheckpoint(ModelCheckpoint):
         check_at_least("every_minutes", every_minutes, 0)
         check_count("keep", keep)
         super().__init__(
-            dirpath,
+            text_of("dirpath", dirpath, "Give a folder."),
             "{epoch}",
             monitor="step",
             mode="max",

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_count, text_of
 from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.callbacks.report_page import columns, kept_details, page
@@ -70,8 +70,8 @@ class RunReport(RolloutCallback):
     """
 
     def __init__(self, dirpath: str, num_completions: int = 8) -> None:
-        check_at_least("num_completions", num_completions, 0)
-        self.dirpath = Path(dirpath)
+        check_count("num_completions", num_completions, 0)
+        self.dirpath = Path(text_of("dirpath", dirpath, "Give a folder."))
         self.num_completions = num_completions
         self.history: dict[int, dict[str, float]] = {}
         self.details: dict[int, dict[str, Any]] = {}
