@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import RLModule, Sampling, TailBatching
+from tlt_lightning import CriticConfig, RLModule, Sampling, TailBatching
 from tlt_lightning.checks import check_lengths
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
@@ -104,8 +104,9 @@ def test_data_arguments_of_another_type_are_refused_in_words(arguments: dict, me
         make_data(prompts_path, **arguments)
 
 
-def test_a_policy_may_be_a_path() -> None:
+def test_a_model_may_be_a_path() -> None:
     assert RLModule(Path("some/model"), GRPO()).policy_path == "some/model"  # type: ignore[arg-type]
+    assert CriticConfig(path=Path("some/model")).path == "some/model"  # type: ignore[arg-type]
 
 
 def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:

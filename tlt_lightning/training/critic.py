@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import check_count, check_optional, check_positive
+from tlt_lightning.arguments import check_count, check_optional, check_positive, text_of
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
 from tlt_lightning.sharding.units import Sharding, as_forward
@@ -33,7 +33,8 @@ class CriticConfig:
     def __post_init__(self) -> None:
         check_positive("critic.lr", self.lr)
         check_count("critic.warmup_iterations", self.warmup_iterations, 0)
-        check_optional("critic.path", self.path, str, "Give a folder or hub name.")
+        if self.path is not None:
+            object.__setattr__(self, "path", text_of("critic.path", self.path, "Give a folder or hub name."))
         check_optional("critic.lora", self.lora, LoRA, "Give for example `LoRA(rank=16)`.")
         if self.lora is not None and self.path is None:
             raise ValueError("`critic.lora` adapts the critic's own trunk: give `critic.path`, or drop `critic.lora`.")
