@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -30,6 +31,8 @@ from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from tlt_lightning.data.iteration import IterationSettings
     from tlt_lightning.engine.base import Sampling
     from tlt_lightning.module import RLModule
@@ -275,7 +278,7 @@ def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float
 
 
 def check_models(module: RLModule) -> None:
-    """Raise ValueError if a path or hub name of the module has no config that transformers can read."""
+    """Raise ValueError if transformers reads no config of one of the module's models, or lacks its attention here."""
     from transformers import AutoConfig
 
     critic = module.critic_config
@@ -288,7 +291,7 @@ def check_models(module: RLModule) -> None:
         if path is None:
             continue
         try:
-            AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
             remedy = f" {HOW_TO_SAVE}" if (Path(path) / "adapter_config.json").exists() else ""
             raise ValueError(
@@ -296,6 +299,21 @@ def check_models(module: RLModule) -> None:
                 f"{Path.cwd()}, or a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
                 f"{str(error).splitlines()[0]}{remedy}"
             ) from error
+        if "flash" in module.attn_implementation and argument != "critic.path":
+            _check_attention(module.attn_implementation, config)
+
+
+def _check_attention(name: str, config: PretrainedConfig) -> None:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):  # asks all that loading asks, also for a kernel of the hub, and takes no memory
+            AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"`model.attn_implementation` {name!r} cannot be had here: {str(error).splitlines()[0]} Install "
+            "`flash-attn` or `kernels` where there is a GPU, or use 'sdpa', which packs sequences without either."
+        ) from error
 
 
 def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:
