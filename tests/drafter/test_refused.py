@@ -72,3 +72,16 @@ def test_targets_of_other_families_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 32}')
     with pytest.raises(ValueError, match=r"gpt2.*llama, qwen2, qwen3"):
         DrafterModule(str(tmp_path))
+
+
+@pytest.mark.parametrize("version", ["0.8.1", "0.10.0"])
+def test_another_version_of_speculators_than_the_extra_asks_for_is_refused(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"speculators-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: speculators\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = rf"`DrafterModule` needs `speculators` <0\.10,>=0\.9, and {version} is installed: pip install '.*eagle3"
+    with pytest.raises(ImportError, match=message):
+        DrafterModule("some/model")
