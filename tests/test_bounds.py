@@ -97,7 +97,7 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (Sampling, "top_k", [0, 1], [-1]),
     (Sampling, "min_p", [0, 1], [-TINY, 1 + TINY]),
     (partial(Sampling, max_tokens=4), "min_tokens", [0, 4], [-1, 5]),
-    (Sampling, "stop_strings", [("end", "done")], [("",), "done"]),
+    (Sampling, "stop_strings", [("end", "done")], [("",)]),
     (Strategy, "num_draft_tokens", [0], [-1]),
     (arms, "num_draft_tokens", [1], [0]),
     (graphs, "capture_sizes", [1], [0]),
@@ -161,6 +161,11 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: Sampling(temperature="1"), "sampling.temperature"),  # type: ignore[arg-type]
         (lambda: Sampling(top_k=1.5), "sampling.top_k"),  # type: ignore[arg-type]
         (lambda: Sampling(stop_token_ids=3), "sampling.stop_token_ids"),  # type: ignore[arg-type]
+        (lambda: Sampling(stop_strings="done"), "sampling.stop_strings"),  # type: ignore[arg-type]
+        (lambda: Sampling(stop_strings=3), "sampling.stop_strings"),  # type: ignore[arg-type]
+        (lambda: Quantization(layers_in_16_bit="*"), "quantization.layers_in_16_bit"),
+        (lambda: Quantization(layers_in_16_bit=3), "quantization.layers_in_16_bit"),  # type: ignore[arg-type]
+        (lambda: Quantization(layers_in_16_bit=[3]), "quantization.layers_in_16_bit"),  # type: ignore[list-item]
         (lambda: RewardTerm(function=exact_match, weight="1"), "weight"),  # type: ignore[arg-type]
         (lambda: RewardTerm(function=exact_match, name=3), "name"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat_template=3), "chat_template"),  # type: ignore[arg-type]

@@ -119,6 +119,12 @@ def text_of(name: str, value: object, remedy: str) -> str:
     return str(text)
 
 
+def check_list(name: str, values: object, kind: type, of: str) -> None:
+    """Raise TypeError unless argument `name` is a list or tuple of objects of `kind`, in words `of`."""
+    if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+        raise TypeError(f"`{name}` must be a list of {of}, got {values!r}.")
+
+
 def check_flag(name: str, value: object) -> None:
     """Raise TypeError unless argument `name` is True or False: the text 'no' would count as True."""
     if not isinstance(value, bool):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_choice, check_count, check_positive
+from tlt_lightning.arguments import check_choice, check_count, check_list, check_positive
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
@@ -53,9 +53,8 @@ class LoRA:
     def __post_init__(self) -> None:
         check_count("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
         check_positive("lora.alpha", self.alpha, "The usual one is twice the rank.")
-        names = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"`lora.target_modules` must be a name or a list of names, got {self.target_modules!r}.")
+        if not isinstance(self.target_modules, str):
+            check_list("lora.target_modules", self.target_modules, str, "names, or a name")
         check_choice("lora.base_dtype", self.base_dtype, ("float32", "bfloat16"))
 
 

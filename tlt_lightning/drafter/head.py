@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import check_count, text_of
+from tlt_lightning.arguments import check_count, check_list, text_of
 from tlt_lightning.drafter.document_attention import attend_in_documents
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
@@ -98,7 +98,7 @@ def choose_settings(
                 f"`draft_vocab_size` must be at most the target's {vocab_size} tokens, got {draft_vocab_size}."
             )
     if layer_ids is not None:
-        _check_numbers("layer_ids", layer_ids)
+        check_list("layer_ids", layer_ids, Integral, "whole numbers, such as (2, 14, 25)")
     if head is None:
         layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
         draft_vocab_size = draft_vocab_size or choose_size(vocab_size)
@@ -109,11 +109,6 @@ def choose_settings(
             f"`layer_ids` must be three of 0 to {num_layers}, the target's layers, ascending; got {layer_ids}."
         )
     return HeadSettings(target, layer_ids, draft_vocab_size, num_draft_tokens)
-
-
-def _check_numbers(name: str, values: object) -> None:
-    if not isinstance(values, Sequence) or not all(isinstance(value, Integral) for value in values):
-        raise TypeError(f"`{name}` must be whole numbers, such as (2, 14, 25), got {values!r}.")
 
 
 def _saved_shape(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.arguments import check_count, check_number, check_within
+from tlt_lightning.arguments import check_count, check_list, check_number, check_within
 from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 if TYPE_CHECKING:
@@ -61,10 +61,9 @@ class Sampling:
         check_count("sampling.top_k", self.top_k, 0)
         check_within("sampling.min_p", self.min_p, 0, 1)
         check_within("sampling.min_tokens", self.min_tokens, 0, self.max_tokens)
-        ids = self.stop_token_ids
-        if not isinstance(ids, list | tuple) or not all(isinstance(token, Integral) for token in ids):
-            raise TypeError(f"`sampling.stop_token_ids` must be whole numbers in a list, got {ids!r}.")
-        if isinstance(self.stop_strings, str) or not all(self.stop_strings):
+        check_list("sampling.stop_token_ids", self.stop_token_ids, Integral, "whole numbers")
+        check_list("sampling.stop_strings", self.stop_strings, str, "texts")
+        if not all(self.stop_strings):
             raise ValueError(f"`sampling.stop_strings` must be texts that are not empty, got {self.stop_strings!r}.")
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from tlt_lightning.arguments import check_choice
+from tlt_lightning.arguments import check_choice, check_list
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.quantization.cache_scales import unbounded, unknown_norms
@@ -44,8 +44,7 @@ class Quantization:
 
     def __post_init__(self) -> None:
         check_choice("quantization.weights", self.weights, (*_SPECS, None))
-        if isinstance(self.layers_in_16_bit, str):
-            raise TypeError(f"`quantization.layers_in_16_bit` is a list of patterns, got {self.layers_in_16_bit!r}.")
+        check_list("quantization.layers_in_16_bit", self.layers_in_16_bit, str, "patterns")
         if self.weights is None and self.layers_in_16_bit:
             raise ValueError(
                 f"`quantization.layers_in_16_bit` is {list(self.layers_in_16_bit)}, but `quantization.weights` is "
