@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_count, text_of
+from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.guard.files import set_aside
-from tlt_lightning.training.resume import is_resumable_alone
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class IterationCheckpoint(ModelCheckpoint):
         `RunGuard` calls this where all of the last optimizer step is done.
         """
         is_new = trainer.global_step not in (0, self._last_global_step_saved)
-        if is_new and is_resumable_alone(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_new and _is_resumable_alone(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             ModelCheckpoint._save_checkpoint(self, trainer, str(self._interrupted))  # and wait for it
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         if self.last_model_path and trainer.is_global_zero:
@@ -102,3 +103,13 @@ class IterationCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             set_aside(folder, earlier, "checkpoints")
         trainer.strategy.barrier("earlier checkpoints")
+
+
+def _is_resumable_alone(trainer: L.Trainer) -> bool:
+    """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if trainer.world_size == 1 or not isinstance(data, RolloutDataModule):
+        return True  # ranks that warm a drafter up keep nothing of their own
+    if isinstance(trainer.strategy, FSDP2Strategy) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
+        return False
+    return not data.backlog.schedule.stops  # each rank puts its own aside

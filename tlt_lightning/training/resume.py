@@ -11,7 +11,6 @@ import lightning as L
 from typing_extensions import override
 
 from tlt_lightning.policy import LoRA
-from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +55,6 @@ def hand_over(trainer: L.Trainer, state: Mapping[str, Any]) -> tuple[dict[str, A
 def is_within(epochs: Mapping[str, int]) -> bool:
     """Return True if, by the progress of epochs, an iteration has begun and not ended."""
     return epochs["ready"] != epochs["processed"]
-
-
-def is_resumable_alone(trainer: L.Trainer) -> bool:
-    """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
-    if trainer.world_size == 1 or not hasattr(trainer.datamodule, "backlog"):  # type: ignore[attr-defined]
-        return True  # ranks that warm a drafter up keep nothing of their own
-    if isinstance(trainer.strategy, FSDP2Strategy) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
-        return False
-    return not trainer.datamodule.backlog.schedule.stops  # type: ignore[attr-defined]  # each rank puts its own aside
 
 
 def held_by(checkpoint: Mapping[str, Any]) -> str:
