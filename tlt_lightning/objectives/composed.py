@@ -63,7 +63,8 @@ class ComposedObjective(PolicyObjective):
         if self.advantage.needs_critic and not self.needs_critic:
             raise ValueError(
                 f"`advantage` {type(self.advantage).__name__} needs a critic and {type(self).__name__} trains none; "
-                "use PPO."
+                "use PPO, or name another, as in `advantage: GroupNormalized`. A recipe's `advantage` stays when only "
+                "`class_path` is changed."
             )
 
     @property
