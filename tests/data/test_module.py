@@ -44,6 +44,17 @@ def test_prompts_that_a_schedule_draws_beyond_those_needed_count(
     assert (f"{drawn}, but `data.train` has 5: " in caplog.text) is is_few
 
 
+@pytest.mark.parametrize(("limit", "waits"), [(23, True), (24, False)])
+def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
+    limit: int, waits: bool, policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = make_data(prompts_path, schedule=TailBatching(0.5))
+    data.engine.max_num_seqs = limit
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
+    waiting = "begins with 24 responses (`data.schedule` TailBatching), and the engine runs at most 23 at once"
+    assert (waiting in caplog.text) is waits
+
+
 @pytest.mark.parametrize("value", ["8", None, 0.5, 0])
 @pytest.mark.parametrize(
     "name", ["group_size", "micro_batch_tokens", "max_prompt_tokens", "inner_epochs", "val_group_size"]

@@ -125,10 +125,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
         self.micro_batch_tokens = micro_batch_tokens
         self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
-        self.dynamic_sampling = dynamic_sampling
+        self.dynamic_sampling, self.val_group_size = dynamic_sampling, val_group_size
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.sampling, self.val_sampling = sampling, val_sampling or sampling
-        self.val_group_size = val_group_size
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
@@ -168,14 +167,16 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _check(self, stage: str) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
-        module = self._module
+        module, num_ranks = self._module, self._trainer.world_size
         check_trainer(self._trainer)
         check_models(module)
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if stage == "fit":
-            check_sizes(self._settings, module.objective, num_ranks=self._trainer.world_size)
+            check_sizes(self._settings, module.objective, num_ranks=num_ranks)
             self.backlog.check(self.engine, self.sampling, module.objective)
-            self.history.check(self.engine, self._trainer.world_size)
+            share = self._settings.prompts_per_iteration // num_ranks
+            self.backlog.warn_of_waiting(self.engine, share, self.group_size)
+            self.history.check(self.engine, num_ranks)
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self.val_sampling)
         for sampling in (self.sampling, self.val_sampling):

@@ -191,6 +191,9 @@ class RolloutEngine(ABC):
     num_ranks: int = 1
     """Neighbouring ranks that are one engine: all call every method, `generate` each with its own requests."""
 
+    max_num_seqs: int | None = None
+    """Most requests that run at once, the others wait; None if there is no limit."""
+
     policy_version: int = -1
     """Version given to the last `update_weights`; -1 before the first."""
 

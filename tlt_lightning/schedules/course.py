@@ -200,6 +200,18 @@ class Backlog:
                 *(num_drawn, per_iteration, type(self.schedule).__name__, num_prompts),
             )
 
+    def warn_of_waiting(self, engine: RolloutEngine, num_wanted: int, group_size: int) -> None:
+        """Warn if responses wait for others to end; `num_wanted` groups are a rank's share of an iteration."""
+        num_groups = begin_of(self.schedule, Demand(wanted=num_wanted, iteration=0))[1]
+        num_begun = num_groups * group_size * engine.num_ranks
+        if engine.max_num_seqs is not None and num_begun > engine.max_num_seqs:
+            log.warning(
+                "A rollout begins with %d responses (`data.schedule` %s), and the engine runs at most %d at once "
+                "(`data.engine.max_num_seqs`): the others begin when some have ended, which makes the long tail "
+                "longer. Set `max_num_seqs` to %d, if its cache holds as many.",
+                *(num_begun, type(self.schedule).__name__, engine.max_num_seqs, num_begun),
+            )
+
     def note_weights(self, version: int, iteration: int) -> None:
         """Note that an iteration writes with this version of the weights."""
         held = {each for group in self.aside for response in group.responses for each in response.policy_versions}

@@ -63,6 +63,8 @@ class VLLMEngine(RolloutEngine):
         compare_steps: Compare before every step what its ranks have scheduled, to find faults that hang an engine.
     """
 
+    max_num_seqs: int
+
     def __init__(
         self,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
