@@ -182,3 +182,28 @@ def test_an_async_hook_is_refused() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"`Mine\.on_rollout_end` is async.*drop `async`"):
         check_hooks(hook_of("on_rollout_end", wait))
+
+
+class MaskTruncated(RolloutCallback):
+    """Takes responses that were cut off out of the loss, as docs/objectives.md says."""
+
+    def __init__(self) -> None:
+        self.finished: list[int] = []
+        self.learned_from: list[float] = []
+
+    def on_rollout_scored(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        batch.response_mask[batch.truncated] = 0
+        self.finished.append(int((~batch.truncated).sum()))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.learned_from.append(batch[0].num_loss_sequences)
+
+
+def test_a_callback_takes_truncated_responses_out_of_the_loss(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    callback, data = MaskTruncated(), make_data(prompts_path, num_minibatches=1)
+    make_trainer(tmp_path, callback, max_epochs=1).fit(make_module(policy_path), data)
+    (num_finished,) = callback.finished
+    assert callback.learned_from == [num_finished]
+    assert 0 < num_finished < 16

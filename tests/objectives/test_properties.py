@@ -22,6 +22,7 @@ from tlt_lightning.objectives import (
     RLOO,
     SAPO,
     Aggregation,
+    CappedRatio,
     ClippedRatio,
     ComposedObjective,
     DrGRPO,
@@ -34,7 +35,10 @@ from tlt_lightning.objectives import (
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
     SequenceMeanTokenSumNorm,
+    SequenceRatio,
+    SoftGate,
     StraightThrough,
+    Surrogate,
     TokenMean,
     TokenSum,
 )
@@ -212,6 +216,24 @@ def test_a_batch_without_a_single_token_is_worth_nothing(
     vectors.batch.response_mask = torch.zeros_like(vectors.batch.response_mask)
     metrics, gradients = evaluate(objective, with_advantages(objective, vectors))
     assert all((x == 0).all() for x in [*metrics.values(), *gradients])
+
+
+@pytest.mark.parametrize(
+    "surrogate", [ClippedRatio(dual_clip=3.0), SequenceRatio(), CappedRatio(), SoftGate()], ids=type
+)
+def test_at_the_old_policy_every_surrogate_has_the_gradient_of_the_plain_one(
+    surrogate: Surrogate, random_vectors: RandomVectors
+) -> None:
+    vectors = random_vectors(0)
+    mask, advantages = vectors.batch.response_mask.bool(), torch.linspace(-2, 2, vectors.logps.numel()).double()
+    advantages = torch.where(mask, advantages.view_as(vectors.logps), 0.0)
+    if isinstance(surrogate, SequenceRatio):  # whose advantage is that of the response
+        advantages = torch.where(mask, advantages[:, :1], 0.0)
+    logps = torch.where(mask, vectors.logps, 0.0).requires_grad_()
+    losses, clipped = surrogate(logps, logps.detach(), advantages, mask)
+    assert not clipped.any()
+    (gradient,) = torch.autograd.grad(losses[mask].sum(), logps)
+    torch.testing.assert_close(gradient, -advantages)
 
 
 def test_a_log_ratio_is_bounded_by_20_on_both_sides_without_a_gradient_beyond() -> None:

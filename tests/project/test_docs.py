@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import fields
+from inspect import isabstract
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from nbclient import NotebookClient
 
 import tlt_lightning
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import RewardTerm
+from tlt_lightning import RewardTerm, objectives
 from tlt_lightning.__main__ import main
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.speculation import SelectorState
@@ -138,6 +140,31 @@ def test_every_metric_that_the_package_logs_is_in_the_docs() -> None:
     made_of_parts = {"speculation/<>_<>", "rollout/length_p<>", "drafter/<>"}  # whose results are shown one by one
     elsewhere = {"mismatch/is_weight_square", "rollout/variety"}  # taken out before logging; the gallery's
     assert logged - shown - made_of_parts - elsewhere == set()
+
+
+def test_the_page_on_objectives_names_all_of_them_and_what_exists() -> None:
+    page = (ROOT / "docs/objectives.md").read_text()
+    rows = [re.findall(r"`(.*?)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| ")]
+    named = {name for name, each in vars(objectives).items() if isinstance(each, type) and not isabstract(each)}
+    whole = {name for name in named if issubclass(vars(objectives)[name], objectives.PolicyObjective)}
+    assert {row[0] for row in rows if row and row[0] in named} == whole - {"ComposedObjective"}
+
+    metrics = (ROOT / "docs/metrics.md").read_text()
+    shown = re.findall(r"`((?:rollout|reward|train|mismatch)/\w+)`", page)
+    assert [name for name in shown if f"`{name}`" not in metrics] == []
+
+    trl, ours = ["".join(cells) for cells in zip(*_columns(page, "TRL 1.16"), strict=True)]
+    config = pytest.importorskip("trl").GRPOConfig
+    known = {item.name for item in fields(config)} | {"dr_grpo", "sequence_mask"}
+    assert set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", trl)) - known == set()
+    words = re.findall(r"\w+", " ".join(re.findall(r"`(.*?)`", ours)))
+    assert [word for word in words if not re.search(rf"\b{word}\b", SOURCE)] == []
+
+
+def _columns(page: str, title: str) -> list[tuple[str, str]]:
+    """Return the first and the last cell of each row of the table whose first column has the title."""
+    table = page[page.index(f"| {title}") :].split("\n\n")[0]
+    return [(cells[1], cells[-2]) for cells in (line.split("|") for line in table.splitlines()[2:])]
 
 
 def test_a_file_and_a_reward_of_verl_are_taken_as_the_docs_say(tmp_path: Path) -> None:
