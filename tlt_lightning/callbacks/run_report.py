@@ -9,6 +9,7 @@ import random
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,8 @@ class RunReport(RolloutCallback):
         except OSError as error:
             if not self._num_unwritten:
                 log.warning("%s cannot be written: %s", target, error)
+            with suppress(OSError):
+                part_of(target).unlink()
             return False
         return True
 
@@ -222,7 +225,7 @@ class RunReport(RolloutCallback):
         lines += [f"  summary     {summary_path}" if has_summary else "  the summary could not be written"]
         if self.history:
             self._write_page(trainer, "finished" if exception is None else f"interrupted by {type(exception).__name__}")
-            lines += [f"  report      {self.dirpath / 'report.html'}"]
+            lines += [f"  report      {path}" for path in [self.dirpath / "report.html"] if path.is_file()]
         if self._num_unwritten:
             lines += [f"  the report could not be written {self._num_unwritten} times: what it shows may be old"]
         if checkpoints:
