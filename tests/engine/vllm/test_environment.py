@@ -12,8 +12,8 @@ from tlt_lightning.engine.vllm import internals
 def test_kernels_are_kept_for_engines_with_other_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
 ) -> None:
-    environment = {"TRITON_HOME": str(tmp_path)} | ({} if given is None else {"TRITON_CACHE_DIR": given})
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path)} | ({} if given is None else {"TRITON_CACHE_DIR": given})
     monkeypatch.setattr(os, "environ", environment)
     internals.set_environment()
-    assert environment["TRITON_CACHE_DIR"] == (given or str(tmp_path / ".triton" / "cache"))
+    assert environment["TRITON_CACHE_DIR"] == (given or str(tmp_path / "triton"))
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

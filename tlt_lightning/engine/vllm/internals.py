@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 def set_environment() -> None:
     """Set the environment variables that vLLM reads, those of the user first; before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler must live here, where it can be steered
-    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
-    os.environ |= {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "TRITON_PRINT_AUTOTUNING": "0",
-        # Triton's own default. Without it vLLM's compiler lets Triton keep kernels in a folder of the engine's
-        # settings, so that other settings compile all of them anew, samplers too.
-        "TRITON_CACHE_DIR": str(Path(home, ".triton", "cache")),
-        **os.environ,
-    }
+    os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TRITON_PRINT_AUTOTUNING": "0", **os.environ}  # unless set
+    from vllm import envs
+
+    # Otherwise vLLM's compiler lets Triton keep its kernels in a folder of the engine's settings: an engine with others
+    # would compile all of them anew, samplers too.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(envs.VLLM_CACHE_ROOT, "triton")))
 
 
 def reach(root: Any, path: str) -> Any:
