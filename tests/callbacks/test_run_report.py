@@ -240,3 +240,8 @@ def test_report_survives_metrics_that_were_never_logged(tmp_path: Path) -> None:
     trainer: L.Trainer = make_trainer(tmp_path, [RunReport(str(tmp_path / "demo"))], limit_val_batches=0)
     trainer.fit(Silent(), datamodule=RolloutLoop(make_rollouts))
     assert read_summary(tmp_path / "demo")["length_max"] is None
+
+
+def test_a_run_of_one_iteration_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, max_epochs=1)
+    assert "run finished after 1 iteration\n" in capsys.readouterr().out

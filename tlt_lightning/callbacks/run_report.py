@@ -217,7 +217,8 @@ class RunReport(RolloutCallback):
         summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": is_interrupted}
         summary_path = self.dirpath / "summary.json"
         has_summary = self._replace(summary_path, json.dumps(summary, indent=2) + "\n")
-        lines = [f"run {'interrupted' if is_interrupted else 'finished'} after {summary['iterations']} iterations"]
+        count, ended = summary["iterations"], "interrupted" if is_interrupted else "finished"
+        lines = [f"run {ended} after {count} iteration{'s' * (count != 1)}"]
         checkpoints = _checkpoints(trainer)
         for path in checkpoints:
             lines += [f"  checkpoint  {path}", *(f"  it holds    {held}" for held in _held_by(path))]
