@@ -46,7 +46,8 @@ def main() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it reads that itself
     for importing in ("torchao", "torch.utils._pytree"):  # of kernels and classes that no run here takes up
         logging.getLogger(importing).setLevel(logging.ERROR)
-    logging.getLogger("lightning").propagate = False  # it has a handler of its own
+    for speaking in ("lightning", "huggingface_hub"):  # by handlers of their own
+        logging.getLogger(speaking).propagate = False
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:

@@ -351,3 +351,10 @@ def test_the_script_finds_files_of_the_working_directory(tmp_path: Path) -> None
     )
     code += f"sys.path.insert(0, {str(ROOT)!r}); main(); import my_rewards"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=tmp_path)
+
+
+def test_the_hubs_warnings_are_said_once() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']; from tlt_lightning.__main__ import main; main();"
+    code += "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.utils').warning('no hub')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr == "no hub\n"
