@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tlt_lightning.arguments import check_choice, check_count, check_flag, check_optional, check_type
+from tlt_lightning.arguments import check_choice, check_count, check_flag, check_optional, check_type, text_of
 from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
@@ -77,6 +77,9 @@ class Speculation:
 
     def __post_init__(self) -> None:
         check_type("speculation.selector", self.selector, StrategySelector, "Give for example `CostModelSelector()`.")
+        for name, what in (("head", "folder"), ("trace", "file")):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, text_of(f"speculation.{name}", path, f"Give a {what}, or leave it out."))
         for name in ("cold_head", "siblings", "ngram"):
             check_flag(f"speculation.{name}", getattr(self, name))
         if not self.drafters:
