@@ -180,6 +180,8 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: RLModule("policy", objectives.GRPO(), gradient_checkpointing="yes"), "gradient_checkpointing"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat="yes"), "chat"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", answer_column=3), "answer_column"),  # type: ignore[arg-type]
+        (lambda: AdaptiveBudget(horizon=2.5), "horizon"),  # type: ignore[arg-type]
+        (lambda: FixedBudget(every_n_iterations=1.5), "every_n_iterations"),  # type: ignore[arg-type]
         (lambda: speculation(head=3), "speculation.head"),
         (lambda: speculation(trace=3), "speculation.trace"),
         (lambda: Teaching(num_steps=1.5), "teaching.num_steps"),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_positive, check_share
+from tlt_lightning.arguments import check_count, check_positive, check_share
 from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.forecast import GainForecast
 from tlt_lightning.long_tail.publication import Publication
@@ -51,7 +51,7 @@ class AdaptiveBudget(TrainingBudget):
         check_positive("most", most)
         check_positive("trial", trial)
         check_share("overhead", overhead)
-        check_at_least("horizon", horizon, 2)
+        check_count("horizon", horizon, 2)
         self.most = most
         self.trial = trial
         self.overhead = overhead
