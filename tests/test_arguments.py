@@ -1,7 +1,7 @@
 """Checks of arguments, at their bounds."""
 
 from collections.abc import Callable
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from tlt_lightning.arguments import (
     ("check", "accepted", "refused", "match"),
     [
         (lambda x: check_at_least("a", x, 1), [1, 2], [0, 0.99, nan], "`a` must be at least 1, got"),
-        (lambda x: check_positive("a", x), [1e-9, None], [0, -1, nan], "`a` must be positive, got"),
+        (lambda x: check_positive("a", x), [1e-9], [0, -1, nan], "`a` must be positive, got"),
+        (lambda x: check_positive("a", x), [1e9], [inf], "`a` must be finite, got inf"),
         (lambda x: check_within("a", x, 0, 1), [0, 1], [-0.1, 1.1, nan], r"`a` must be in \[0, 1\], got"),
         (lambda x: check_share("a", x), [0, 0.99], [-0.1, 1, nan], r"`a` is a share in \[0, 1\), got"),
         (lambda x: check_distinct("a", x), [[1], [1, 2]], [[1, 1]], "`a` must not repeat a value, got"),
@@ -39,7 +40,7 @@ def test_a_check_names_argument_value_and_rule(
             check(value)
 
 
-@pytest.mark.parametrize("value", ["8", None, [8]])
+@pytest.mark.parametrize("value", ["8", None, [8], True])
 def test_what_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`a` must be a number of at least 1, got ") as raised:
         check_at_least("a", value, 1)
@@ -50,8 +51,9 @@ def test_what_is_no_number_is_named(value: Any) -> None:
     "check", [lambda x: check_positive("a", x), lambda x: check_within("a", x, 0, 1), lambda x: check_share("a", x)]
 )
 def test_what_has_bounds_must_be_a_number(check: Callable[[Any], None]) -> None:
-    with pytest.raises(TypeError, match="`a` must be a number, got '8'"):
-        check("8")
+    for value in ("8", None, True):
+        with pytest.raises(TypeError, match=f"`a` must be a number, got {value!r}"):
+            check(value)
 
 
 @pytest.mark.parametrize("value", [3, "learned", None])
@@ -61,7 +63,7 @@ def test_what_is_no_list_is_named(value: Any) -> None:
     assert str(raised.value).endswith(f"`({value!r},)`, got {value!r}.")
 
 
-@pytest.mark.parametrize("value", [4.0, 8 / 2, nan, "8", None])
+@pytest.mark.parametrize("value", [4.0, 8 / 2, nan, "8", None, True])
 def test_what_is_no_whole_number_is_named(value: Any) -> None:
     check_count("a", 1)
     with pytest.raises(TypeError, match=r"`a` must be a whole number of at least 1, got ") as raised:

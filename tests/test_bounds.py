@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -74,10 +75,10 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (PartialRollout, "extra", [0.01, 1], [0, 1.01]),
     (PartialRollout, "max_policy_lag", [1], [0]),
     (AdaptiveBudget, "most", [TINY, 2], [0]),
-    (AdaptiveBudget, "trial", [TINY, 2], [0]),
+    (AdaptiveBudget, "trial", [TINY, 2], [0, inf]),
     (AdaptiveBudget, "overhead", [0], [-TINY, 1]),
     (AdaptiveBudget, "horizon", [2], [1]),
-    (FixedBudget, "share", [0, 2], [-TINY]),
+    (FixedBudget, "share", [0, 2], [-TINY, inf]),
     (FixedBudget, "every_n_iterations", [1], [0]),
     (DrafterBuffer, "max_bytes", [1], [0]),
     (partial(DrafterBuffer, 1), "held_out_share", [0, 1 - TINY], [-TINY, 1]),
@@ -136,6 +137,7 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (objectives.KLPenalty, "coef", [TINY], [0]),
     (objectives.PPO, "entropy_coef", [0], [-TINY]),
     (objectives.PPO, "value_coef", [TINY], [0]),
+    (VLLMEngine, "kv_cache_gib", [None, TINY], [0, inf]),
     (objectives.PPO, "value_clip", [None, TINY], [0]),
     (objectives.PPO, "target_kl", [None, TINY], [0]),
     (partial(objectives.OverlongPunishment, max_tokens=9), "buffer_tokens", [1, 9], [0, 10]),
@@ -180,8 +182,11 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: RLModule("policy", objectives.GRPO(), gradient_checkpointing="yes"), "gradient_checkpointing"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", chat="yes"), "chat"),  # type: ignore[arg-type]
         (lambda: PromptSource(path="README.md", answer_column=3), "answer_column"),  # type: ignore[arg-type]
+        (lambda: AdaptiveBudget(most=None), "most"),  # type: ignore[arg-type]
         (lambda: AdaptiveBudget(horizon=2.5), "horizon"),  # type: ignore[arg-type]
         (lambda: FixedBudget(every_n_iterations=1.5), "every_n_iterations"),  # type: ignore[arg-type]
+        (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), buffer_gib=None), "buffer_gib"),  # type: ignore[arg-type]
+        (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), max_passes=None), "max_passes"),  # type: ignore[arg-type]
         (lambda: speculation(head=3), "speculation.head"),
         (lambda: speculation(trace=3), "speculation.trace"),
         (lambda: Teaching(num_steps=1.5), "teaching.num_steps"),  # type: ignore[arg-type]

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise TypeError if argument `name` is no number."""
-    if not isinstance(value, Real):
+    """Raise TypeError if argument `name` is no number; True is none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
 
 
@@ -23,7 +24,7 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
 
     `remedy` ends the message.
     """
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number of at least {minimum}, got {value!r}.")
     if not value >= minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.{remedy and f' {remedy}'}")
@@ -31,18 +32,23 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
 
 def check_count(name: str, value: int, minimum: int = 1, remedy: str = "") -> None:
     """Raise TypeError if argument `name` is no whole number, ValueError if it is below `minimum`."""
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number of at least {minimum}, got {value!r}.")
     check_at_least(name, value, minimum, remedy)
 
 
-def check_positive(name: str, value: float | None, remedy: str = "") -> None:
-    """Raise ValueError if argument `name` is zero, negative or NaN, TypeError if it is no number; None passes."""
-    if value is None:
-        return
+def check_positive(name: str, value: float, remedy: str = "") -> None:
+    """Raise ValueError if argument `name` is zero, negative, NaN or infinite, TypeError if it is no number."""
     check_number(name, value)
     if not value > 0:
         raise ValueError(f"`{name}` must be positive, got {value}.{remedy and f' {remedy}'}")
+    check_finite(name, value)
+
+
+def check_finite(name: str, value: float) -> None:
+    """Raise ValueError if argument `name` is infinite."""
+    if value == inf:
+        raise ValueError(f"`{name}` must be finite, got {value}.")
 
 
 def check_within(name: str, value: float, low: float, high: float, remedy: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_count
+from tlt_lightning.arguments import check_at_least, check_count, check_finite
 from tlt_lightning.long_tail.publication import Publication
 
 
@@ -93,6 +93,7 @@ class FixedBudget(TrainingBudget):
 
     def __init__(self, share: float = 0.1, every_n_iterations: int = 1) -> None:
         check_at_least("share", share, 0)
+        check_finite("share", share)
         check_count("every_n_iterations", every_n_iterations)
         self.share = share
         self.every_n_iterations = every_n_iterations

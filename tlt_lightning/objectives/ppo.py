@@ -75,8 +75,10 @@ class PPO(ComposedObjective):
                 "without a critic such as ReinforcePlusPlus."
             )
         check_positive("value_coef", self.value_coef)
-        check_positive("value_clip", self.value_clip)
-        check_positive("target_kl", self.target_kl)
+        if self.value_clip is not None:
+            check_positive("value_clip", self.value_clip)
+        if self.target_kl is not None:
+            check_positive("target_kl", self.target_kl)
 
     @property
     def stop_at_kl(self) -> float | None:

@@ -86,15 +86,15 @@ class VLLMEngine(RolloutEngine):
         check_number("gpu_memory_utilization", gpu_memory_utilization)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
-        check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
+        if kv_cache_gib is not None:
+            check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
         check_optional("speculation", speculation, Speculation, "Give `Speculation(selector=...)`.")
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.enforce_eager, self.sleeps, self.compare_steps = enforce_eager, sleep, compare_steps
-        self.speculation = speculation
         self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = Quantization.of(quantization, dtype)
-        self.num_ranks = tensor_parallel
+        self.speculation, self.num_ranks = speculation, tensor_parallel
         self._speculative: SpeculativeRunner | None = None
         self._patches = ExitStack()
         self._engine: LLMEngine | None = None
