@@ -36,7 +36,7 @@ REQUIRED: dict[str, str] = {
     "config.CompilationConfig": "cudagraph_capture_sizes",
     "config.CUDAGraphMode": "FULL; NONE; PIECEWISE; decode_mode(); mixed_mode(); separate_routine()",
     "compilation.cuda_graph.CUDAGraphWrapper": "unwrap()",
-    "envs": "VLLM_USE_V2_MODEL_RUNNER",
+    "envs": "VLLM_CACHE_ROOT; VLLM_USE_V2_MODEL_RUNNER",
     "v1.engine.output_processor.OutputProcessor": "tokenizer; request_states; external_req_ids",
     "v1.engine.output_processor.RequestState": (
         "make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, "
