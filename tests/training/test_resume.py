@@ -70,3 +70,9 @@ def test_checkpoint_of_another_policy_is_refused(
     check_networks(checkpoint, None, saved)
     with pytest.raises(ValueError, match=f"`ckpt_path` holds other networks .*{named}.* of policy '{policy_path}'"):
         check_networks(checkpoint, None, now)
+
+
+def test_checkpoint_of_another_module_is_refused(policy_path: str) -> None:
+    saved = load_policy(policy_path).state_dict()
+    with pytest.raises(ValueError, match="of another LightningModule than an RLModule, for example of `drafter fit`"):
+        check_networks({"state_dict": saved}, None, saved)

@@ -119,6 +119,11 @@ def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mappin
 
     The rows of a sharded tensor have no shape.
     """
+    if "policy" not in checkpoint:
+        raise ValueError(
+            "`ckpt_path` is a checkpoint of another LightningModule than an RLModule, for example of `drafter fit`: "
+            "give one that `fit` wrote. A model to begin with is `model.policy`, and a draft head `speculation.head`."
+        )
     policy, saved = checkpoint["policy"], checkpoint["state_dict"]
     was = None if policy["lora"] is None else LoRA(**{item.name: policy["lora"][item.name] for item in fields(LoRA)})
     if was != lora:
