@@ -17,6 +17,8 @@ RECORDED = ("25m", "25m_cold_start", "25m_schedules", "25m_rising")
 """Results of `end_to_end` whose plain natural run recorded lengths."""
 SIZE = 8
 """Responses of a recorded group."""
+NUM_RESPONSES = 256
+"""Responses that an iteration learns from, on all workers."""
 EXTRAS = (0.25, 0.5, 1.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,14 +10,13 @@ import numpy as np
 
 from benchmarks.common.results import table
 from benchmarks.end_to_end.run import Run, read_runs
-from benchmarks.schedules.cases import groups_of
+from benchmarks.schedules.cases import NUM_RESPONSES, SIZE, groups_of
 from benchmarks.schedules.costs import plain_cost
-from benchmarks.schedules.worker import Array, Worker
+from benchmarks.schedules.worker import Array, Group, Worker, log_values, seconds_of
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
 
-NUM_GROUPS = 32
-"""Groups that an iteration learns from, on all workers."""
+THROWN_AWAY = "schedule/tokens_thrown_away"
 
 
 class Measured(NamedTuple):
@@ -40,7 +39,6 @@ class Found(NamedTuple):
     """Means over iterations, the first one left out."""
 
     seconds: float
-    relative: float
     tokens_written: float
     tokens_thrown_away: float
 
@@ -54,44 +52,36 @@ def check(folder: Path, measured: Measured, *, repeats: int) -> dict[str, Any]:
     runs = {run.arm: run for run in read_runs(folder / f"end_to_end_{measured.results}.json")}
     plain, scheduled = runs["plain"], runs[measured.arm]
     cost, fit = plain_cost(plain)
-    lengths = [groups_of([row["lengths"]]) for row in plain.iterations]
-
-    def simulated(schedule: RolloutSchedule, num_iterations: int) -> Found:
-        def draw(choose: Any, iteration: int) -> Sequence[int]:
-            return choose.choice(lengths[iteration])
-
-        found = [simulate(schedule, measured.workers, draw, cost, num_iterations, seed) for seed in range(repeats)]
-        return Found(*np.mean(found, axis=0).tolist())
-
-    num_iterations = min(len(lengths), len(scheduled.iterations))
-    base, told = (means_of(run, num_iterations, measured.workers) for run in (plain, scheduled))
-    synchronous, found = (simulated(each, num_iterations) for each in (SynchronousSchedule(), measured.schedule))
-    return {
-        **{"results": measured.results, "arm": measured.arm, "workers": measured.workers, "fit": fit},
-        "measured": told._replace(relative=told.seconds / base.seconds)._asdict(),
-        "simulated": found._replace(relative=found.seconds / synchronous.seconds)._asdict(),
+    num_iterations = min(len(plain.iterations), len(scheduled.iterations))
+    lengths = [groups_of([row["lengths"]]) for row in plain.iterations[:num_iterations]]
+    told = {run.arm: means_of(run, num_iterations, measured.workers) for run in (plain, scheduled)}
+    schedules: dict[str, RolloutSchedule] = {"plain": SynchronousSchedule(), measured.arm: measured.schedule}
+    given = (measured.workers, lengths, cost, repeats)
+    found = {arm: simulate(schedule, *given) for arm, schedule in schedules.items()}
+    kinds = {
+        kind: each[measured.arm]._asdict() | {"relative": each[measured.arm].seconds / each["plain"].seconds}
+        for kind, each in {"measured": told, "simulated": found}.items()
     }
+    return {"results": measured.results, "arm": measured.arm, "workers": measured.workers, "fit": fit, **kinds}
 
 
 def simulate(
-    schedule: RolloutSchedule,
-    num_workers: int,
-    draw_group: Callable[[Any, int], Sequence[int]],
-    cost: Array,
-    num_iterations: int,
-    seed: int,
+    schedule: RolloutSchedule, num_workers: int, lengths: Sequence[Sequence[Group]], cost: Array, repeats: int
 ) -> Found:
-    """Simulate a run whose workers wait for the last of them in each iteration."""
-    wanted = NUM_GROUPS // num_workers
-    workers = [Worker(schedule, wanted, draw_group, seed * num_workers + rank) for rank in range(num_workers)]
-    rows = []
-    for iteration in range(num_iterations):
-        log = IterationLog()
-        rollouts = [worker.iterate(iteration, log) for worker in workers]
-        seconds = max(float(each.tokens @ cost[each.running]) for each in rollouts) / 1e3
-        rows.append([seconds, sum(each.written for each in rollouts), thrown_away(dict(log_values(log)))])
-    seconds, written, thrown = np.mean(rows[1:], axis=0)
-    return Found(seconds, 1.0, written, thrown)
+    """Simulate runs that draw their groups from `lengths`, by iteration."""
+    wanted, rows = NUM_RESPONSES // SIZE // num_workers, []
+    for seed in range(0, repeats * num_workers, num_workers):
+        workers = [
+            Worker(schedule, wanted, lambda draw, at: draw.choice(lengths[at]), seed + rank)
+            for rank in range(num_workers)
+        ]
+        for iteration in range(len(lengths)):
+            log = IterationLog()
+            rollouts = [worker.iterate(iteration, log) for worker in workers]
+            written, thrown = sum(each.written for each in rollouts), log_values(log).get(THROWN_AWAY, 0.0)
+            if iteration:
+                rows.append([seconds_of(rollouts, cost), written, thrown])
+    return Found(*np.mean(rows, axis=0).tolist())
 
 
 def means_of(run: Run, num_iterations: int, num_workers: int) -> Found:
@@ -101,19 +91,8 @@ def means_of(run: Run, num_iterations: int, num_workers: int) -> Found:
         metrics = row["metrics"]
         seconds, idle = metrics["rollout/seconds"], metrics.get("time/idle", 0.0)
         written = metrics["rollout/tokens_per_s"] * seconds * num_workers
-        rows.append([seconds + idle, written, thrown_away(metrics)])
-    seconds, written, thrown = np.mean(rows, axis=0)
-    return Found(seconds, 1.0, written, thrown)
-
-
-def thrown_away(metrics: Mapping[str, float]) -> float:
-    """Return the tokens that an iteration threw away."""
-    return metrics.get("schedule/tokens_thrown_away", 0.0)
-
-
-def log_values(log: IterationLog) -> dict[str, float]:
-    """Return the numbers of a log by name."""
-    return {name: value for name, (_, value) in log.read().items()}
+        rows.append([seconds + idle, written, metrics.get(THROWN_AWAY, 0.0)])
+    return Found(*np.mean(rows, axis=0).tolist())
 
 
 def report_check(rows: Sequence[Mapping[str, Any]]) -> list[str]:

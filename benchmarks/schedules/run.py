@@ -24,16 +24,14 @@ from typing import Any
 
 from benchmarks.common.arguments import RESULTS, parser_of
 from benchmarks.common.results import about, save
-from benchmarks.schedules.cases import EXTRAS, Case, recorded_cases, resampled_cases
-from benchmarks.schedules.check import MEASURED, check, log_values
+from benchmarks.schedules.cases import EXTRAS, NUM_RESPONSES, Case, recorded_cases, resampled_cases
+from benchmarks.schedules.check import MEASURED, check
 from benchmarks.schedules.costs import costs_of
 from benchmarks.schedules.report import report
-from benchmarks.schedules.worker import Array, Worker
+from benchmarks.schedules.worker import Array, Worker, log_values, seconds_of
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
 
-NUM_RESPONSES = 256
-"""Responses that an iteration learns from, on all workers."""
 ITERATIONS, SETTLE = 30, 5
 """Iterations of a simulation, which are whole cycles of each `TailBatching`, and those before them."""
 SHARES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -60,10 +58,10 @@ def simulate(case: Case, schedule: str, costs: Mapping[str, Array], *, iteration
     slots = max(int(each.running.max(initial=0)) for each in rollouts) * case.workers
     found: dict[str, Any] = {"schedule": schedule, "seconds": {}, "idle": {}}
     for name, cost in costs.items():
-        ends = [[float(each.tokens @ cost[each.running]) for each in row] for row in rows]
-        busy = sum(float((each.tokens * each.running) @ cost[each.running]) for each in rollouts)
-        found["seconds"][name] = fmean(map(max, ends)) / 1e3
-        found["idle"][name] = 1 - busy / (slots * sum(map(max, ends)))
+        seconds = [seconds_of(row, cost) for row in rows]
+        busy = sum(float((each.tokens * each.running) @ cost[each.running]) for each in rollouts) / 1e3
+        found["seconds"][name] = fmean(seconds)
+        found["idle"][name] = 1 - busy / (slots * sum(seconds))
     steps = fmean(max(float(each.tokens.sum()) for each in row) for row in rows)
     return found | {
         "steps": steps,

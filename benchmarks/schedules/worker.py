@@ -65,6 +65,16 @@ class Worker:
         return Rollout(np.array(tokens, float), np.array(running, int), sum(len(r.token_ids) for r in taken), aged)
 
 
+def seconds_of(rollouts: Sequence[Rollout], cost: Array) -> float:
+    """Return the seconds until the last worker ends, at these milliseconds a token by requests that run."""
+    return max(float(each.tokens @ cost[each.running]) for each in rollouts) / 1e3
+
+
+def log_values(log: IterationLog) -> dict[str, float]:
+    """Return the numbers of a log by name."""
+    return {name: value for name, (_, value) in log.read().items()}
+
+
 def write(course: RolloutCourse, lengths: Sequence[Group], version: int) -> tuple[list[int], list[int]]:
     """Write until the schedule has enough; return tokens that each running request wrote, and how many ran."""
     requests = course.requests([[0]] * len(course.groups), 0)

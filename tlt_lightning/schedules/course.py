@@ -192,7 +192,7 @@ class Backlog:
 
     def warn_of_few(self, num_prompts: int, per_iteration: int, num_ranks: int) -> None:
         """Warn if an iteration may draw more prompts than there are."""
-        num_drawn = num_ranks * begin_of(self.schedule, Demand(wanted=per_iteration // num_ranks, iteration=0))[1]
+        num_drawn = num_ranks * self._num_begun(per_iteration // num_ranks)
         if num_prompts < num_drawn:
             log.warning(
                 "An iteration draws up to %d prompts (`data.prompts_per_iteration` %d, `data.schedule` %s), but "
@@ -202,8 +202,7 @@ class Backlog:
 
     def warn_of_waiting(self, engine: RolloutEngine, num_wanted: int, group_size: int) -> None:
         """Warn if responses wait for others to end; `num_wanted` groups are a rank's share of an iteration."""
-        num_groups = begin_of(self.schedule, Demand(wanted=num_wanted, iteration=0))[1]
-        num_begun = num_groups * group_size * engine.num_ranks
+        num_begun = self._num_begun(num_wanted) * group_size * engine.num_ranks
         if engine.max_num_seqs is not None and num_begun > engine.max_num_seqs:
             log.warning(
                 "A rollout begins with %d responses (`data.schedule` %s), and the engine runs at most %d at once "
@@ -211,6 +210,10 @@ class Backlog:
                 "longer. Set `max_num_seqs` to %d, if its cache holds as many.",
                 *(num_begun, type(self.schedule).__name__, engine.max_num_seqs, num_begun),
             )
+
+    def _num_begun(self, num_wanted: int) -> int:
+        """Return how many groups a run's first iteration begins with."""
+        return begin_of(self.schedule, Demand(wanted=num_wanted, iteration=0))[1]
 
     def note_weights(self, version: int, iteration: int) -> None:
         """Note that an iteration writes with this version of the weights."""
