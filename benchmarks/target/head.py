@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.target.policy import Clock, Scale, optimise
-from benchmarks.target.text import Streams, write_row
+from benchmarks.target.text import WORD_BY_WORD, Streams, spelling_of, write_row
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
@@ -29,10 +29,10 @@ def load_policy(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
 
 
-def write_rows(seed: int, rows: int, length: int) -> Tensor:
+def write_rows(seed: int, rows: int, length: int, spelling: Sequence[Sequence[int]] = WORD_BY_WORD) -> Tensor:
     """Write text to measure on, the same for the same seed: (rows, length)."""
     rng = random.Random(f"measure {seed}")  # a string: the streams' own seeds are numbers
-    return torch.tensor([write_row(rng, length) for _ in range(rows)])
+    return torch.tensor([write_row(rng, length, spelling=spelling) for _ in range(rows)])
 
 
 @torch.no_grad()
@@ -73,15 +73,15 @@ def train_heads(policy: Path, out: Path, scale: Scale, seconds: float, device: s
     Returns:
         What `optimise` returns, and the quality of `head-random`, `head-brief` and `head` as `DraftQuality` names it.
     """
-    length = scale.head_length
-    stream = DataLoader(Streams(ROWS, length, (), seed + 1), batch_size=None, num_workers=scale.workers)
+    length, spelling = scale.head_length, spelling_of(AutoTokenizer.from_pretrained(policy))
+    stream = DataLoader(Streams(ROWS, length, (), seed + 1, spelling), batch_size=None, num_workers=scale.workers)
     batches = iter(stream)
     next(batches)  # the workers are forked before CUDA is touched
     module = DrafterModule(str(policy), num_draft_tokens=NUM_DRAFT_TOKENS, seed=seed)
     module.configure_model()
     module.to(device)
     target = load_policy(policy, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    measured, qualities = write_rows(seed, MEASURED_ROWS, length), {}
+    measured, qualities = write_rows(seed, MEASURED_ROWS, length, spelling), {}
     clock = Clock(seconds, scale.head_learning_rate)
 
     def keep(name: str) -> None:

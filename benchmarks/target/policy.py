@@ -1,11 +1,11 @@
-"""Train the benchmarks' policy from scratch, on fresh text and for a given time."""
+"""Train the benchmarks' policy, from scratch or from a pre-trained model, on fresh text and for a given time."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.target.text import MAX_RESPONSE, Key, Streams
+from benchmarks.target.text import MAX_RESPONSE, Key, Streams, spelling_of
 from recipes.assets.make_countdown import EOS, PAD, WORDS, make_tokenizer
 
 UNTIMED_STEPS = 4  # kernels are compiled and memory is allocated
@@ -71,6 +71,7 @@ LARGE = Scale(
     num_train=4096,
     num_val=256,
 )
+PRETRAINED = replace(LARGE, learning_rate=6e-4)
 TINY = Scale(
     shape={
         "hidden_size": 64,
@@ -109,7 +110,7 @@ def make_policy(scale: Scale) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def next_token_loss(model: Qwen2ForCausalLM, batch: Tensor) -> Tensor:
+def next_token_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
     """Return the mean loss over all tokens of `batch` (B, S) but the first; bfloat16 on CUDA."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
         logits = model(input_ids=batch, use_cache=False).logits
@@ -206,17 +207,22 @@ def optimise(model: nn.Module, loss_of: Callable[[], Tensor], clock: Clock, toke
     return {**done, "loss": curve[-1]["loss"], "curve": curve}
 
 
-def train_policy(scale: Scale, held_out: Collection[Key], seconds: float, device: str, seed: int, path: Path) -> Any:
+def train_policy(
+    scale: Scale, held_out: Collection[Key], seconds: float, device: str, seed: int, path: Path, base: Path | None
+) -> Any:
     """Train a policy on fresh text for `seconds` after start-up; return `optimise`'s record.
 
-    Rows are short at first. A policy that sees only long ones, where the question asked last is one of dozens, learns
+    It begins with the weights and tokenizer of `base`, or from scratch. Its prompts have no chat template. Rows are
+    short at first. A policy that sees only long ones, where the question asked last is one of dozens, learns
     the form of a search but not in this time that it ends where the target is reached.
     """
+    tokenizer = AutoTokenizer.from_pretrained(base) if base else make_tokenizer()
+    tokenizer.chat_template = None
     shapes = {"short": scale.short_length, "long": scale.length}
     streams = {
         name: iter(
             DataLoader(
-                Streams(scale.rows * scale.length // length, length, held_out, seed + number),
+                Streams(scale.rows * scale.length // length, length, held_out, seed + number, spelling_of(tokenizer)),
                 batch_size=None,
                 num_workers=scale.workers,
             )
@@ -226,7 +232,8 @@ def train_policy(scale: Scale, held_out: Collection[Key], seconds: float, device
     for stream in streams.values():
         next(stream)  # the workers are forked before CUDA is touched
     torch.manual_seed(seed)
-    model = make_policy(scale).to(device).train()  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) if base else make_policy(scale)
+    model.to(device).train()  # type: ignore[arg-type]
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     if device == "cuda":
         for layer in model.model.layers:
@@ -241,5 +248,5 @@ def train_policy(scale: Scale, held_out: Collection[Key], seconds: float, device
 
     result = optimise(model, loss, clock, scale.rows * scale.length)
     model.save_pretrained(path)  # in float32
-    make_tokenizer().save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return result

@@ -9,6 +9,10 @@ and `val.jsonl` are questions to go on from with reinforcement learning. `target
 `head-brief` the same after a tenth of its training, and `head-random` before it. `--models` names another directory
 than `target`. `--tiny` runs the same on a CPU within a minute, to see that it works.
 
+    python -m benchmarks target --base models/SmolLM2-135M-Instruct --models target/smollm2
+
+goes on from a pre-trained model instead, with its tokenizer, which spells a number digit by digit.
+
 What is real: lengths, entropy, accuracy and acceptance are measured on what a trained policy samples. What is not: the
 text is made by rules, so that numbers in the range of reasoning models are not those of any. A step of the policy that
 `python -m benchmarks pad_to_7b` makes of it costs what one of 7B weights costs.
@@ -27,7 +31,7 @@ from benchmarks.common.arguments import parser_of
 from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
 from benchmarks.target.head import train_heads
-from benchmarks.target.policy import LARGE, TINY, Scale, train_policy
+from benchmarks.target.policy import LARGE, PRETRAINED, TINY, Scale, train_policy
 from benchmarks.target.text import make_questions
 from recipes.assets.make_countdown import write_questions
 
@@ -42,7 +46,7 @@ def run_policy(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     write_questions(args.models / "train.jsonl", train)
     write_questions(args.models / "val.jsonl", val)
     held_out = {question.key for question in val}
-    return train_policy(scale, held_out, args.seconds, args.device, args.seed, args.models / "policy")
+    return train_policy(scale, held_out, args.seconds, args.device, args.seed, args.models / "policy", args.base)
 
 
 def run_head(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
@@ -90,7 +94,7 @@ PARTS = {"policy": run_policy, "head": run_head, "measure": run_measure}
 def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run a part and return its result with the seconds it took."""
     started = time.perf_counter()
-    result = PARTS[part](args, TINY if args.tiny else LARGE)
+    result = PARTS[part](args, TINY if args.tiny else PRETRAINED if args.base else LARGE)
     return {**result, "seconds": round(time.perf_counter() - started)}
 
 
@@ -121,11 +125,13 @@ def main(arguments: Sequence[str]) -> None:
     """Run each part in a process of its own, and write the report after each."""
     parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, default=Path("target"), help="directory of the policy and its heads")
+    parser.add_argument("--base", type=Path, help="directory of a pre-trained model to go on from")
     parser.add_argument("--seconds", type=float, default=240, help="of the policy's training, start-up not counted")
     parser.add_argument("--head-seconds", type=float, default=45, help="of the head's training, start-up not counted")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to do")
     args = parser.parse_args(arguments)
     args.device = "cpu" if args.tiny else "cuda"
+    name = args.base.name.lower() if args.base else "25m"
     args.models.mkdir(parents=True, exist_ok=True)
     known = args.models / "target.json"  # parts of earlier commands
     results = json.loads(known.read_text()) if known.exists() else {}
@@ -133,8 +139,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"--- {part}", flush=True)
         results[part] = run_apart(run_part, part, args)
         known.write_text(json.dumps(results))
-        results = about("tiny" if args.tiny else "25m", args.note, args.seed, on_cpu=args.tiny) | {
+        results = about("tiny" if args.tiny else name, args.note, args.seed, on_cpu=args.tiny) | {
             name: results[name] for name in PARTS if name in results
         }
-        save(args.out / "target", results, render(results))
+        save(args.out / (f"target_{name}" if args.base else "target"), results, render(results))
     print("\n".join(render(results)))

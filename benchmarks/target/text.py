@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterator
-from itertools import accumulate
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from recipes.assets.make_countdown import (
@@ -26,6 +27,8 @@ from recipes.assets.make_countdown import (
     MAX_NUMBER,
     MAX_VALUE,
     MISS,
+    PAD,
+    START,
     WORDS,
     Question,
     steps,
@@ -47,6 +50,8 @@ _STEPS = [
     [[(_IDS[sign], result) for sign, result in steps(value, number)] if number else [] for number in range(13)]
     for value in range(MAX_VALUE + 1)
 ]
+WORD_BY_WORD = [[index] for index in range(len(WORDS))]
+"""Tokens of each of `WORDS` in the tokenizer of the policies made from scratch."""
 
 Key = tuple[tuple[int, ...], int]
 
@@ -81,47 +86,71 @@ def write_search(question: Question, rng: random.Random, max_tokens: int = MAX_R
     hit, miss, equals, random_unit = _IDS[HIT], _IDS[MISS], _IDS["="], rng.random
     order, count = list(question.numbers), len(question.numbers)
     give_up = min(1.0, math.exp(-rng.gauss(*PATIENCE)))
-    chain, values, kept, ids = [0] * (4 * count - 3), [0] * count, 0, []
+    written, values, kept, ids = [0] * (4 * count - 3), [0] * count, 0, []
     while True:
         tail = order[kept:]
         rng.shuffle(tail)
         order[kept:] = tail
         if kept == 0:
-            values[0], chain[0] = order[0], _NUMBERS[order[0]]
+            values[0], written[0] = order[0], _NUMBERS[order[0]]
         for step in range(max(kept, 1), count):
             options = _STEPS[values[step - 1]][order[step]]
             sign, values[step] = options[int(random_unit() * len(options))]
-            chain[4 * step - 3 : 4 * step + 1] = sign, _NUMBERS[order[step]], equals, _NUMBERS[values[step]]
+            written[4 * step - 3 : 4 * step + 1] = sign, _NUMBERS[order[step]], equals, _NUMBERS[values[step]]
         is_hit = values[-1] == question.target
-        ids += chain
+        ids += written
         ids.append(hit if is_hit else miss)
         if is_hit or random_unit() < give_up or len(ids) > max_tokens:
-            return [*ids, _IDS[ANSWER], *_expression(chain, count), _IDS[EOS]][:max_tokens]
+            return [*ids, _IDS[ANSWER], *_expression(written, count), _IDS[EOS]][:max_tokens]
         kept = rng.choices(range(count), cum_weights=KEPT[count])[0]
 
 
-def _expression(chain: list[int], count: int) -> list[int]:
-    """Write the chain as an expression, without its results, its steps in brackets."""
-    ids = [_IDS["("]] * (count - 2) + chain[:1]
+def _expression(written: list[int], count: int) -> list[int]:
+    """Write a chain as an expression, without its results, its steps in brackets."""
+    ids = [_IDS["("]] * (count - 2) + written[:1]
     for step in range(1, count):
-        ids += chain[4 * step - 3 : 4 * step - 1]
+        ids += written[4 * step - 3 : 4 * step - 1]
         if step < count - 1:
             ids.append(_IDS[")"])
     return ids
 
 
-def write_row(rng: random.Random, length: int, held_out: Collection[Key] = ()) -> list[int]:
+def spelling_of(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each of `WORDS`, with the space before it.
+
+    Raises:
+        ValueError: The tokenizer spells a word otherwise beside others.
+    """
+
+    def spell(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    ends = {START: spell(START), EOS: [tokenizer.eos_token_id], PAD: [tokenizer.pad_token_id]}
+    spelling = [ends.get(word) or spell(f" {word}") for word in WORDS]
+    inner = [index for index, word in enumerate(WORDS) if word not in ends]
+    text = START + "".join(f" {WORDS[index]}" for index in inner)
+    if spell(text) != [*ends[START], *chain.from_iterable(spelling[index] for index in inner)]:
+        raise ValueError("The tokenizer joins words of the benchmarks' text; give a `--base` that splits at spaces.")
+    return spelling
+
+
+def write_row(
+    rng: random.Random,
+    length: int,
+    held_out: Collection[Key] = (),
+    spelling: Sequence[Sequence[int]] = WORD_BY_WORD,
+) -> list[int]:
     """Write `length` token ids: questions with search and answer, the last one cut."""
     ids: list[int] = []
-    while len(ids) < length:
+    while len(ids) < length:  # a word has one token or more
         question = draw_question(rng, held_out)
-        ids += [_IDS[word] for word in question.prompt.split()]
-        ids += write_search(question, rng)
+        words = [*(_IDS[word] for word in question.prompt.split()), *write_search(question, rng)]
+        ids += chain.from_iterable(map(spelling.__getitem__, words))
     return ids[:length]
 
 
 class Streams(IterableDataset[Tensor]):
-    """Yields endless batches (rows, length) of text, int16, other ones from each worker.
+    """Yields endless batches (rows, length) of text, int32, other ones from each worker.
 
     A row starts with a question, as a rollout does, and goes on across the end of answers: what a policy trained on it
     writes after an end token is the next question.
@@ -131,15 +160,24 @@ class Streams(IterableDataset[Tensor]):
         length: Tokens of a row.
         held_out: Keys of questions that must not appear.
         seed: Makes the text reproducible, worker by worker.
+        spelling: Tokens of each of `WORDS`.
     """
 
-    def __init__(self, rows: int, length: int, held_out: Collection[Key], seed: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        length: int,
+        held_out: Collection[Key],
+        seed: int,
+        spelling: Sequence[Sequence[int]] = WORD_BY_WORD,
+    ) -> None:
         self.rows, self.length, self.held_out, self.seed = rows, length, held_out, seed
+        self.spelling = spelling
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         rng = random.Random(self.seed * 1000 + (worker.id if worker else 0))
         while True:
-            batch = [write_row(rng, self.length, self.held_out) for _ in range(self.rows)]
-            yield torch.tensor(batch, dtype=torch.int16)
+            batch = [write_row(rng, self.length, self.held_out, self.spelling) for _ in range(self.rows)]
+            yield torch.tensor(batch, dtype=torch.int32)

@@ -125,6 +125,10 @@ def test_streams_repeat_with_their_seed():
     assert not torch.equal(first, other)
 
 
+def test_a_word_is_a_token_of_the_policies_made_from_scratch():
+    assert target_text.spelling_of(make_tokenizer()) == target_text.WORD_BY_WORD
+
+
 # Training
 
 

@@ -1,5 +1,6 @@
 """A real model: converted from its package, it reads and writes as it was taught, and learns."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.target.text import spelling_of, write_row
+from recipes.assets.make_countdown import EOS, make_tokenizer
 from tests.support.rl_runs import Recorder
 from tlt_lightning import RewardTerm
 from tlt_lightning.commands.cli import run_cli
@@ -36,6 +39,14 @@ def test_the_tokenizer_is_the_one_the_model_was_trained_with(smollm2: str) -> No
     # Digits stand alone, also towards the space before them, which GPT-2's splitting would give to the number.
     assert tokenizer.tokenize(text) == ["is", "ĠĠ", "1", "2", "3", "4", "Ġ", "<|im_end|>"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_benchmarks_text_is_spelled_as_the_tokenizer_spells_it(smollm2: str) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    words = write_row(random.Random(0), 2000)
+    spelled = write_row(random.Random(0), 2000, spelling=spelling_of(tokenizer))
+    text = make_tokenizer().decode(words).replace(EOS, str(tokenizer.eos_token))
+    assert spelled == tokenizer(text)["input_ids"][:2000]
 
 
 @pytest.mark.vllm
