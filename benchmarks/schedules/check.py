@@ -20,17 +20,19 @@ THROWN_AWAY = "schedule/tokens_thrown_away"
 
 
 class Measured(NamedTuple):
-    """Names a measured arm with a schedule; `plain` is in the same results."""
+    """Names a measured arm with a schedule; `plain` with the same seed is in the same results."""
 
     results: str
     arm: str
     schedule: RolloutSchedule
     workers: int
+    seed: int = 0
 
 
 MEASURED = (
     Measured("25m_schedules", "plain+tail", TailBatching(0.25), 1),
     Measured("25m_rising", "plain+partial", PartialRollout(0.5), 1),
+    Measured("25m_seeds", "plain+partial", PartialRollout(0.5), 1, seed=1),
     Measured("25m_two_gpus", "plain+partial", PartialRollout(0.5), 2),
 )
 
@@ -49,7 +51,8 @@ def check(folder: Path, measured: Measured, *, repeats: int) -> dict[str, Any]:
     An iteration draws its groups from those that the plain run wrote in it, as the policy learns alike. Step times are
     fitted to that run's rollouts. With several workers, the lengths are rank zero's.
     """
-    runs = {run.arm: run for run in read_runs(folder / f"end_to_end_{measured.results}.json")}
+    known = read_runs(folder / f"end_to_end_{measured.results}.json")
+    runs = {run.arm: run for run in known if run.seed == measured.seed}
     plain, scheduled = runs["plain"], runs[measured.arm]
     cost, fit = plain_cost(plain)
     num_iterations = min(len(plain.iterations), len(scheduled.iterations))
