@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning.speculation import BEGMABSelector, CostModelSelector
+from tlt_lightning.speculation import BEGMABSelector, CostModelSelector, FixedSelector
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
 from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter, Source
-from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy
+from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
 from tlt_lightning.speculation.trace import StepTrace
 
 
@@ -193,6 +193,18 @@ def test_what_was_learned_of_steps_in_16_bit_is_not_restored_in_8_bit() -> None:
         control.load_state_dict(json.loads(json.dumps(old.state_dict())))
     assert [selector.wants_calibration for selector in selectors] == [False, False, True]
     assert other.drafter_version == same.drafter_version == 5
+
+
+@pytest.mark.parametrize("kind", [FixedSelector, BEGMABSelector])
+def test_another_selector_starts_anew_and_says_so(
+    kind: type[StrategySelector], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = StrategyController(kind()), StrategyController(CostModelSelector())
+    old.weights_changed(5)
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert f"holds what {kind.__name__} learned: CostModelSelector starts anew" in caplog.text
+    assert new.drafter_version == 5
+    assert new.selector.state_dict() == CostModelSelector().state_dict()
 
 
 def test_state_is_restored() -> None:

@@ -265,6 +265,7 @@ class StrategyController:
         """Return everything learned by this worker."""
         return {
             "selector": self.selector.state_dict(),
+            "selector_name": type(self.selector).__name__,
             "compute_dtype": self.compute_dtype,
             "alarm": self.alarm.state_dict(),
             "drafter_version": self.drafter_version,
@@ -272,11 +273,14 @@ class StrategyController:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved."""
-        if (learned_in := state_dict["compute_dtype"]) == self.compute_dtype:
-            self.selector.load_state_dict(state_dict["selector"])
-        else:
+        """Restore what `state_dict` saved; a selector of another class than the saved one's starts anew."""
+        name, saved = type(self.selector).__name__, state_dict["selector_name"]
+        if name != saved:
+            log.warning("The checkpoint holds what %s learned: %s starts anew.", saved, name)
+        elif (learned_in := state_dict["compute_dtype"]) != self.compute_dtype:
             log.info("The selector learned steps in %s and starts anew in %s.", learned_in, self.compute_dtype)
+        else:
+            self.selector.load_state_dict(state_dict["selector"])
         self.alarm.load_state_dict(state_dict["alarm"])
         self.drafter_version = state_dict["drafter_version"]
         if self.lookups is not None and state_dict["lookup_scores"] is not None:
