@@ -20,6 +20,7 @@ def run(offload: bool) -> tuple[list[float], dict[str, Any], list[int]]:
         make_buffer(),
         pack_tokens=128,
         device=torch.device("cpu"),
+        num_workers=2,
         sum_over_ranks=lambda tensor: tensor,
         offload=offload,
     )

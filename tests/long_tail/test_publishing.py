@@ -351,7 +351,7 @@ def test_a_prompt_is_one_piece_of_evidence_whichever_rank_holds_it(
 
     def work(rank: int) -> None:
         texts = [sequence(10, prompt, answer=10 * rank + number) for number, prompt in enumerate(prompts[rank])]
-        found[rank] = clusters_of(texts, ranks.sum_for(rank), torch.device("cpu"))
+        found[rank] = clusters_of(texts, ranks.sum_for(rank))
 
     ranks.run(work)
     assert [len(found[rank]) for rank in range(len(prompts))] == list(map(len, prompts))
@@ -362,7 +362,7 @@ def test_two_prompts_whose_clusters_are_the_same_are_not_told_apart_by_text(monk
     monkeypatch.setattr(publishing, "NUM_CLUSTERS", 1)
     texts = [sequence(10, prompt, answer=answer) for prompt in (1, 2) for answer in range(3)]
     monkeypatch.setattr(publishing, "text_key", lambda text: pytest.fail("by text"))
-    assert clusters_of(texts, None, torch.device("cpu")) == [0] * 6
+    assert clusters_of(texts, lambda own: own) == [0] * 6
 
 
 @pytest.mark.parametrize(

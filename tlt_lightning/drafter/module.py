@@ -28,6 +28,7 @@ from tlt_lightning.drafter.training_time_test import regress, shifted, step_mask
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.policy import end_token_ids, load_tokenizer
+from tlt_lightning.ranks import sum_over_ranks
 from tlt_lightning.training.optimization import check_builds, check_schedules, with_schedule
 
 if TYPE_CHECKING:
@@ -268,9 +269,9 @@ class DrafterModule(L.LightningModule):
     @override
     def on_validation_epoch_end(self) -> None:
         empty = torch.zeros(6, self.num_draft_tokens)  # a rank may have had no pack
-        sums = torch.stack([empty, *self._sums]).sum(0).float().to(self.device)
+        sums = torch.stack([empty, *self._sums]).sum(0)
         self._sums.clear()
-        self.quality = quality_of(self.trainer.strategy.reduce(sums, reduce_op="sum"))
+        self.quality = quality_of(sum_over_ranks(self.trainer, sums))
         metrics = self.quality.metrics("val/")
         self.log("val/acceptance_length", metrics.pop("val/acceptance_length"), prog_bar=True)
         self.log_dict(metrics)

@@ -37,6 +37,7 @@ from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
+from tlt_lightning.ranks import sum_over_ranks
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.memory.optimizer_state import training_bytes
 from tlt_lightning.training.resume import is_within
@@ -136,7 +137,8 @@ class LongTailIdleCallback(RolloutCallback):
                 pack_tokens=self.pack_tokens,
                 device=trainer.strategy.root_device,
                 offload=self.offload,
-                sum_over_ranks=partial(trainer.strategy.reduce, reduce_op="sum") if trainer.world_size > 1 else None,
+                num_workers=trainer.world_size,
+                sum_over_ranks=partial(sum_over_ranks, trainer),
             )
             self._publisher = DrafterPublisher(self._trainer)
 
@@ -231,9 +233,7 @@ class LongTailIdleCallback(RolloutCallback):
         iteration_log.sum("drafter/idle_seconds_available", iteration_log.seconds("idle"))
         for name in ("micro_steps", "tokens", "idle_seconds_used"):  # where nothing was trained
             iteration_log.sum(f"drafter/{name}", 0)
-        counts = torch.tensor([int(batch.lengths.sum()), self.training.num_seen], dtype=torch.float64)
-        if self.training.sum_over_ranks is not None:
-            counts = self.training.sum_over_ranks(counts.to(self.training.device))
+        counts = self.training.sum_over_ranks(torch.tensor([int(batch.lengths.sum()), self.training.num_seen]))
         self._plan.num_tokens, self._plan.num_trained = map(int, counts.tolist())
         iteration_log.mean("drafter/budget_tokens", (self._plan.share or 0.0) * self._plan.num_tokens)
         iteration_log.lap("drafter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, sqrt
 from typing import Any
@@ -25,7 +25,7 @@ from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import prompt_key, text_key
 from tlt_lightning.long_tail.publication import Publication
-from tlt_lightning.long_tail.trainer import DrafterTrainer, SumOverRanks
+from tlt_lightning.long_tail.trainer import DrafterTrainer
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class DrafterPublisher:
             return None
         with self.trainer.on_device():
             held_out = choose_judged(self.trainer.buffer.held_out)
-            clusters = clusters_of(held_out, self.trainer.sum_over_ranks, self.trainer.device)
+            clusters = clusters_of(held_out, self.trainer.sum_over_ranks)
             after = self._measure(held_out, clusters)
             if after[:, 1].sum():
                 with self.loaded():
@@ -114,9 +114,7 @@ class DrafterPublisher:
         trainer = self.trainer
         while (sums := self._sums(held_out, clusters)) is None:
             trainer.halve_packs()
-        if trainer.sum_over_ranks is not None:
-            sums = trainer.sum_over_ranks(sums.float().to(trainer.device)).cpu().double()
-        return sums
+        return trainer.sum_over_ranks(sums)
 
     def _sums(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor | None:
         """Return this worker's sums; None, with a warning, if the device has no memory for a pack of this size."""
@@ -193,14 +191,13 @@ def choose_judged(texts: Sequence[PolicyText]) -> list[PolicyText]:
     return kept
 
 
-def clusters_of(texts: Sequence[PolicyText], sum_over_ranks: SumOverRanks | None, device: torch.device) -> list[int]:
+def clusters_of(texts: Sequence[PolicyText], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[int]:
     """Return the cluster of each text: its prompt's, or its own if all ranks' texts are of one prompt; a collective."""
     keys = [prompt_key(text) for text in texts]
     seen = torch.zeros(NUM_CLUSTERS + 1)
     seen[list(map(_cluster, keys))] = 1
     seen[-1] = len(set(keys)) > 1  # their clusters may be the same
-    if sum_over_ranks is not None:
-        seen = sum_over_ranks(seen.to(device)).cpu()
+    seen = sum_over_ranks(seen)
     is_one_prompt = not seen[-1] and seen.count_nonzero() == 1
     return [_cluster(text_key(text) if is_one_prompt else key) for text, key in zip(texts, keys, strict=True)]
 

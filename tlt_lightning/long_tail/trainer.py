@@ -42,7 +42,6 @@ _SHORT = 3  # drafts that it learns at first; from single ones it would learn fe
 _REACH = 1.5  # drafts that it learns for each token per step that it makes: longer ones are hardly ever reached
 _YOUNG_PACK, _NEW_PACK = 4, 2  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
 
-SumOverRanks = Callable[[Tensor], Tensor]
 MakePack = Callable[[], PackedBatch]
 
 
@@ -78,7 +77,8 @@ class DrafterTrainer:
         buffer: Source of the packs.
         pack_tokens: Tokens of a pack, a multiple of 128.
         device: Device to train on.
-        sum_over_ranks: Adds up a tensor over all workers, a collective; None if there is one worker.
+        num_workers: Workers that train, each of which calls what is a collective.
+        sum_over_ranks: Returns the sum of all workers' tensors, on the device of this one's; a collective.
         offload: Keep weights and optimizer in host memory while they are not used.
     """
 
@@ -89,7 +89,8 @@ class DrafterTrainer:
         *,
         pack_tokens: int,
         device: torch.device,
-        sum_over_ranks: SumOverRanks | None = None,
+        num_workers: int = 1,
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
         offload: bool = False,
     ) -> None:
         self.drafter = drafter.to("cpu" if offload else device)
@@ -98,7 +99,7 @@ class DrafterTrainer:
         self.pack_tokens = pack_tokens
         """Tokens of a pack; halved wherever the device has no memory for one."""
         self.device = device
-        self.sum_over_ranks = sum_over_ranks
+        self.num_workers, self.sum_over_ranks = num_workers, sum_over_ranks
         self.seen_version = -1
         """Newest policy version whose hidden states were trained on; -1 for none."""
         self.num_pending = 0
@@ -137,9 +138,7 @@ class DrafterTrainer:
 
         `counts` are how often this worker has seen each token, (V,).
         """
-        if self.sum_over_ranks is not None:
-            counts = self.sum_over_ranks(counts.to(self.device))
-        self.drafter.choose_vocabulary(counts.cpu())
+        self.drafter.choose_vocabulary(self.sum_over_ranks(counts))
         self.drafter.refresh_target(policy)
 
     # Training
@@ -189,7 +188,7 @@ class DrafterTrainer:
         now, num_steps = time.perf_counter(), len(burst.losses)
         burst.seconds, burst.overrun = now - started, now - asked if asked > started else 0.0
         self._num_own += num_steps
-        if self.sum_over_ranks is None:
+        if self.num_workers == 1:
             self._count(num_steps)
         return burst
 
@@ -308,9 +307,9 @@ class DrafterTrainer:
 
         Call it before the buffer takes anything new.
         """
-        if self.sum_over_ranks is None:
+        if self.num_workers == 1:
             return
-        own = torch.tensor([self._num_own, self._num_moved], dtype=torch.float64, device=self.device)
+        own = torch.tensor([self._num_own, self._num_moved])
         total, num_moved = map(int, self.sum_over_ranks(own).tolist())
         share, self._num_own, self._num_moved = self._num_moved / max(num_moved, 1), 0, 0
         if num_moved:
