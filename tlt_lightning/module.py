@@ -147,8 +147,7 @@ class RLModule(L.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         assert self.policy is not None
-        policy_parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [{"params": policy_parameters}]
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
         if self.critic is not None and self.critic_config is not None:
             critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
@@ -258,7 +257,9 @@ class RLModule(L.LightningModule):
         self._finish_iteration()
         optimization.fuse_on_gpu(self.trainer.optimizers[0], self.device)
         if self._saved is not None:
-            optimization.apply_changed(self.trainer, self._saved["optimizer"], self._optimizer_settings)
+            schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+            settings = self._saved["optimizer"], self._optimizer_settings
+            optimization.apply_changed(self.trainer.optimizers[0], schedulers, *settings)
             if self._saved["is_within"]:
                 self.iteration_log.load_state_dict(self._saved["log"])
                 self.update_state = resume.UpdateState(**self._saved["update"])

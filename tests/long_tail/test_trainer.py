@@ -1,5 +1,6 @@
 """The training loop of the drafter, with a drafter of one weight."""
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,29 @@ def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts
     assert young == [True, True, False, False, False]
     rates = [group["lr"] / group["initial_lr"] for group in resumed.optimizer.param_groups]
     assert rates == [pytest.approx(7 / COLD_WARMUP_STEPS)]
+
+
+def test_another_learning_rate_of_the_recipe_is_used_on_resume_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    def resumed(lr: float) -> DrafterTrainer:
+        drafter = OneWeight()
+        drafter.configure_optimizers = lambda: torch.optim.Adam([drafter.fc], lr=lr)  # type: ignore[method-assign]
+        trainer = make_trainer(drafter)
+        trainer.load_state_dict(copy.deepcopy(saved))
+        return trainer
+
+    (first := make_trainer()).train(steps(3))
+    saved = first.state_dict()
+    rate = first.optimizer.defaults["lr"]
+    assert resumed(rate).optimizer.param_groups[0]["lr"] == first.optimizer.param_groups[0]["lr"]
+    assert "Resumed with" not in caplog.text
+    other = resumed(rate / 10)
+    assert f"another `lr` of the drafter's optimizer: {rate / 10} instead of {rate}" in caplog.text
+    rates = []
+    for each in (first, other):
+        each.begin(1)
+        each.train(steps(1))
+        rates.append(each.optimizer.param_groups[0]["lr"])
+    assert rates[1] == pytest.approx(rates[0] / 10)
 
 
 def test_an_optimizer_that_is_not_the_checkpoints_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

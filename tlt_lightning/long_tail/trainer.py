@@ -28,7 +28,7 @@ from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.host_residence import HostResidence
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.training.optimization import fuse_on_gpu
+from tlt_lightning.training.optimization import apply_changed, fuse_on_gpu, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class DrafterTrainer:
     def renew_optimizer(self) -> None:
         """Make a fresh optimizer, without the gradients of the past."""
         self.optimizer: Any = self.drafter.configure_optimizers()
+        self._optimizer_settings = settings_of(self.optimizer)
         fuse_on_gpu(self.optimizer, self.device)
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
         rising = COLD_WARMUP_STEPS if self.drafter.head_path is None else WARMUP_STEPS
@@ -262,8 +263,7 @@ class DrafterTrainer:
         else:
             log.warning(
                 "A micro-step of the drafter was left out: loss %s, norm of the gradient %s. Lower its learning rate.",
-                value,
-                norm,
+                *(value, norm),
             )
         self.num_seen += self.step_tokens
         return value
@@ -314,8 +314,7 @@ class DrafterTrainer:
         share, self._num_own, self._num_moved = self._num_moved / max(num_moved, 1), 0, 0
         if num_moved:
             with self.on_device():
-                weights = self.weights().items()
-                self.load_weights({name: self.sum_over_ranks(tensor * share) for name, tensor in weights})
+                self.load_weights({name: self.sum_over_ranks(each * share) for name, each in self.weights().items()})
         self._count(total)
 
     # Checkpoints
@@ -326,6 +325,7 @@ class DrafterTrainer:
             "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_name": type(self.optimizer).__name__,
+            "optimizer_settings": self._optimizer_settings,
             "warmup": self._warmup.state_dict(),
             "most_steps": self._most_steps,
             "buffer": self.buffer.state_dict(),
@@ -341,6 +341,8 @@ class DrafterTrainer:
             self.optimizer.load_state_dict(state_dict["optimizer"])
             fuse_on_gpu(self.optimizer, self.device)
             self._warmup.load_state_dict(state_dict["warmup"])
+            settings = state_dict["optimizer_settings"], self._optimizer_settings
+            apply_changed(self.optimizer, [self._warmup], *settings, "drafter's optimizer")
         else:
             log.warning("The drafter's optimizer begins anew: it is %s, that of the checkpoint was %s.", name, saved)
         self._most_steps = state_dict["most_steps"]

@@ -196,22 +196,30 @@ def _plain(value: Any) -> Any:
     return float(f"{value.item():.7g}") if isinstance(value, Tensor) and not value.dim() else value
 
 
-def apply_changed(trainer: L.Trainer, saved: Sequence[Settings], wanted: Sequence[Settings]) -> None:
+def apply_changed(
+    optimizer: Optimizer,
+    schedulers: Sequence[Any],
+    saved: Sequence[Settings],
+    wanted: Sequence[Settings],
+    name_in_warnings: str = "optimizer",
+) -> None:
     """Apply settings that have changed since the checkpoint, which has overwritten them.
 
     A learning rate under a scheduler changes in proportion.
 
     Args:
-        trainer: Its optimizer and schedulers have been restored from the checkpoint.
+        optimizer: Restored from the checkpoint.
+        schedulers: Of its learning rates, restored as well.
         saved: `settings_of` the optimizer of the run that is resumed, when it was made.
         wanted: `settings_of` this run's.
+        name_in_warnings: How a warning of each change calls the optimizer.
     """
-    optimizer, schedulers = trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs]
     for number, (group, old, new) in enumerate(zip(optimizer.param_groups, saved, wanted, strict=False)):
         for name in sorted(new.keys() & old.keys()):
             if new[name] == old[name] or name == "initial_lr":
                 continue
-            log.warning("Resumed with another `%s` of the optimizer: %s instead of %s.", name, new[name], old[name])
+            values = name, name_in_warnings, new[name], old[name]
+            log.warning("Resumed with another `%s` of the %s: %s instead of %s.", *values)
             if name != "lr" or not schedulers or not old["lr"]:
                 kept = group[name]
                 group[name] = kept.fill_(new[name]) if isinstance(kept, Tensor) else new[name]
