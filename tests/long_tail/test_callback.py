@@ -1,6 +1,7 @@
 """The callback of the adaptive drafter: what it refuses, prepares, asks for and trains."""
 
 import copy
+import io
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
 from tests.support.drafters.drafter_runs import POLICY, fixed, make_callback, make_engine
+from tests.support.drafters.one_weight import steps
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import Sampling
 from tlt_lightning.drafter.module import DrafterModule
@@ -230,6 +232,31 @@ def test_the_drafter_of_an_earlier_run_is_kept(
     for folder, run in (("final", 2), ("earlier_0/final", 0), ("earlier_1/final", 1)):
         assert (tmp_path / folder / "README.md").read_text() == f"run {run}"
         assert (tmp_path / folder / "model.safetensors").is_file()
+
+
+def test_a_resumed_run_states_the_quality_of_the_head_that_was_published_before(
+    random_head: str, tmp_path: Path
+) -> None:
+    def make(name: str) -> Loop:
+        loop = Loop(make_callback(random_head, dirpath=str(tmp_path / name), pack_tokens=128))
+        loop.trainer.is_global_zero = True
+        return loop
+
+    loop, resumed = make("first"), make("resumed")
+    loop.callback.buffer.add(texts_of(12))
+    loop.callback.training.begin(0)
+    loop.callback.training.train(steps(1))
+    loop.callback._decide(loop.trainer)
+    with io.BytesIO() as file:
+        torch.save(loop.callback.state_dict(), file)
+        file.seek(0)
+        resumed.callback.load_state_dict(torch.load(file, weights_only=True))
+    readmes = []
+    for each, name in ((loop, "first"), (resumed, "resumed")):
+        each.callback.on_train_end(each.trainer, each.module)
+        readmes.append((tmp_path / name / "final" / "README.md").read_text())
+    assert "tokens per step" in readmes[0]
+    assert readmes[0] == readmes[1]
 
 
 def texts_of(number: int, length: int = 40) -> list[PolicyText]:

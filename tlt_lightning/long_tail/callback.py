@@ -18,7 +18,6 @@ from tlt_lightning.arguments import check_flag, check_positive, check_type, text
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
-from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.vocabulary import count_tokens
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.guard.files import set_aside
@@ -32,7 +31,6 @@ from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import join, split
 from tlt_lightning.long_tail.plan import Plan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
-from tlt_lightning.long_tail.publication import Publication
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
 from tlt_lightning.metrics import IterationLog
@@ -105,7 +103,6 @@ class LongTailIdleCallback(RolloutCallback):
         self.max_passes = max_passes
         self.offload = offload
         self.dirpath = None if dirpath is None else Path(text_of("dirpath", dirpath, "Give a folder."))
-        self._quality: DraftQuality | None = None  # of the published weights
         self._served = ServedHead(drafter)
         self._trainer: DrafterTrainer | None = None
         self._publisher: DrafterPublisher | None = None
@@ -189,7 +186,7 @@ class LongTailIdleCallback(RolloutCallback):
 
     def _decide(self, trainer: L.Trainer) -> Plan:
         """Publish what was trained if it is better, and decide how much this iteration trains."""
-        if (publication := self._publish()) is not None:
+        if (publication := self.publisher.publish_if_better()) is not None:
             self.budget.note_publication(publication)
         remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
         share = self.budget.decide(trainer.current_epoch, remaining)
@@ -199,12 +196,6 @@ class LongTailIdleCallback(RolloutCallback):
     def _policy_rows_move(self, pl_module: Any) -> bool:
         head = causal_lm(pl_module.policy).get_output_embeddings()
         return self.drafter.has_policy_rows and any(parameter.requires_grad for parameter in head.parameters())
-
-    def _publish(self) -> Publication | None:
-        publication = self.publisher.publish_if_better()
-        if publication is not None:
-            self._quality = publication.quality
-        return publication
 
     @override
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: Any, window: IdleWindow) -> None:
@@ -290,13 +281,13 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.drafter.refresh_target(pl_module.policy)
-        self._publish()
+        self.publisher.publish_if_better()
         pl_module.hidden_state_request = None
         if trainer.is_global_zero and (self.drafter.head_path is not None or self.publisher.version > 0):
             folder = self.dirpath or Path(trainer.default_root_dir) / "drafter"
             set_aside(folder, [folder / "final"], "the drafter")
             with self.publisher.loaded() as drafter:
-                drafter.export(folder / "final", self._quality)
+                drafter.export(folder / "final", self.publisher.quality)
 
     # Checkpoints
 

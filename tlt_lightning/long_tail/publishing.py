@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from math import inf, sqrt
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PACK_MULTIPLE, fill_pack, plan_packs
-from tlt_lightning.drafter.quality import quality_of
+from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import prompt_key, text_key
@@ -49,6 +50,8 @@ class DrafterPublisher:
         """Number of publications; 0 is the head that the run began with."""
         self.data_version = -1
         """Newest policy version whose hidden states the published weights learned from; -1 for none."""
+        self.quality: DraftQuality | None = None
+        """Quality of the published weights at the last decision; None before the first."""
         self._num_lost = 0  # decisions in a row in which the trainee was far worse
         self._evidence: list[Tensor] = []  # of each decision since the last publication: (2, NUM_CLUSTERS, 2, K)
         self._published, self._candidate = HostCopy(), HostCopy()
@@ -107,7 +110,9 @@ class DrafterPublisher:
             old.acceptance_length,
             new.acceptance_length,
         )
-        return Publication(old, new, gain, gain - error, is_published, has_diverged)
+        publication = Publication(old, new, gain, gain - error, is_published, has_diverged)
+        self.quality = publication.quality
+        return publication
 
     def _measure(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor:
         """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
@@ -155,15 +160,20 @@ class DrafterPublisher:
         return {
             "published": self._published.tensors,
             "evidence": self._evidence,
+            "quality": None if self.quality is None else asdict(self.quality),
             **{n: getattr(self, n) for n in _COUNTS},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` saved."""
         self._published.fill(state_dict["published"].items())
-        # Evidence of another draft length, which the selector of now may ask for, does not compare.
-        shape = (2, NUM_CLUSTERS, 2, self.trainer.drafter.num_draft_tokens)
+        # What was measured at another draft length than the selector of now asks for does not compare.
+        num_draft_tokens = self.trainer.drafter.num_draft_tokens
+        shape = (2, NUM_CLUSTERS, 2, num_draft_tokens)
         self._evidence = [pair for pair in state_dict["evidence"] if pair.shape == shape]
+        quality = state_dict["quality"]
+        is_comparable = quality is not None and len(quality["accepted"]) == num_draft_tokens
+        self.quality = DraftQuality(**quality) if is_comparable else None
         for name in _COUNTS:
             setattr(self, name, state_dict[name])
 
