@@ -4,14 +4,15 @@
 that closing the sleeping engine gave back, while others held nearly all of the device, as one line of JSON.
 """
 
+import contextlib
 import json
 import sys
 from typing import Any
 
 import torch
 
-from tests.support.speculation_engines import ScriptedSelector, engine_of, siblings, write
-from tlt_lightning.engine import Quantization
+from tests.support.speculation_engines import MAX_MODEL_LEN, ScriptedSelector, engine_of, siblings, write
+from tlt_lightning.engine import Quantization, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Strategy
@@ -27,6 +28,9 @@ def main(policy: str, head: str, weights: Any = None, cache: Any = "auto") -> No
     settings: Any = {"enforce_eager": False, "sleep": True, "dtype": "bfloat16"}
     if weights is not None:
         settings["quantization"] = Quantization(weights, kv_cache=cache)
+    with contextlib.suppress(ValueError):  # a cache without room, found out with the weights on the device
+        VLLMEngine(dtype="bfloat16", kv_cache_gib=1e-5).setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+        raise AssertionError("an engine started without a cache")
     with engine_of(policy, speculation, **settings) as engine:
         for version in (1, 2):
             texts.append(write(engine, siblings()))

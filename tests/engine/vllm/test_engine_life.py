@@ -31,6 +31,20 @@ def policy(engine: VLLMEngine, policy_path: str) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.vllm
+def test_an_engine_that_failed_to_start_leaves_sleep_mode_to_the_next(
+    policy_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.device_allocator import cumem
+
+    allocator = cumem.CuMemAllocator()  # there is none on a CPU, where no engine with sleep mode starts
+    monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: allocator)
+    monkeypatch.setattr(VLLMEngine, "_can_sleep", True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Sleep mode is not supported"):
+            VLLMEngine(kv_cache_gib=0.0625).setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
+
+
 class BrokenWeights(PolicyWeights):
     """A stream that is not what it says: it ends early, or one of its tensors has another shape."""
 

@@ -34,7 +34,6 @@ from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class VLLMEngine(RolloutEngine):
         self.quantization = Quantization.of(quantization, dtype)
         self.speculation, self.num_ranks = speculation, tensor_parallel
         self._speculative: SpeculativeRunner | None = None
-        self._patches = ExitStack()
+        self._undone_by_close = ExitStack()
         self._engine: LLMEngine | None = None
         self._writer: RequestWriter | None = None  # writes with the live engine
         self._sampling: Sampling | None = None  # of the `generate` that is being read
@@ -135,8 +134,6 @@ class VLLMEngine(RolloutEngine):
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
         self._is_cpu = internals.is_cpu_build()
-        if self._can_sleep:
-            asleep_free.claim_sleep_mode()
         tokenizer = load_tokenizer(policy)
         self._end_token_ids = end_token_ids(policy, tokenizer)
         self._owns_process_group = not torch.distributed.is_initialized()
@@ -145,12 +142,15 @@ class VLLMEngine(RolloutEngine):
         if self.speculation is not None and internals.runs_v2() and not self.enforce_eager:
             graphs = self.speculation.planned_graphs(self.max_num_seqs)
         limits_splits = graphs is not None and graphs.pool.limits_splits
-        with ExitStack() as patches:
-            patches.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
+        with ExitStack() as undone_by_close:
+            if self._can_sleep:
+                asleep_free.claim_sleep_mode()
+                undone_by_close.callback(asleep_free.release_sleep_mode)
+            undone_by_close.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
             installed = nullcontext() if graphs is None else graphs.installed()
             with EngineRandom(seed).in_force(), quiet_loading(), installed:
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
-            self._patches = patches.pop_all()
+            self._undone_by_close = undone_by_close.pop_all()
         check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = tokenizer  # for stop strings
@@ -196,13 +196,13 @@ class VLLMEngine(RolloutEngine):
         if engine is not None:
             forget_reloads(engine, None if speculative is None else speculative.head)
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)
-            self._patches.close()
+            self._undone_by_close.close()
             del engine, speculative
             gc.collect()  # its cycles hold device memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             if self._can_sleep:
-                asleep_free.release_sleep_mode()
+                asleep_free.free_pools()
 
     @property
     @override
@@ -346,5 +346,5 @@ class VLLMEngine(RolloutEngine):
         sizes = {"max_model_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
         check_requests(requests, sampling, **sizes, taken=taken)
 
-    def _params(self, sampling: Sampling, request: Request) -> SamplingParams:
+    def _params(self, sampling: Sampling, request: Request) -> Any:  # overridden to write past ends of text
         return sampling_params(sampling, request, self._end_token_ids)

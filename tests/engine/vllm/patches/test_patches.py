@@ -193,7 +193,7 @@ def test_splits_shrink_with_the_batch() -> None:
 
 
 def test_a_second_engine_that_can_sleep_beside_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asleep_free, "_holder", None)
+    monkeypatch.setattr(asleep_free, "_lives", None)
     asleep_free.claim_sleep_mode()
     with pytest.raises(RuntimeError, match="sleep: false"):
         asleep_free.claim_sleep_mode()
@@ -204,7 +204,7 @@ def test_a_module_that_makes_a_tensor_is_imported_before_weights_load(monkeypatc
     name = "compressed_tensors.compressors.nvfp4.helpers"
     importlib.import_module(name)
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(asleep_free, "_holder", None)
+    monkeypatch.setattr(asleep_free, "_lives", None)
     with torch.device("meta"):
         asleep_free.claim_sleep_mode()
     tensors = [each for each in vars(sys.modules[name]).values() if isinstance(each, torch.Tensor)]
@@ -217,7 +217,7 @@ def test_what_a_closed_engine_still_holds_is_named_whatever_tensors_live(monkeyp
 
     allocator = cumem.CuMemAllocator()
     monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: allocator)
-    monkeypatch.setattr(asleep_free, "_holder", None)
+    monkeypatch.setattr(asleep_free, "_lives", None)
     forgotten = torch.zeros(2**19)  # fills what is said to be held: no other tensor lies there
     allocator.pointer_to_data[forgotten.data_ptr()] = AllocationData((0, 2**21, forgotten.data_ptr(), 7), "kv_cache")
     traced = torch.zeros(7)

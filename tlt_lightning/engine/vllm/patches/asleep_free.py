@@ -49,7 +49,8 @@ PATCH = Patch(
     apply=_apply,
 )
 
-_holder: str | None = None
+_lives: bool | None = None
+"""Whether the engine that claimed sleep mode last lives; None before the first."""
 
 
 def asleep_bytes() -> float:
@@ -61,28 +62,41 @@ def asleep_bytes() -> float:
 
 
 def claim_sleep_mode() -> None:
-    """Raise RuntimeError for an engine that sleeps beside another: vLLM's allocator serves one at a time."""
-    global _holder
-    if _holder is not None:
+    """Raise RuntimeError if another engine that can sleep lives or holds memory: vLLM's allocator serves one."""
+    global _lives
+    holder = "another one lives" if _lives else "" if _lives is None else _memory_left()
+    if holder:
         raise RuntimeError(
-            f"vLLM's sleep mode serves one engine at a time, and {_holder} in this process. Close that one, run "
+            f"vLLM's sleep mode serves one engine at a time, and {holder} in this process. Close that one, run "
             "`validate` or `predict` in a process of their own, or set `sleep: false` on the engine."
         )
-    _holder = "another one lives"
+    _lives = True
     # vLLM imports it while weights load, and the tensor that it makes then would keep memory of the closed engine.
     with suppress(ImportError), torch.device("cpu"):
         import_module("compressed_tensors.compressors.nvfp4.helpers")
 
 
 def release_sleep_mode() -> None:
-    """Let another engine sleep once vLLM's allocator has given back what the closed one held."""
-    global _holder
+    """Let another engine sleep, which may claim it once the memory of this one is free."""
+    global _lives
+    _lives = False
+
+
+def free_pools() -> Any:
+    """Give back the memory of a closed engine that nothing holds any more; return vLLM's allocator."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.get_instance()
     allocator.release_pools()
-    left = allocator.get_current_usage() / 2**20  # vLLM would refuse to load the next one's weights
-    _holder = f"a closed one still holds {left:,.1f} MiB{_tensors_left(allocator)}" if left else None
+    return allocator
+
+
+def _memory_left() -> str:
+    """Describe the memory that earlier engines still hold; vLLM would refuse to load the next one's weights."""
+    gc.collect()  # an engine that failed to start had no `close`
+    allocator = free_pools()
+    left = allocator.get_current_usage() / 2**20
+    return f"a closed one still holds {left:,.1f} MiB{_tensors_left(allocator)}" if left else ""
 
 
 def _tensors_left(allocator: Any) -> str:
