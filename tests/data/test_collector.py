@@ -12,6 +12,7 @@ from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.engine.requests import num_written
 from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_tokenizer
@@ -39,8 +40,9 @@ class Scripted(RolloutEngine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: Any = None
     ) -> Iterator[Response]:
+        num_tokens = sum(len(self.token_ids) - num_written(request) for request in requests)
         for running, seconds in ((1, self.fast), (0, self.fast + self.slow)):
-            on_progress(RolloutProgress(0, running, len(requests) - running, 0, 2, seconds))
+            on_progress(RolloutProgress(0, running, len(requests) - running, num_tokens, 2, seconds))
         for request in requests[self.num_unanswered :]:
             logps = [-1.0] * (len(self.token_ids) - 1) + [self.logp]
             yield Response(request.id, self.token_ids, logps, "stop", (0,))
@@ -104,6 +106,24 @@ def test_responses_come_in_order_by_group_with_their_rewards(collector: RolloutC
     assert all(rollout.rewards == {"one": 1.0} and rollout.reward == 0.5 for rollout in rollouts)
     assert hooks == ["on_rollout_start", "on_rollout_progress", "on_rollout_progress", "on_rollout_idle"]
     assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+def test_speed_and_long_tail_are_those_of_the_engine_whoever_asked_for_its_responses(
+    collector: RolloutCollector,
+) -> None:
+    class Pooled(Scripted):
+        num_ranks = 2
+
+        def generate(
+            self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: Any = None
+        ) -> Iterator[Response]:
+            for running, seconds in ((2, 1.0), (1, 2.0), (0, 4.0)):  # of 20 requests of two ranks
+                on_progress(RolloutProgress(0, running, 20 - running, 80, 4, seconds))
+            yield from super().generate(requests, sampling, seed=seed, on_progress=lambda _: None)
+
+    collector.engine = Pooled()
+    collect(collector)
+    assert collector.metrics == {"rollout/seconds": 4.0, "rollout/tokens_per_s": 20.0, "rollout/tail_share": 0.75}
 
 
 def test_rewards_see_special_tokens_but_not_those_that_end_a_response(collector: RolloutCollector) -> None:

@@ -13,7 +13,7 @@ import lightning as L
 from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
-from tlt_lightning.engine.requests import checked, num_written
+from tlt_lightning.engine.requests import checked
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
@@ -204,20 +204,20 @@ class RolloutCollector:
     def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:
         if not requests and self.engine.num_ranks == 1:
             return
-        trace: list[tuple[float, int]] = []
+        trace: list[RolloutProgress] = []  # of the engine, which several ranks may ask for responses
 
         def on_progress(progress: RolloutProgress) -> None:
-            trace.append((progress.elapsed, progress.waiting + progress.running))
+            trace.append(progress)
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 
-        before = {request.id: num_written(request) for request in requests}
         responses = self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress)
-        for response in checked(responses, requests, self.engine):
-            self._num_tokens += len(response.token_ids) - before[response.request_id]
-            yield response
-        seconds = trace[-1][0] if trace else 0.0
-        self._seconds += seconds
-        self._tail_seconds += seconds * tail_share(trace, len(requests))
+        yield from checked(responses, requests, self.engine)
+        if trace:
+            last = trace[-1]
+            self._seconds += last.elapsed
+            self._num_tokens += last.tokens
+            unfinished = [(progress.elapsed, progress.waiting + progress.running) for progress in trace]
+            self._tail_seconds += last.elapsed * tail_share(unfinished, last.total)
         if requests:  # of a rollout that needed none the counts are those of nothing
             self.log.update(self.engine.stats())
 

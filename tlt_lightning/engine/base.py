@@ -150,7 +150,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """Counts the requests and tokens of a running rollout, on this worker.
+    """Counts the requests and tokens of a running rollout on this worker's engine, those of its other ranks included.
 
     Args:
         waiting: Requests that have not started.
