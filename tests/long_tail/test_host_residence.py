@@ -67,6 +67,34 @@ def test_parameters_stay_the_objects_that_they_are_and_ties_hold() -> None:
     assert {name for state in optimizer.state.values() for name in state} == {"step", "exp_avg", "exp_avg_sq"}
 
 
+class Crowded(torch.nn.Parameter):
+    """Comes to no device that other programs have filled."""
+
+    is_full = False
+
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+        return super().to(*args, **options)
+
+
+def test_a_window_without_memory_for_the_drafter_is_left_out_counted_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drafter = OneWeight(0.1)
+    drafter.policy_rows = rows = Crowded(torch.zeros(2), requires_grad=False)
+    trainer = DrafterTrainer(drafter, make_buffer(), pack_tokens=128, device=torch.device("cpu"), offload=True)  # type: ignore[arg-type]
+    trainer.begin(0)
+    before, home, rows.is_full = weight(trainer), drafter.fc.data_ptr(), True
+    burst = trainer.train(steps(3))
+    assert (burst.losses, burst.num_out_of_memory) == ([], 1)
+    assert "no memory to come to the device, and leaves out this window: Tried to allocate" in caplog.text
+    assert (weight(trainer), drafter.fc.data_ptr(), trainer.num_pending) == (before, home, 0)
+    rows.is_full = False
+    assert len(trainer.train(steps(3)).losses) == 3
+    assert weight(trainer) != before
+
+
 @pytest.mark.gpu
 def test_nothing_of_it_is_left_on_the_device() -> None:
     device = torch.device("cuda")

@@ -15,8 +15,9 @@ from tests.support.drafters.one_weight import OneWeight, Ranks, make_trainer, st
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.buffer import DrafterBuffer
+from tlt_lightning.long_tail.plan import Burst
 from tlt_lightning.long_tail.publishing import DrafterPublisher
-from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, Burst, DrafterTrainer
+from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
 from tlt_lightning.metrics.iteration_log import IterationLog, combine
 
 

@@ -29,10 +29,10 @@ from tlt_lightning.long_tail.attach import ServedHead
 from tlt_lightning.long_tail.budget import TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import join, split
-from tlt_lightning.long_tail.plan import Plan
+from tlt_lightning.long_tail.plan import Burst, Plan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
 from tlt_lightning.long_tail.publishing import DrafterPublisher
-from tlt_lightning.long_tail.trainer import Burst, DrafterTrainer
+from tlt_lightning.long_tail.trainer import DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.ranks import sum_over_ranks

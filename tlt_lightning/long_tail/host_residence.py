@@ -26,10 +26,18 @@ class HostResidence:
 
     @contextmanager
     def on_device(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Lend both to the device; within another call of this nothing moves."""
+        """Lend both to the device; within another call of this nothing moves.
+
+        OutOfMemoryError, with both where they were, means that the device has no room for all of it.
+        """
         if not self._depth:
-            for tensor, state, name in self._tensors(optimizer, torch.device("cpu")):
-                _put(tensor.to(self.device, non_blocking=True, copy=True), tensor, state, name)
+            there = [
+                (tensor.to(self.device, non_blocking=True, copy=True), tensor, state, name)
+                for tensor, state, name in self._tensors(optimizer, torch.device("cpu"))
+            ]
+            for moved in there:
+                _put(*moved)
+            del there, moved  # else what training replaces would live on
         self._depth += 1
         try:
             yield

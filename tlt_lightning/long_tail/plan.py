@@ -1,12 +1,14 @@
-"""Hold the decisions about an iteration's training of the drafter, and its progress."""
+"""Hold what is decided about an iteration's training of the drafter, and what it came to."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tlt_lightning.long_tail.budget import MeasuredIteration
+from tlt_lightning.metrics import IterationLog
 
 
 @dataclass(slots=True)
@@ -49,3 +51,24 @@ class Plan:
     def restore(cls, state: Mapping[str, Any]) -> Plan:
         """Return the plan that `state_dict` was of."""
         return cls(**{**state, "metrics": dict(state["metrics"])})
+
+
+@dataclass(slots=True)
+class Burst:
+    """Counts losses, seconds and packs without memory of one stretch of training.
+
+    `overrun` is the seconds since training was last seen to be welcome: an upper bound on how late it stopped.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    overrun: float = 0.0
+    num_out_of_memory: int = 0
+
+    def write(self, iteration_log: IterationLog) -> None:
+        """Log how many losses there are, and those that are numbers: the others' steps were left out."""
+        iteration_log.sum("drafter/micro_steps", len(self.losses))
+        for loss in filter(math.isfinite, self.losses):
+            iteration_log.mean("drafter/loss", loss)
+        if self.num_out_of_memory:
+            iteration_log.sum("drafter/out_of_memory", self.num_out_of_memory)

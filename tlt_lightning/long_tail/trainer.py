@@ -10,8 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,7 +26,7 @@ from tlt_lightning.drafter.packing import PACK_MULTIPLE, PackedBatch, fill_pack,
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.host_residence import HostResidence
-from tlt_lightning.metrics import IterationLog
+from tlt_lightning.long_tail.plan import Burst
 from tlt_lightning.training.optimization import apply_changed, fuse_on_gpu, settings_of
 
 log = logging.getLogger(__name__)
@@ -43,27 +42,6 @@ _REACH = 1.5  # drafts that it learns for each token per step that it makes: lon
 _YOUNG_PACK, _NEW_PACK = 4, 2  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
 
 MakePack = Callable[[], PackedBatch]
-
-
-@dataclass(slots=True)
-class Burst:
-    """Counts losses, seconds and packs without memory of one stretch of training.
-
-    `overrun` is the seconds since training was last seen to be welcome: an upper bound on how late it stopped.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    overrun: float = 0.0
-    num_out_of_memory: int = 0
-
-    def write(self, iteration_log: IterationLog) -> None:
-        """Log how many losses there are, and those that are numbers: the others' steps were left out."""
-        iteration_log.sum("drafter/micro_steps", len(self.losses))
-        for loss in filter(math.isfinite, self.losses):
-            iteration_log.mean("drafter/loss", loss)
-        if self.num_out_of_memory:
-            iteration_log.sum("drafter/out_of_memory", self.num_out_of_memory)
 
 
 class DrafterTrainer:
@@ -164,9 +142,21 @@ class DrafterTrainer:
         self._packs, self._ahead = self._draw(), None
 
     def train(self, may_go_on: Callable[[], bool]) -> Burst:
-        """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`."""
-        with self.on_device():
-            return self._train(may_go_on)
+        """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`.
+
+        Without memory for the drafter on the device nothing is trained.
+        """
+        with ExitStack() as stay:
+            try:
+                stay.enter_context(self.on_device())
+            except torch.OutOfMemoryError as error:
+                message = str(error)
+            else:
+                return self._train(may_go_on)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what had come
+        log.warning("The drafter had no memory to come to the device, and leaves out this window: %s", message)
+        return Burst(num_out_of_memory=1)
 
     def _train(self, may_go_on: Callable[[], bool]) -> Burst:
         burst, started = Burst(), time.perf_counter()
@@ -313,8 +303,7 @@ class DrafterTrainer:
         total, num_moved = map(int, self.sum_over_ranks(own).tolist())
         share, self._num_own, self._num_moved = self._num_moved / max(num_moved, 1), 0, 0
         if num_moved:
-            with self.on_device():
-                self.load_weights({name: self.sum_over_ranks(each * share) for name, each in self.weights().items()})
+            self.load_weights({name: self.sum_over_ranks(each * share) for name, each in self.weights().items()})
         self._count(total)
 
     # Checkpoints
