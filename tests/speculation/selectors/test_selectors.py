@@ -186,6 +186,10 @@ def test_state_of_other_arms_is_refused():
         BEGMABSelector(groups=((3,),), thresholds=(1,)).load_state_dict(BEGMABSelector().state_dict())
     with pytest.raises(ValueError, match="same `drafters`"):
         CostModelSelector(drafters=("learned", "ngram")).load_state_dict(CostModelSelector().state_dict())
+    saved = CostModelSelector(drafters=("learned", "ngram")).state_dict()
+    for drafters in (("learned", "sibling"), ("ngram", "learned")):  # what was learned is by their order
+        with pytest.raises(ValueError, match=r"of \['learned', 'ngram'\].*the same `drafters`"):
+            CostModelSelector(drafters=drafters).load_state_dict(saved)
 
 
 def test_selectors_are_made_from_yaml():
