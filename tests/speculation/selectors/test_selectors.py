@@ -184,6 +184,9 @@ def test_bad_arguments_are_refused_by_name(make, message):
 def test_state_of_other_arms_is_refused():
     with pytest.raises(ValueError, match="same `groups`"):
         BEGMABSelector(groups=((3,),), thresholds=(1,)).load_state_dict(BEGMABSelector().state_dict())
+    for other in (BEGMABSelector(drafters=("ngram",)), BEGMABSelector(groups=((7, 3, 1), (3, 1)))):  # as many arms
+        with pytest.raises(ValueError, match=r"learned_5.*the same `groups` and `drafters`"):
+            other.load_state_dict(BEGMABSelector().state_dict())
     with pytest.raises(ValueError, match="same `drafters`"):
         CostModelSelector(drafters=("learned", "ngram")).load_state_dict(CostModelSelector().state_dict())
     saved = CostModelSelector(drafters=("learned", "ngram")).state_dict()

@@ -33,6 +33,7 @@ from typing import Any
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_at_least, check_share
+from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
@@ -131,6 +132,7 @@ class BEGMABSelector(StrategySelector):
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = self._random.getstate()
         return {
+            "arms": self._arm_names,
             "rewards": [[[list(pull) for pull in pulls] for pulls in rewards.values()] for rewards in self._rewards],
             "num_pulls": list(self._num_pulls),
             "random": [version, list(words), gauss],
@@ -140,13 +142,12 @@ class BEGMABSelector(StrategySelector):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["rewards"]
-        if [len(rewards) for rewards in saved] != [len(arms) for arms in self._arms]:
+        if (saved := state_dict["arms"]) != (arms := self._arm_names):
             raise ValueError(
-                f"The saved selector has {[len(rewards) for rewards in saved]} arms per bucket, this one "
-                f"{[len(arms) for arms in self._arms]}; construct it with the same `groups` and `drafters`."
+                f"The saved selector has the arms {saved} in its buckets, this one {arms}; construct it with the same "
+                "`groups` and `drafters`."
             )
-        for rewards, kept in zip(self._rewards, saved, strict=True):
+        for rewards, kept in zip(self._rewards, state_dict["rewards"], strict=True):
             for arm, pulls in zip(rewards, kept, strict=True):
                 rewards[arm] = Pulls(((int(number), value) for number, value in pulls), self.window)
         self._num_pulls = list(state_dict["num_pulls"])
@@ -154,6 +155,10 @@ class BEGMABSelector(StrategySelector):
         self._random.setstate((version, tuple(words), gauss))
         self._bucket, self._stepped, self._tokens, self._request_seconds = state_dict["pull"]
         self._pulled = Strategy(*state_dict["pulled"])
+
+    @property
+    def _arm_names(self) -> list[list[str]]:
+        return [[arm_name(arm) for arm in arms] for arms in self._arms]
 
     def _bucket_of(self, batch_size: int) -> int:
         return max(0, bisect_right(self.thresholds, batch_size) - 1)
