@@ -124,5 +124,5 @@ def test_a_restored_state_is_in_force_at_once() -> None:
 
 
 def test_the_state_of_another_draft_length_is_refused():
-    with pytest.raises(ValueError, match="3 positions, this one 2"):
+    with pytest.raises(ValueError, match="up to 3 tokens, this one up to 2"):
         AcceptanceEstimator(2).load_state_dict(AcceptanceEstimator(3).state_dict())

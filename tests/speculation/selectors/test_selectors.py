@@ -193,6 +193,8 @@ def test_state_of_other_arms_is_refused():
     for drafters in (("learned", "sibling"), ("ngram", "learned")):  # what was learned is by their order
         with pytest.raises(ValueError, match=r"of \['learned', 'ngram'\].*the same `drafters`"):
             CostModelSelector(drafters=drafters).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"up to 7 tokens, this one up to 5: .* `num_draft_tokens`"):
+        CostModelSelector((1, 5)).load_state_dict(CostModelSelector((1, 7)).state_dict())
 
 
 def test_selectors_are_made_from_yaml():

@@ -23,24 +23,24 @@ class AcceptanceEstimator:
     was switched off is not thought better of with time.
 
     Args:
-        max_draft_tokens: Longest draft.
+        longest_draft: Tokens of the longest draft.
         window: Steps after which an observation is forgotten.
 
     Example:
-        >>> estimator = AcceptanceEstimator(max_draft_tokens=3)
+        >>> estimator = AcceptanceEstimator(longest_draft=3)
         >>> for _ in range(100):
         ...     estimator.update(2, (3, 3, 1, 2))
         >>> [round(estimator.probability(position), 1) for position in (1, 2, 3)]
         [0.7, 0.7, 0.7]
     """
 
-    def __init__(self, max_draft_tokens: int, window: int = 100) -> None:
-        check_at_least("max_draft_tokens", max_draft_tokens, 1)
+    def __init__(self, longest_draft: int, window: int = 100) -> None:
+        check_at_least("longest_draft", longest_draft, 1)
         check_at_least("window", window, 1)
         self.keep = 1 - 1 / window
-        self._means = [PRIOR] * max_draft_tokens
-        self._counts = [0.0] * max_draft_tokens  # observations still remembered
-        self._seen = [0.0] * max_draft_tokens  # all observations
+        self._means = [PRIOR] * longest_draft
+        self._counts = [0.0] * longest_draft  # observations still remembered
+        self._seen = [0.0] * longest_draft  # all observations
         self._cache: dict[float, tuple[list[float], list[float]]] = {}
 
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
@@ -108,8 +108,8 @@ class AcceptanceEstimator:
         """Restore what `state_dict` saved; raise ValueError if saved for another draft length."""
         if len(state_dict["means"]) != len(self._means):
             raise ValueError(
-                f"The saved acceptance has {len(state_dict['means'])} positions, this one {len(self._means)}; use the "
-                "same `max_draft_tokens`."
+                f"The saved acceptance is of drafts of up to {len(state_dict['means'])} tokens, this one up to "
+                f"{len(self._means)}: give the selector `num_draft_tokens` with the same longest draft."
             )
         self._means, self._counts = list(state_dict["means"]), list(state_dict["counts"])
         self._seen = list(state_dict["seen"])
