@@ -29,7 +29,7 @@ LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 
 
 def check_names(loss: str | Mapping[str, float]) -> None:
-    """Raise ValueError unless `loss` is, or is several, of `LOSSES`; TypeError if it is neither text nor weights."""
+    """Raise ValueError for a name that `LOSSES` lacks; TypeError unless `loss` is a name, or names with weights."""
     if not isinstance(loss, str | Mapping):
         raise TypeError(
             f"`loss` must be a name, or names with their weights, as in {{'ce': 0.1, 'nla': 0.9}}, got {loss!r}."

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class DrafterDataModule(L.LightningDataModule):
     """Warms up a drafter offline, by `Trainer.fit`, on completions that `predict` wrote or on conversations.
 
-    The answers should be the target's own: a head that learns from another's drafts for that one. Nothing is stored:
-    texts are read from their places, and the target runs over each once an epoch, when its turn comes.
+    The answers should be the target's own: a head that learns another model's answers drafts for that model. Nothing is
+    stored: texts are read from their places, and the target runs over each once an epoch, when its turn comes.
 
     Args:
         completions: A .jsonl, .json, .csv or .parquet file, a `datasets` folder or a hub dataset, or several of them. A

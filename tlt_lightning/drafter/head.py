@@ -85,8 +85,8 @@ def choose_settings(
 ) -> HeadSettings:
     """Choose the settings of the head in the directory `head`, or if it is None, of a new one.
 
-    `config` is the target's. None as one of the last three leaves the choice. ValueError means that the settings do not
-    fit the target or the saved head.
+    `config` is the target's. Those of the last three that are None are chosen here. ValueError means that the
+    settings do not fit the target or the saved head.
     """
     num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
     num_draft_tokens = _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
@@ -235,7 +235,7 @@ def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual:
 def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
     """Give the head its target's frozen tensors, shared where the target shares them.
 
-    True if the head drafts with the target's output head or rows of it; False if it keeps one of its own.
+    Return True if the head drafts with the target's output head or rows of it; False if it keeps one of its own.
     """
     rows = _rows(head, weights)
     loaded = head.lm_head.weight.detach()

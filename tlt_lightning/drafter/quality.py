@@ -37,9 +37,9 @@ class AcceptanceRule:
         temperature: Sampling temperature, of both p and q.
         shares_noise: Sampled drafts are drawn with the noise that the target is sampled with, and accepted where both
             draw the same token (`engine/vllm/patches/coupled_drafts.py`).
-        top_p: What of p is left, as in `Sampling`; the head's q is never cut.
-        top_k: Likewise.
-        min_p: Likewise.
+        top_p: Cuts p to its likeliest tokens that have this share together, as `Sampling.top_p`; q is never cut.
+        top_k: Cuts p to so many tokens, as `Sampling.top_k`.
+        min_p: Cuts p to tokens with this share of the likeliest one's probability, as `Sampling.min_p`.
     """
 
     samples_drafts: bool = False
@@ -50,7 +50,7 @@ class AcceptanceRule:
     min_p: float = 0.0
 
     def of(self, sampling: Sampling) -> AcceptanceRule:
-        """Return the rule by which an engine accepts that samples so."""
+        """Return this rule with the temperature and the cuts of `sampling`."""
         return replace(self, **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")})
 
     def in_words(self) -> str:
@@ -140,7 +140,7 @@ class DraftQuality:
     """Says how well a head drafts `K` tokens; tuples hold one value per drafted token.
 
     Args:
-        accepted: Share of engine steps expected to accept this draft and all before it, of those that have it.
+        accepted: Share of engine steps expected to accept this draft and all before it, of the steps that have one.
         top1: Share of positions where the head's likeliest token is the target's.
         top3: Share of positions where the target's likeliest token is among the head's three likeliest.
         loss: Mean training loss, undecayed.

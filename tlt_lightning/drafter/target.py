@@ -80,7 +80,7 @@ def read_weights(path: str, config: PretrainedConfig) -> TargetWeights:
 
 
 def live_weights(policy: nn.Module) -> TargetWeights:
-    """Return the live policy's own tensors, adapters merged; never write to them. Copies of a sharded policy's."""
+    """Return the live policy's own tensors, adapters merged, or copies if it is sharded; never write to them."""
     model: Any = causal_lm(policy)
     modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
     with gathered(model):

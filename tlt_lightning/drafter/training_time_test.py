@@ -95,10 +95,10 @@ def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor
 
 
 def regress(features: Tensor, fused: Tensor, documents: Tensor, masks: Tensor, decay: Tensor) -> Tensor:
-    """Measure how far features are from the fused ones that they stand in for.
+    """Measure how far the head's features are from the fused ones of the next position, which they stand in for.
 
-    The distance is relative to the size of those, which the head is free to choose, and pulls on both: the head's
-    output must also predict a token, which a mere projection of the target's states does not.
+    The distance is relative to the size of the fused features, which the head is free to choose. Its gradient pulls on
+    both: the head's features must also predict a token, which a mere projection of the target's states does not.
 
     `features` are (num_steps, T, H), `fused` (T, H), `documents` the number of each entry's document (T,), `masks`
     where the loss counts (num_steps, T), and `decay` the weight of each step (num_steps,).

@@ -16,7 +16,7 @@ _DRAFTED = 32_000  # as published EAGLE-3 heads do
 
 
 def choose_size(vocab_size: int) -> int:
-    """Choose how many of `vocab_size` tokens a new head drafts: all unless they are many."""
+    """Choose how many of `vocab_size` tokens a new head drafts: all, or 32,000 of more than 64,000."""
     return _DRAFTED if vocab_size > _LARGE else vocab_size
 
 
@@ -36,7 +36,7 @@ def with_ends(counts: Tensor, end_tokens: Sequence[int]) -> Tensor:
 def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor | None) -> None:
     """Let a reduced head draft the tokens with the highest `counts` (V,), then unseen ones of the lowest ids.
 
-    None has seen none. Tokenizers number tokens by how common they are.
+    Without `counts` all tokens are unseen. Tokenizers number tokens by how common they are, so low ids are likely.
     """
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 

@@ -29,8 +29,8 @@ class AdaptiveBudget(TrainingBudget):
 
     A better head pays in all rollouts to come: with `b` instead of `a` tokens per engine step, decoding with the head
     takes the root of a/b of the time, for it is asked for longer drafts, which cost. `GainForecast` says what training
-    would gain, and the plan of the least time is followed, as far as the balance of an account allows. Into it goes
-    what was saved for certain, as it is saved; out of it, what training, measuring and publishing took outside idle
+    would gain, and the plan of the least time is followed, as far as the balance of an account allows. Paid in
+    is what was saved for certain, as it is saved; paid out is what training, measuring and publishing took outside idle
     windows. So training that never helps costs a trial and a small share of the run, whatever the forecast promises.
 
     Args:

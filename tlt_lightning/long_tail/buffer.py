@@ -39,7 +39,7 @@ class DrafterBuffer:
     Example:
         >>> buffer = DrafterBuffer(max_bytes=2 << 30)
         >>> buffer.add(sequences)  # doctest: +SKIP
-        >>> packs = pack(buffer.sample(65_536, torch.Generator()), num_tokens=4096)  # doctest: +SKIP
+        >>> packs = packs_of(buffer.sample(65_536, torch.Generator()), 4096, torch.device("cpu"))  # doctest: +SKIP
     """
 
     def __init__(self, max_bytes: int, held_out_share: float = 0.25, previous_share: float = 0.25) -> None:
@@ -114,7 +114,7 @@ class DrafterBuffer:
         return int(self.previous_share * (1 - self.held_out_share) * self.max_bytes)
 
     def sample(self, num_tokens: int, generator: torch.Generator) -> list[PolicyText]:
-        """Draw whole sequences of all lengths, all alike likely, none twice before each came once.
+        """Draw whole sequences of all lengths, all equally likely, none twice before each came once.
 
         The sequences have `num_tokens` together on average, and one is drawn at least. The order is random. These are
         the objects that the buffer holds, so do not change them.
@@ -160,7 +160,7 @@ def keys_of(sequences: Sequence[PolicyText]) -> list[bytes]:
 
 
 def _hold_out(keys: Sequence[bytes], share: float) -> set[bytes]:
-    """Choose the held-out keys, two at least of four or more: one prompt tells no error."""
+    """Choose the held-out keys, two at least of four or more: a single one leaves the error of a gain unknown."""
     distinct = sorted(set(keys))  # hashes: in no order that has to do with the prompts
     least = 2 if len(distinct) >= 4 else 1
     num_held = min(max(least, round(share * len(distinct))), len(distinct) - 1) if share else 0
@@ -198,7 +198,7 @@ def _longest(sequences: Sequence[PolicyText], max_bytes: int) -> list[PolicyText
 
 
 def _spread(num_rows: int, num_drawn: int, generator: torch.Generator) -> list[int]:
-    """Draw rows in equal steps from a random start: all alike likely, none twice."""
+    """Draw rows in equal steps from a random start: all equally likely, none twice."""
     if num_drawn == 0:
         return []
     step = num_rows / num_drawn

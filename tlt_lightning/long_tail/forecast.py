@@ -48,7 +48,7 @@ class GainForecast:
     def observe(self, gain: float, error: float) -> float:
         """Weigh the hypotheses by the gain since the last `settle`, as measured now, and its standard error.
 
-        Return the gain that is believed in thereupon.
+        Return the gain that the hypotheses expect with their new weights.
         """
         error = max(error, _LEAST_ERROR)
         misses = (gain - self._foretold) / np.hypot(error, 0.2 * self._foretold)  # the model is a model

@@ -37,7 +37,7 @@ ENOUGH = 8_192
 _FEWEST = 4  # texts of a single prompt: the margin of two is more than twice as wide
 _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
 _Z = 1.2816  # one-sided 90%
-_LOST = 0.5  # share of the published gain over no drafts; a trainee without it has diverged
+_LOST = 0.5  # share of the published gain over no drafts; trained weights without it have diverged
 _PATIENCE = 3  # decisions in a row
 
 
@@ -52,7 +52,7 @@ class DrafterPublisher:
         """Newest policy version whose hidden states the published weights learned from; -1 for none."""
         self.quality: DraftQuality | None = None
         """Quality of the published weights at the last decision; None before the first."""
-        self._num_lost = 0  # decisions in a row in which the trainee was far worse
+        self._num_lost = 0  # decisions in a row in which the trained weights were far worse
         self._evidence: list[Tensor] = []  # of each decision since the last publication: (2, NUM_CLUSTERS, 2, K)
         self._published, self._candidate = HostCopy(), HostCopy()
         self._published.fill(trainer.weights().items())

@@ -156,7 +156,7 @@ def measure_steps(
             steps.close()
         measured += found
         if not found or time.perf_counter() > deadline:
-            break  # so many do not fit into the cache together, and more neither; or there is no time left
+            break  # larger batches do not fit into the cache either; or there is no time left
     seconds = time.perf_counter() - started
     if measured:
         log.info("Measured steps in %.1f s. %s", seconds, table(measured))

@@ -86,7 +86,7 @@ class _Text:
     twin: list[int] = field(default_factory=list)
 
     def draft_from_twin(self, num_tokens: int) -> LookupDraft | None:
-        """Return the twin's tokens from this place on; None beyond its end, and shortly after both differed."""
+        """Return the twin's tokens from this place on; None beyond its end, or if the response just left it."""
         at = len(self.tokens) - self.num_prompt_tokens
         if not 0 <= at < len(self.twin):
             return None
@@ -130,11 +130,11 @@ class LookupDrafter:
         """Begin a response, or go on with one.
 
         Args:
-            request_id: Its name.
+            request_id: Name of the response's request.
             tokens: Prompt and what is written of the response, held by reference: the text grows.
             num_prompt_tokens: Tokens of the prompt; None is all there are now.
             earlier: Answers to the prompt from before; those that its group has already stay.
-            twin: What other weights wrote as this response, with its noise.
+            twin: What older weights wrote of this response with the same noise.
         """
         prompt = tuple(tokens[:num_prompt_tokens])
         is_first = prompt not in self._groups
