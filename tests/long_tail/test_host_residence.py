@@ -88,11 +88,16 @@ def test_a_window_without_memory_for_the_drafter_is_left_out_counted_and_ends_no
     before, home, rows.is_full = weight(trainer), drafter.fc.data_ptr(), True
     burst = trainer.train(steps(3))
     assert (burst.losses, burst.num_out_of_memory) == ([], 1)
-    assert "no memory to come to the device, and leaves out this window: Tried to allocate" in caplog.text
+    assert "no memory to come to the device, and stays away for now: Tried to allocate" in caplog.text
     assert (weight(trainer), drafter.fc.data_ptr(), trainer.num_pending) == (before, home, 0)
     rows.is_full = False
     assert len(trainer.train(steps(3)).losses) == 3
     assert weight(trainer) != before
+    publisher, rows.is_full = DrafterPublisher(trainer), True
+    assert publisher.publish_if_better() is None
+    assert trainer.num_pending == 3  # the decision waits
+    rows.is_full = False
+    assert publisher.publish_if_better() is not None
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from math import inf, sqrt
 from typing import Any
@@ -60,11 +60,15 @@ class DrafterPublisher:
     def publish_if_better(self) -> Publication | None:
         """Publish the trained weights if they draft better; a collective.
 
-        None if nothing was trained since the last decision, or if there is no held-out text to decide by.
+        None if nothing was trained since the last decision, if there is no held-out text to decide by, or if a worker's
+        device has no room for the drafter.
         """
         if not self.trainer.num_pending:
             return None
-        with self.trainer.on_device():
+        with ExitStack() as stay:
+            is_short = torch.tensor(not self.trainer.finds_room(stay), dtype=torch.int64)
+            if self.trainer.sum_over_ranks(is_short):
+                return None
             held_out = choose_judged(self.trainer.buffer.held_out)
             clusters = clusters_of(held_out, self.trainer.sum_over_ranks)
             after = self._measure(held_out, clusters)

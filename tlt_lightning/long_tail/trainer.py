@@ -104,6 +104,17 @@ class DrafterTrainer:
         """Bring weights and optimizer to the device, if they are in host memory, until it is left."""
         return nullcontext() if self._residence is None else self._residence.on_device(self.optimizer)
 
+    def finds_room(self, stay: ExitStack) -> bool:
+        """Bring weights and optimizer to the device until `stay` is closed; False, with a warning, without memory."""
+        try:
+            stay.enter_context(self.on_device())
+            return True
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        torch.cuda.empty_cache()  # here, not in the handler: its traceback holds what had come
+        log.warning("The drafter had no memory to come to the device, and stays away for now: %s", message)
+        return False
+
     def weights(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, live."""
         return {name: tensor for name, tensor in self.drafter.trainable_tensors() if name != POLICY_ROWS}
@@ -147,16 +158,7 @@ class DrafterTrainer:
         Without memory for the drafter on the device nothing is trained.
         """
         with ExitStack() as stay:
-            try:
-                stay.enter_context(self.on_device())
-            except torch.OutOfMemoryError as error:
-                message = str(error)
-            else:
-                return self._train(may_go_on)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # of what had come
-        log.warning("The drafter had no memory to come to the device, and leaves out this window: %s", message)
-        return Burst(num_out_of_memory=1)
+            return self._train(may_go_on) if self.finds_room(stay) else Burst(num_out_of_memory=1)
 
     def _train(self, may_go_on: Callable[[], bool]) -> Burst:
         burst, started = Burst(), time.perf_counter()
