@@ -95,7 +95,8 @@ def test_a_run_of_a_relative_policy_is_exported_from_another_folder(
 )
 def test_wrong_arguments_are_refused(arguments: dict, message: str, policy_path: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "full.ckpt"
-    torch.save({"policy": {"path": policy_path, "lora": None}, "state_dict": {}}, checkpoint)
+    state = {"pytorch-lightning_version": "2", "state_dict": {}}
+    torch.save({**state, "policy": {"path": policy_path, "lora": None}}, checkpoint)
     defaults = {"ckpt_path": str(checkpoint), "output_dir": str(tmp_path / "out")}
     with pytest.raises((ValueError, OSError), match=message):
         export_policy(**{**defaults, **arguments})

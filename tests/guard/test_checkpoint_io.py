@@ -11,7 +11,7 @@ import torch
 
 from tests.support.copied_in_checkpoint import train
 from tlt_lightning.__main__ import sentence_of
-from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, remove_leftovers
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, check_readable, remove_leftovers
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -52,7 +52,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_is_resumed_and_leaves_nothing
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_with_path_and_reason(tmp_path: Path) -> None:
     io, path = WholeCheckpointIO(), tmp_path / "epoch=1.ckpt"
-    io.save_checkpoint({"weights": torch.zeros(3)}, path)
+    io.save_checkpoint({"pytorch-lightning_version": "2", "weights": torch.zeros(3)}, path)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # the operating system refuses to write more
@@ -74,7 +74,7 @@ def test_a_folder_that_may_not_be_written_to_is_an_error(tmp_path: Path) -> None
 
 def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -> None:
     io = WholeCheckpointIO()
-    io.save_checkpoint({"weights": torch.zeros(1000)}, tmp_path / "epoch=1.ckpt")
+    io.save_checkpoint({"pytorch-lightning_version": "2", "weights": torch.zeros(1000)}, tmp_path / "epoch=1.ckpt")
     beside = r"Beside it lie .*epoch=1.ckpt\."
     (tmp_path / "epoch=2.ckpt").touch()
     for content in (b"", (tmp_path / "epoch=1.ckpt").read_bytes()[:2000], b'{"prompt": "1 + 1"}'):
@@ -86,6 +86,12 @@ def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -
         io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
     with pytest.raises(ValueError, match="is a folder; name a checkpoint in it"):
         io.load_checkpoint(tmp_path)
+    for content in ({"weights": torch.zeros(3)}, [1, 2]):
+        torch.save(content, tmp_path / "epoch=2.ckpt")
+        with pytest.raises(ValueError, match=f"is a file of torch that no Trainer has written.*{beside}"):
+            check_readable(tmp_path / "epoch=2.ckpt")
+        with pytest.raises(ValueError, match="that no Trainer has written"):
+            io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
     (tmp_path / "epoch=2.ckpt").unlink()
     with pytest.raises(FileNotFoundError, match=f"epoch=2.ckpt' does not exist. {beside}"):
         io.load_checkpoint(tmp_path / "epoch=2.ckpt")

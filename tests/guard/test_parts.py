@@ -31,7 +31,8 @@ class Ranks:
                 barrier=lambda name: None,
             )
             trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, global_rank=rank, interrupted=interrupted)
-            save_with_parts(trainer, {"epoch": epoch, OWN: {"drafter": torch.full((2,), rank)}}, path)
+            checkpoint = {"pytorch-lightning_version": "2", "epoch": epoch, OWN: {"drafter": torch.full((2,), rank)}}
+            save_with_parts(trainer, checkpoint, path)
 
     def load(self, path: Path) -> list[list[int]]:
         return [io.load_checkpoint(path, weights_only=True)[OWN]["drafter"].tolist() for io in self.ios]

@@ -22,7 +22,7 @@ def state(rows: torch.Tensor) -> dict[str, Any]:
 
 
 def checkpoint() -> dict[str, Any]:
-    return {"epoch": 7, TOKEN: "token", SHARDS: 2, **state(WEIGHT[:3])}
+    return {"pytorch-lightning_version": "2", "epoch": 7, TOKEN: "token", SHARDS: 2, **state(WEIGHT[:3])}
 
 
 def part_of(path: Path) -> Path:

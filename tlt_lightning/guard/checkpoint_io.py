@@ -181,7 +181,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def check_readable(path: Any) -> None:
-    """Raise FileNotFoundError or ValueError if a checkpoint is missing or not whole; name others."""
+    """Raise FileNotFoundError or ValueError if a checkpoint is missing, not whole or no Trainer's; name others."""
     file = Path(path)
     if "://" in str(path):
         return
@@ -198,6 +198,21 @@ def check_readable(path: Any) -> None:
             f"`ckpt_path` {str(path)!r} is no whole checkpoint: its writing was cut off, or it is another kind of file"
             f"{_others(file)}"
         )
+    if not _is_of_a_trainer(file):
+        raise ValueError(
+            f"`ckpt_path` {str(path)!r} is a file of torch that no Trainer has written, for example weights alone: "
+            f"give a checkpoint that `fit` wrote. A model to begin with is `model.policy`{_others(file)}"
+        )
+
+
+def _is_of_a_trainer(file: Path) -> bool:
+    """Return True if a file of torch has the entry that marks Lightning's checkpoints; its tensors are not read."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickles = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
+            return not pickles or any(b"pytorch-lightning_version" in archive.read(name) for name in pickles)
+    except zipfile.BadZipFile:  # torch says what is damaged
+        return True
 
 
 def replace_link(filepath: str, linkpath: str) -> None:
