@@ -183,7 +183,7 @@ def test_a_path_in_the_place_of_a_source_is_told_its_key(
         ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
         ("--data.reward_timeout=0", "error: `reward_timeout` must be a positive number of seconds, got 0.0;"),
         ("--data.train.chat_template=nope.jinja", "error: `chat_template` 'nope.jinja' cannot be read (from "),
-        ("--trainer.default_root_dir=pyproject.toml/below", "error: [Errno 20] Not a directory: '"),
+        ("--trainer.default_root_dir=pyproject.toml/below", "pyproject.toml' is no folder. Give a folder that"),
         ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' has to be a folder that `save_pretrained` wrote"),
         ("--model.policy=${nowhere}/policy", "error: `fit.model.policy` cannot be resolved: Interpolation key "),
         ("--model.policy=${trainer", "error: `fit.model.policy` cannot be resolved: "),

@@ -22,6 +22,7 @@ from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.interruption import Interruption
 from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
 from tlt_lightning.guard.parts import save_with_parts
+from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.training.resume import restart_validation
 
@@ -35,7 +36,11 @@ def _skip(name: str | None = None) -> None:
 
 
 def guards(trainer: L.Trainer) -> list[L.Callback]:
-    """Return a module's guard, nothing where the Trainer has one from an earlier run."""
+    """Return a module's guard, nothing where the Trainer has one from an earlier run; check the folders of this one.
+
+    The Trainer asks for it before its loggers make folders, and before a data module loads anything.
+    """
+    check_folders(trainer)
     return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
 
 
