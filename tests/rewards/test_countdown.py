@@ -57,9 +57,15 @@ def test_only_the_text_after_the_last_marker_counts() -> None:
     assert countdown("", right, ROW) == 0.0
 
 
-@pytest.mark.parametrize("row", [{"answer": 46}, {"numbers": [3, 7, 25]}, {"numbers": None, "answer": 46}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        *[{"answer": 46}, {"numbers": [3, 7, 25]}, {"numbers": None, "answer": 46}, {"numbers": 3, "answer": 46}],
+        *[{"numbers": [3, 7, 25], "answer": answer} for answer in (None, "none", "", "1/0", float("inf"), [46])],
+    ],
+)
 def test_missing_question_is_an_error(row: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="a column `numbers` and the target"):
+    with pytest.raises(ValueError, match="a column `numbers` with a list and the target"):
         countdown("make 46 from 3 7 25 :", "<answer> 3 * 7 + 25", row)
 
 

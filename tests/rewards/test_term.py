@@ -12,8 +12,18 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from tlt_lightning import rewards
-from tlt_lightning.rewards import Format, PythonTests, RewardModel, RewardPool, RewardTerm, countdown, exact_match
-from tlt_lightning.rewards.term import as_terms, check_columns
+from tlt_lightning.rewards import (
+    Format,
+    PythonTests,
+    RewardModel,
+    RewardPool,
+    RewardTerm,
+    countdown,
+    exact_match,
+    math_equivalence,
+    multiple_choice,
+)
+from tlt_lightning.rewards.term import as_terms, check_rows
 
 ALL_TERMS = """
 terms:
@@ -181,10 +191,22 @@ def test_the_signature_of_a_function_of_trl_is_read_once(monkeypatch: pytest.Mon
 
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_a_rollout() -> None:
     terms = as_terms([trl_bare, trl_length, exact_match])
-    check_columns(terms, None)
-    check_columns(terms, {"prompt": "", "answer": "", "solution": ""})
+    check_rows(terms, {0: {"prompt": "", "answer": "1", "solution": ""}}, "`rows`")
     with pytest.raises(TypeError, match=r"`trl_bare` needs `solution`, and gets .*the data's columns: answer, prompt"):
-        check_columns(terms, {"prompt": "", "answer": ""})
+        check_rows(terms, {0: {"prompt": "", "answer": "1"}}, "`rows`")
+
+
+@pytest.mark.parametrize("function", [countdown, exact_match, math_equivalence, multiple_choice])
+def test_a_row_that_a_reward_cannot_score_is_named_before_a_rollout(function: Any) -> None:
+    terms = as_terms([trl_length, function])
+    rows = {3: {"answer": "2", "numbers": [1, 1]}, 7: {"answer": None, "numbers": [1, 1]}}
+    with pytest.raises(
+        ValueError, match=rf"Row 7 of `path` 'a' \(from 0\) .* by reward `{function.__name__}`: .* None"
+    ):
+        check_rows(terms, rows, "`path` 'a'")
+    check_rows(terms, {3: rows[3]}, "`path` 'a'")
+    check_rows(terms, rows, "`path` 'a'", are_scored=False)
+    check_rows(terms[:1], rows, "`path` 'a'")
 
 
 def test_functions_of_a_list_become_terms() -> None:

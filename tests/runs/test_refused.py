@@ -16,6 +16,7 @@ from tlt_lightning import CriticConfig, RLModule, Sampling, TailBatching, Transf
 from tlt_lightning.checks import check_lengths
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
+from tlt_lightning.rewards import exact_match
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,10 @@ from tlt_lightning.objectives import GRPO, DrGRPO
     [
         ({"group_size": 1}, "group_size"),
         ({"train": None}, r"data\.train"),
+        (
+            {"rewards": [exact_match], "val": [{"prompt": "0 1 =", "answer": "1"}, {"prompt": "2 ="}]},
+            r"Row 1 of `rows` \(from 0\) cannot be scored by reward `exact_match`: .* is None here",
+        ),
         ({"max_prompt_tokens": 2}, "No prompt"),
         ({"max_prompt_tokens": 250, "micro_batch_tokens": 300}, "context of 256"),
         ({"val_sampling": Sampling(temperature=0)}, r"16 plus `data\.val_sampling\.max_tokens` 1024 .* context of 256"),

@@ -40,7 +40,7 @@ from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks import gather_over_ranks
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import check_seconds
-from tlt_lightning.rewards.term import as_terms, check_columns
+from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.schedules.base import RolloutSchedule
 from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
@@ -148,8 +148,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
-        for prompts in (self.train_prompts, self.val_prompts):
-            check_columns(self.rewards, prompts[0].row if prompts else None)
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
         self.history, self.backlog = AnswerHistory(self.history.settings), Backlog(self.backlog.schedule)
         self._iteration = self._saved_iteration = self._unvalidated_engine = None
@@ -203,6 +201,8 @@ class RolloutDataModule(L.LightningDataModule):
                 raise MisconfigurationException(f"`data.{name}` is not set; give at least `data.{name}.path`.")
             return []
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=self.max_prompt_tokens)
+        rows = {prompt.index: prompt.row for prompt in prompts}
+        check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
         if name == "val" and len(prompts) < self._trainer.world_size:
             raise MisconfigurationException(
                 f"`data.val` has {len(prompts)} prompts, fewer than {self._trainer.world_size} ranks; give each one."

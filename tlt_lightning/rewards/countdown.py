@@ -34,17 +34,19 @@ def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
         row: The row of the data file, with `numbers` (each must be used exactly once) and `answer` (the target).
 
     Raises:
-        ValueError: The row lacks `numbers` or an answer.
+        ValueError: The row lacks `numbers` or an answer, or they are no numbers.
 
     Example:
         >>> countdown("", "3 * 7 = 21 + 25 = 46 yes <answer> 3 * 7 + 25", {"numbers": [3, 7, 25], "answer": 46})
         1.0
     """
-    if row.get("numbers") is None or row.get("answer") is None:
+    try:
+        numbers, target = sorted(int(number) for number in row["numbers"]), Fraction(row["answer"])
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(
-            f"`countdown` needs a column `numbers` and the target in the answer column, got the columns {sorted(row)}."
-        )
-    numbers, target = sorted(int(number) for number in row["numbers"]), Fraction(row["answer"])
+            "`countdown` needs a column `numbers` with a list and the target in the answer column, got "
+            f"{row.get('numbers')!r:.200} and {row.get('answer')!r:.200}; the columns are {sorted(row)}."
+        ) from error
     _, marker, answer = response.rpartition(ANSWER)
     answer = answer.partition("</answer>")[0].strip()
     if not marker or len(answer) > _MAX_CHARS or not _EXPRESSION.fullmatch(answer):

@@ -113,10 +113,41 @@ def as_terms(rewards: Any) -> list[RewardTerm]:
     return [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]
 
 
-def check_columns(terms: Sequence[RewardTerm], row: Mapping[str, Any] | None) -> None:
+COMPARING = frozenset(
+    f"tlt_lightning.rewards.{name}"
+    for name in ("choice.multiple_choice", "countdown.countdown", "exact.exact_match", "math.math_equivalence")
+)
+"""Rewards of this package that compare with the row, which they read before the response."""
+
+
+def check_rows(
+    terms: Sequence[RewardTerm], rows: Mapping[int, dict[str, Any]], source: str, *, are_scored: bool = True
+) -> None:
+    """Raise TypeError if a column is missing, ValueError if a row has nothing that a reward could compare with.
+
+    Args:
+        terms: The rewards; those of the user's own are not asked what they compare with.
+        rows: By their numbers in the data, at least one.
+        source: Names the data.
+        are_scored: A prediction is written without scores where there are none.
+    """
+    check_columns(terms, next(iter(rows.values())))
+    for term in terms if are_scored else ():
+        function = term.function
+        if not (inspect.isfunction(function) and f"{function.__module__}.{function.__name__}" in COMPARING):
+            continue
+        for number, row in rows.items():
+            try:
+                function("", "", row)
+            except ValueError as error:
+                raise ValueError(
+                    f"Row {number} of {source} (from 0) cannot be scored by reward `{term.name}`: {error} Mend the "
+                    "row, or leave it out of the data."
+                ) from error
+
+
+def check_columns(terms: Sequence[RewardTerm], row: Mapping[str, Any]) -> None:
     """Raise TypeError if a reward of TRL's signature needs a column that a row of the data does not have."""
-    if row is None:
-        return
     known = {*row, "prompts", "completions"}
     for term in terms:
         if isinstance(term.function, functools.partial) and term.function.func is score_like_trl:
