@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import inf, nan
+from numbers import Integral
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tlt_lightning.arguments import (
     check_at_least,
     check_count,
     check_distinct,
+    check_list,
     check_method,
     check_positive,
     check_share,
@@ -61,6 +63,15 @@ def test_what_is_no_list_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`a` lists values, as in `\(") as raised:
         check_distinct("a", value)
     assert str(raised.value).endswith(f"`({value!r},)`, got {value!r}.")
+
+
+@pytest.mark.parametrize("value", [3, None, "learned", {1}, [1, "2"], [True], (1, 2.0)])
+def test_what_is_no_list_of_numbers_is_named(value: Any) -> None:
+    check_list("a", (1, 2), Integral, "whole numbers")
+    check_list("a", [], Integral, "whole numbers")
+    with pytest.raises(TypeError, match="`a` must be a list of whole numbers, got ") as raised:
+        check_list("a", value, Integral, "whole numbers")
+    assert repr(value) in str(raised.value)
 
 
 @pytest.mark.parametrize("value", [4.0, 8 / 2, nan, "8", None, True])

@@ -126,9 +126,16 @@ def text_of(name: str, value: object, remedy: str) -> str:
 
 
 def check_list(name: str, values: object, kind: type, of: str) -> None:
-    """Raise TypeError unless argument `name` is a list or tuple of objects of `kind`, in words `of`."""
-    if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+    """Raise TypeError unless argument `name` is a list or tuple of objects of `kind`, in words `of`.
+
+    True is no number.
+    """
+    if not isinstance(values, list | tuple) or not all(_is_a(value, kind) for value in values):
         raise TypeError(f"`{name}` must be a list of {of}, got {values!r}.")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: object) -> None:
