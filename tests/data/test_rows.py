@@ -100,6 +100,7 @@ def test_slices_of_files_are_taken(tmp_path: Path) -> None:
         ("a.json", '[\n{"a": 1},\n{"a" 2}]', "Line 3 of `path` '.*' is no JSON: Expecting ':'"),
         ("a.json", '{\n"rows": [{"a": 1}]\n}', "is no JSON: .* a list of objects, or an object in each line"),
         ("a.json", '[{"a": 1}, "b"]', 'An entry of .* must be a JSON object, got "b"'),
+        ("a.csv", "a,b,a\n1,2,3\n", "Line 1 of .* names the column 'a' more than once; rename or drop one"),
         ("a.csv", "a,b\n1,2\n3\n", "Line 3 of .* has not the 2 columns"),
         ("a.csv", "a,b\n1,2,3\n", "Line 2 of .* has not the 2 columns"),
     ],

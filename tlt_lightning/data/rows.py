@@ -135,9 +135,12 @@ def _read_file(path: Path) -> Iterator[Row]:
 def _read_csv(path: Path, file: Iterable[str]) -> Iterator[Row]:
     reader = csv.DictReader(file, strict=True)
     try:
+        names = list(reader.fieldnames or ())
+        if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:  # the last would hide others
+            raise csv.Error(f"it names the column {repeated[0]!r} more than once; rename or drop one")
         for row in reader:
             if None in row or None in row.values():
-                raise csv.Error(f"it has not the {len(reader.fieldnames or ())} columns of the first line")
+                raise csv.Error(f"it has not the {len(names)} columns of the first line")
             yield row
     except csv.Error as error:
         raise ValueError(f"Line {reader.line_num} of `path` {str(path)!r} cannot be read: {error}.") from error
