@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import check_count, check_optional, check_text
 from tlt_lightning.data.rows import Row, RowSource
 from tlt_lightning.rewards.answers import final_part
 
@@ -31,12 +32,15 @@ class ReasoningGym(RowSource):
         config: Settings of the task, which make it easier or harder, for example `max_terms: 2` of `chain_sum`.
 
     Raises:
-        ImportError: `reasoning-gym` is not installed.
+        ImportError: `reasoning-gym` is not installed, or in a version without what is used of it.
         ValueError: The task or a setting does not exist, or the task has fewer than `size` questions.
     """
 
     def __init__(self, task: str, size: int = 500, seed: int = 0, config: dict[str, Any] | None = None) -> None:
-        check_at_least("size", size, 1)
+        check_text("task", task, "Give for example 'chain_sum'.")
+        check_count("size", size)
+        check_count("seed", seed, 0)
+        check_optional("config", config, dict, "Give names and values, for example {'max_terms': 2}.")
         rows: dict[str, Row] = {}
         for entry in islice(_dataset(task, size * MAX_DRAWS, seed, config or {}), size * MAX_DRAWS):
             row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
@@ -83,9 +87,8 @@ def _dataset(task: str, size: int, seed: int, config: dict[str, Any]) -> Any:
     factory = _library()
     if task not in factory.DATASETS:
         close = difflib.get_close_matches(task, factory.DATASETS, n=3)
-        raise ValueError(
-            f"`task` {task!r} is none of the {len(factory.DATASETS)} tasks of reasoning-gym; near: {close}."
-        )
+        tasks = f"near: {close}" if close else f"they are {', '.join(sorted(factory.DATASETS))}"
+        raise ValueError(f"`task` {task!r} is none of the {len(factory.DATASETS)} tasks of reasoning-gym; {tasks}.")
     known = set(factory.DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     if unknown := sorted(set(config) - known):
         raise ValueError(f"`config` {unknown} are no settings of task {task!r}; it has {sorted(known)}.")
@@ -108,4 +111,10 @@ def _library() -> Any:
             "`tlt_lightning.tasks` needs the package `reasoning-gym`: pip install 'tlt-lightning[tasks]'. Where no "
             "wheel of pycosat, on which it depends, fits the machine, this takes a C compiler."
         ) from error
+    used = ("DATASETS", "create_dataset", "get_score_answer_fn")
+    if missing := [name for name in used if not hasattr(factory, name)]:
+        raise ImportError(
+            f"`tlt_lightning.tasks` needs `reasoning_gym.factory.{missing[0]}`, which reasoning-gym "
+            f"{version('reasoning-gym')} has not: pip install 'tlt-lightning[tasks]' installs a version that has it."
+        )
     return factory
