@@ -97,13 +97,14 @@ def test_exception_closes_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert bar._display is None
 
 
-def test_prediction_and_validation_rollouts_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_beside_training_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = RolloutLoop(make_rollouts)
     trainer = make_trainer(tmp_path, [RolloutProgressBar(show_completions=1)])
     trainer.validate(LoggingModule(), datamodule=data, verbose=False)
+    trainer.test(LoggingModule(), datamodule=data, verbose=False)
     trainer.predict(LoggingModule(), datamodule=data)
     titles = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("completions")]
-    assert titles == ["completions, validation", "completions, prediction"]
+    assert titles == ["completions, validation", "completions, test", "completions, prediction"]
 
 
 def test_a_throttled_progress_call_reads_the_clock_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ class RolloutLoop(L.LightningDataModule):
     def val_dataloader(self) -> LazyRollouts:
         return LazyRollouts(self, num_batches=3)
 
+    test_dataloader = val_dataloader
+
     def predict_dataloader(self) -> LazyRollouts:
         return LazyRollouts(self, num_batches=1)
 
@@ -114,6 +116,8 @@ class LoggingModule(L.LightningModule):
         accuracy = 0.2 if self.trainer.sanity_checking else 0.1 * (self.current_epoch + 1)
         self.log("val/accuracy", accuracy, batch_size=1)
         self.validated = {"val/accuracy": accuracy}
+
+    test_step = validation_step
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return batch

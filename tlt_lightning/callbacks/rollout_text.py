@@ -25,6 +25,8 @@ def rollout_label(trainer: L.Trainer) -> str:
         label = "validation before training"
     elif trainer.validating:
         label = "validation"
+    elif trainer.testing:
+        label = "test"
     elif trainer.predicting:
         label = "prediction"
     else:
