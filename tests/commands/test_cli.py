@@ -178,6 +178,10 @@ def test_a_path_in_the_place_of_a_source_is_told_its_key(
     ("wrong", "message"),
     [
         ("--data.group_size=1", "error: `data.group_size` 1 is too small for GRPO"),
+        (
+            '--data.rewards=[{"function": "builtins.max"}]',
+            "error: Reward `max` scored none of the last 4 responses. The last error: TypeError: ",
+        ),
         ("--trainer.max_steps=3", "error: `Trainer(max_steps=3)` counts optimizer steps"),
         ("--data.train.path=nowhere.jsonl", "error: `path` 'nowhere.jsonl' does not exist"),
         ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
