@@ -29,6 +29,7 @@ from tlt_lightning.hooks import check_hooks
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
+from tlt_lightning.training.optimization import build_with
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,6 +81,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "
             "each time: minutes at the start and at every new length. Give the module itself."
         )
+    if trainer.state.fn == "fit" and (build := getattr(trainer.lightning_module, "optimizer", None)) is not None:
+        build_with(build, [{"params": [torch.zeros(1, requires_grad=True)]}])
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)

@@ -115,18 +115,33 @@ def test_a_model_may_be_a_path() -> None:
     assert CriticConfig(path=Path("some/model")).path == "some/model"  # type: ignore[arg-type]
 
 
+class NeverLoaded(TransformersEngine):
+    def setup(self, *_: Any, **__: Any) -> None:
+        pytest.fail("loaded")
+
+
 @pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="flash attention may be there")
 def test_an_attention_that_is_not_there_is_refused_before_the_engine_is_loaded(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    class NeverLoaded(TransformersEngine):
-        def setup(self, *_: Any, **__: Any) -> None:
-            pytest.fail("loaded")
-
     module = make_module(policy_path, attn_implementation="flash_attention_2")
     message = r"`model\.attn_implementation` 'flash_attention_2' .* doesn't seem to be installed\. .* 'sdpa'"
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(module, make_data(prompts_path, NeverLoaded()))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=-1.0), "Invalid learning rate: -1.0"),
+        (lambda p, q: None, "missing 1 required"),
+    ],
+)
+def test_settings_that_the_optimizer_refuses_are_named_before_the_engine_is_loaded(
+    build: Any, reason: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"`optimizer` cannot be built from the policy's parameters: .*{reason}"):
+        make_trainer(tmp_path).fit(make_module(policy_path, optimizer=build), make_data(prompts_path, NeverLoaded()))
 
 
 def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:

@@ -46,9 +46,17 @@ def check_schedules(lr_scheduler: object) -> None:
         )
 
 
+def build_with(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+    """Return what `build` makes of parameter groups; raise ValueError for settings that the optimizer refuses."""
+    try:
+        return build(groups)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`optimizer` cannot be built from the policy's parameters: {error}.") from error
+
+
 def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
     """Return the optimizer that `build` makes; raise TypeError or ValueError unless it moves the given parameters."""
-    optimizer = build(groups)
+    optimizer = build_with(build, groups)
     check_type(
         "optimizer(parameters)", optimizer, Optimizer, "Return one alone; schedulers are made by `lr_scheduler`."
     )
