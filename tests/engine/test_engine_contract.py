@@ -112,6 +112,9 @@ def test_stop_tokens_end_a_response(engine: RolloutEngine, policy: torch.nn.Modu
     tokens, _, reason = run(engine, Sampling(max_tokens=24, temperature=0, stop_token_ids=(stop,)))[0]
     assert tokens == greedy[: greedy.index(stop) + 1]
     assert reason == "stop"
+    for beyond in (-5, 10**6):
+        with pytest.raises(ValueError, match=rf"`sampling.stop_token_ids` has {beyond}, .* it would never end"):
+            run(engine, Sampling(max_tokens=4, stop_token_ids=(stop, beyond)))
 
 
 def test_min_p_keeps_likely_tokens_and_renormalises(engine: RolloutEngine, policy: torch.nn.Module) -> None:

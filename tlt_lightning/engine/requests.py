@@ -28,6 +28,11 @@ def check_requests(
     """
     if len({request.id for request in requests} - {*taken}) < len(requests):
         raise ValueError(f"`requests` repeats ids: {len(requests)} requests; number them, responses carry the id back.")
+    if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]:
+        raise ValueError(
+            f"`sampling.stop_token_ids` has {wrong[0]}, and the policy's vocabulary is 0 to {vocab_size - 1}: it would "
+            "never end a response. Take ids from the policy's own tokenizer."
+        )
     for request in requests:
         prompt = text_of(request)
         if not 1 <= len(prompt) < max_model_len:
