@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.rl_runs import make_module, make_trainer
@@ -60,3 +61,14 @@ def test_nothing_is_scored_where_nothing_is_asked_for(policy_path: str) -> None:
     scoring = module.begin_scoring(batch, 45, single_update=True)
     assert scoring.run() == 0
     assert scoring.finish(batch).old_logps is None
+
+
+def test_a_network_that_the_objective_does_not_use_is_warned_of(
+    policy_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for arguments in ({"critic": CriticConfig()}, {"reference": policy_path}, {}):
+        caplog.clear()
+        module = make_module(policy_path, **arguments)
+        module.configure_model()
+        said = [f"`model.{name}` is given, and `model.objective` GRPO uses none" for name in arguments]
+        assert [record.message[: len(text)] for record, text in zip(caplog.records, said, strict=True)] == said

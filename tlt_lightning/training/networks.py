@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.micro_batches import Agree, cut_alike
 from tlt_lightning.training.reference import Reference
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,14 @@ def load_networks(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if lora is not None:
             model.enable_input_require_grads()
+    needless = {"critic": critic is not None and not objective.needs_critic}
+    needless |= {"reference": reference is not None and not objective.needs_reference}
+    for argument in (name for name, is_needless in needless.items() if is_needless):
+        log.warning(
+            "`model.%s` is given, and `model.objective` %s uses none: it is not loaded. Leave it out, or choose an "
+            "objective that does.",
+            *(argument, type(objective).__name__),
+        )
     values = frozen = None
     if objective.needs_critic and critic is not None:
         values = Critic(critic, causal_lm(model).config.hidden_size, sharding)
