@@ -125,6 +125,18 @@ def test_hub_names_are_left_to_the_hub(name: str) -> None:
     check_path(name)
 
 
+def test_what_datasets_cannot_read_is_named_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "full.jsonl", LINES)
+    for path, split, reason in (
+        ("nobody/nothing", "train", "'nobody/nothing' on the Hub"),  # tests have no network
+        (str(tmp_path / "empty"), "train", "doesn't contain any data files"),
+        (str(tmp_path), "test", 'Unknown split "test"'),
+    ):
+        with pytest.raises(ValueError, match=rf"`path` '{path}' \(`config` None, `split` '{split}'\) cannot.*{reason}"):
+            read(Path(path), split)
+
+
 def test_a_file_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no known suffix"):
         check_path(str(write(tmp_path / "a.txt", "")))

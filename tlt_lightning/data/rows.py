@@ -76,11 +76,18 @@ def saved_splits(place: Path) -> dict[str, Any] | None:
 
 
 def load_split(path: str, config: str | None, split: str) -> Any:
-    """Return a split of a folder of files or of a hub dataset, memory-mapped."""
+    """Return a split of a folder of files or of a hub dataset, memory-mapped; raise ValueError if there is none."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     place = Path(path).expanduser()
-    return load_dataset(str(place) if place.is_dir() else path, config, split=split)
+    try:
+        return load_dataset(str(place) if place.is_dir() else path, config, split=split)
+    except (DatasetsError, OSError, ValueError) as error:  # a name, the network, a folder, a file in it
+        raise ValueError(
+            f"`path` {path!r} (`config` {config!r}, `split` {split!r}) cannot be read, says `datasets`: "
+            f"{str(error).splitlines()[0]}. It must be {READABLE}."
+        ) from error
 
 
 def complete(rows: Sequence[Row]) -> list[Row]:
