@@ -29,7 +29,7 @@ from tlt_lightning.hooks import check_hooks
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
-from tlt_lightning.training.optimization import build_with
+from tlt_lightning.training.optimization import build_with, check_clipping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,6 +76,7 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`data.prompts_per_iteration` instead, or give `fast_dev_run` for one small iteration."
         )
     check_accumulation(trainer)
+    check_clipping(trainer.gradient_clip_val)
     if getattr(trainer.lightning_module, "_compiler_ctx", None):  # of Lightning: set by `torch.compile`
         raise MisconfigurationException(
             "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "

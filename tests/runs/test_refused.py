@@ -144,6 +144,15 @@ def test_settings_that_the_optimizer_refuses_are_named_before_the_engine_is_load
         make_trainer(tmp_path).fit(make_module(policy_path, optimizer=build), make_data(prompts_path, NeverLoaded()))
 
 
+def test_a_clipping_that_would_turn_gradients_round_is_refused(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    for value in (-1.0, float("nan")):
+        trainer = make_trainer(tmp_path, gradient_clip_val=value)
+        with pytest.raises(MisconfigurationException, match=rf"`Trainer\(gradient_clip_val={value}\)` is the largest"):
+            trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+
 def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="`RolloutDataModule`"):
         make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])

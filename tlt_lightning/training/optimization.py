@@ -175,6 +175,15 @@ def fuse_adam(optimizer: Optimizer, device: torch.device) -> None:
                     state["step"] = state["step"].to(device)  # else it is counted on the host
 
 
+def check_clipping(value: float | None) -> None:
+    """Raise MisconfigurationException for a limit of gradients that would turn them round."""
+    if value is not None and not value >= 0:
+        raise MisconfigurationException(
+            f"`Trainer(gradient_clip_val={value})` is the largest norm of a gradient, and a negative one would turn "
+            "gradients round; use 1.0, or 0 to clip none."
+        )
+
+
 def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
     """Clip each group's gradient by its own norm: a critic's must not shrink the policy's."""
     clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_
