@@ -15,7 +15,6 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -29,7 +28,7 @@ from tlt_lightning.hooks import check_hooks
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
-from tlt_lightning.training.optimization import build_with, check_clipping
+from tlt_lightning.training.optimization import build_with, check_accumulation, check_clipping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +86,11 @@ def check_trainer(trainer: L.Trainer) -> None:
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
+    if trainer.check_val_every_n_epoch == 0:
+        raise MisconfigurationException(
+            "`Trainer(check_val_every_n_epoch=0)` divides by zero behind the first iteration; leave it out, and for a "
+            "run without validation leave `data.val` out, too, or set `limit_val_batches=0`."
+        )
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise MisconfigurationException(
             "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
@@ -206,18 +210,6 @@ def _check_callback(callback: L.Callback) -> None:
                     f"`ModelCheckpoint({name}={value})` saves within iterations, before their metrics are known; give "
                     "`every_n_epochs` instead, one epoch is one policy iteration, or use `IterationCheckpoint`."
                 )
-
-
-def check_accumulation(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if the Trainer is to accumulate, which `RLModule` does by itself."""
-    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    planned = [steps for each in schedulers for steps in each.scheduling.values()]
-    if wrong := [steps for steps in (trainer.accumulate_grad_batches, *planned) if steps != 1]:
-        raise MisconfigurationException(
-            f"`Trainer(accumulate_grad_batches={wrong[0]})` has to be 1: an optimizer step takes as many passes as it "
-            "needs by itself. Set the tokens of a pass with `data.micro_batch_tokens`, and the optimizer steps of an "
-            "iteration with `data.num_minibatches`."
-        )
 
 
 def warn_of_filters(sampling: Sampling) -> None:

@@ -153,6 +153,14 @@ def test_a_clipping_that_would_turn_gradients_round_is_refused(
             trainer.fit(make_module(policy_path), make_data(prompts_path))
 
 
+def test_a_validation_after_every_zero_iterations_is_refused(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, check_val_every_n_epoch=0, limit_val_batches=1)
+    with pytest.raises(MisconfigurationException, match=r"check_val_every_n_epoch=0\)` .* leave `data.val` out"):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+
 def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="`RolloutDataModule`"):
         make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])

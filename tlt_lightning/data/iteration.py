@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.arguments import check_count, check_optional
-from tlt_lightning.checks import check_accumulation
 from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collate import collate
 from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
@@ -32,6 +31,7 @@ from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.seeds import iteration_seed, run_seed, seed_of
 from tlt_lightning.training.fsdp2 import agreement
 from tlt_lightning.training.micro_batches import plan_minibatches
+from tlt_lightning.training.optimization import check_accumulation
 
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -173,6 +174,18 @@ def fuse_adam(optimizer: Optimizer, device: torch.device) -> None:
             for parameter in group["params"]:
                 if state := optimizer.state.get(parameter):
                     state["step"] = state["step"].to(device)  # else it is counted on the host
+
+
+def check_accumulation(trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException if the Trainer is to accumulate, which `RLModule` does by itself."""
+    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    planned = [steps for each in schedulers for steps in each.scheduling.values()]
+    if wrong := [steps for steps in (trainer.accumulate_grad_batches, *planned) if steps != 1]:
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={wrong[0]})` has to be 1: an optimizer step takes as many passes as it "
+            "needs by itself. Set the tokens of a pass with `data.micro_batch_tokens`, and the optimizer steps of an "
+            "iteration with `data.num_minibatches`."
+        )
 
 
 def check_clipping(value: float | None) -> None:
