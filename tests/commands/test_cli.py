@@ -109,6 +109,7 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--data.dynamic_sampling=true"], "`data.dynamic_sampling` holds the settings of DynamicSampling: "),
         (["--data.schedule=tail"], "`tail` is none of PartialRollout, SynchronousSchedule, TailBatching; name one of"),
         (["--data.schedule=1"], "`data.schedule` wants a class: PartialRollout, SynchronousSchedule, TailBatching."),
+        (["--seed_everything=-1"], "error: `seed_everything` -1 is not in bounds, numpy accepts from 0 to 4294967295"),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is no whole checkpoint"),
     ],
 )

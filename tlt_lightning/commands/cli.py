@@ -118,6 +118,13 @@ class _CLI(LightningCLI):
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "test"}
 
     @override
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            self.parser.error(f"`seed_everything` {error}")
+
+    @override
     def _parse_ckpt_path(self) -> None:
         # Lightning loads the whole file here, to take settings from it in place of those given.
         path = self.config.get(self.config.subcommand, {}).get("ckpt_path") if self.config.get("subcommand") else None
