@@ -115,7 +115,7 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (CostModelSelector, "exploration", [0], [-TINY, 1]),
     (CostModelSelector, "margin", [0], [-TINY, 1]),
     (CostModelSelector, "catch_up_seconds", [0, 2], [-TINY]),
-    (AcceptanceEstimator, "max_draft_tokens", [1], [0]),
+    (AcceptanceEstimator, "longest_draft", [1], [0]),
     (partial(AcceptanceEstimator, 1), "window", [1], [0]),
     (objectives.ClippedRatio, "clip_low", [0, 1], [-TINY, 1 + TINY]),
     (objectives.ClippedRatio, "clip_high", [0, 2], [-TINY]),
