@@ -223,3 +223,11 @@ def test_selectors_are_made_from_yaml():
 def test_a_strategy_that_nobody_can_follow_is_refused(arguments: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Strategy(*arguments)
+
+
+@pytest.mark.parametrize("length", ["3", True, 2.5, None])
+def test_a_draft_length_is_a_whole_number(length: Any) -> None:
+    with pytest.raises(TypeError, match=r"`num_draft_tokens` must be a list of whole numbers, got \["):
+        CostModelSelector(num_draft_tokens=(length,))
+    with pytest.raises(TypeError, match=r"`num_draft_tokens` must be a list of whole numbers, got \["):
+        BEGMABSelector(groups=((length,),), thresholds=(1,))
