@@ -232,8 +232,9 @@ def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
     with pytest.raises(ValueError, match=r"keeps model\.layers\.1\.mlp\.up_proj alone, but .*gate_proj, .*name all"):
         Quantization("fp8", ["*.down_proj", "*.1.mlp.up_proj"]).check(policy_shapes(policy))
-    with pytest.raises(ValueError, match=r"not proven for engines over several ranks, and `tensor_parallel` is 2"):
-        Quantization("int8").check(policy_shapes(policy), 2)
+    for over_ranks in (Quantization("int8"), Quantization(None, kv_cache="fp8")):
+        with pytest.raises(ValueError, match=r"not proven for engines over several ranks, and `tensor_parallel` is 2"):
+            over_ranks.check(policy_shapes(policy), 2)
     experts = save_architecture("qwen3_moe", tmp_path)
     with pytest.raises(ValueError, match="not proven for a mixture of experts"):
         Quantization("fp8").check(policy_shapes(str(experts)))

@@ -70,15 +70,15 @@ class Quantization:
             shapes: Of the policy's tensors, by their Hugging Face names.
             num_ranks: Ranks that are one engine.
         """
-        if self.kv_cache == "fp8":
-            self._check_cache(shapes)
-        if self.weights is None:
-            return
-        if num_ranks > 1:
+        if self != Quantization(None) and num_ranks > 1:
             raise ValueError(
                 "`quantization` is not proven for engines over several ranks, and `tensor_parallel` is "
                 f"{num_ranks}; set `quantization: null` or `tensor_parallel: 1`."
             )
+        if self.kv_cache == "fp8":
+            self._check_cache(shapes)
+        if self.weights is None:
+            return
         if any(".experts." in name for name in shapes):
             raise ValueError(
                 "`quantization` is not proven for a mixture of experts, as this policy is; set `quantization: null`."
