@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from tlt_lightning.engine.vllm.required.version import SUPPORTED, installed_version
@@ -249,17 +250,22 @@ def _has(owner: Any, wanted: str) -> bool:
         return callable(function) and [
             parameter for parameter in inspect.signature(function).parameters if parameter != "self"
         ] == [parameter for parameter in parameters.split(", ") if parameter]
-    return owner is not None and (hasattr(owner, name) or name in _assigned(owner))
+    return owner is not None and (hasattr(owner, name) or _assigns(owner, name))
 
 
 @cache
-def _assigned(owner: Any) -> frozenset[str]:
-    """Return the attributes that a class annotates or that its methods, or a module's functions, assign."""
-    names: set[str] = set()
+def _assigns(owner: Any, name: str) -> bool:
+    """Return whether a class annotates an attribute, or its methods, or a module's functions, assign it."""
     for base in getattr(owner, "__mro__", (owner, object))[:-1]:
-        names |= vars(base).get("__annotations__", {}).keys()
+        if name in vars(base).get("__annotations__", {}):
+            return True
         for method in filter(inspect.isfunction, vars(base).values()):
             inside = [cell.cell_contents for cell in method.__closure__ or ()]  # decorated
             for function in filter(inspect.isfunction, [method, *inside]):
-                names |= {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"}
-    return frozenset(names)
+                if name in function.__code__.co_names and name in _stored(function):  # few are read through
+                    return True
+    return False
+
+
+def _stored(function: FunctionType) -> set[str]:
+    return {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"}
