@@ -11,15 +11,22 @@ import gc
 import importlib
 from typing import Any
 
+from tlt_lightning.engine.vllm.required.parts import check_required
+
 PRELOADED = (
     "tlt_lightning.long_tail.callback",
     "tlt_lightning.module",
+    "tlt_lightning.data.module",
     "tlt_lightning.engine.vllm.engine",
+    "tlt_lightning.engine.vllm.scheduler",
     "vllm.entrypoints.llm",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen2",
     "speculators.models.eagle3",
     "datasets",
+    "tests.support.rl_runs",
 )
 
 gc.disable()
@@ -28,6 +35,7 @@ for name in PRELOADED:
 current_platform: Any = importlib.import_module("vllm.platforms").current_platform
 current_platform.register_triton_kernel_overrides()
 current_platform.register_triton_kernel_overrides = lambda: None
+check_required(only_imported=True)  # which remembers what classes assign
 gc.collect()
 gc.freeze()
 gc.enable()
