@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,25 @@ class Ended:
     stderr: str
 
 
-def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeout: float = 280) -> Ended:
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def spawned(rank: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank as Lightning's own launcher sets it."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+
+
+def run_ranks(
+    script: str,
+    out: Path,
+    *arguments: str,
+    num_ranks: int = 2,
+    timeout: float = 280,
+    launcher: Callable[[int, int], dict[str, str]] = spawned,
+) -> Ended:
     """Run `main` of a script of the tests as rank 0 and as rank 1, until both have ended.
 
     Args:
@@ -38,11 +57,13 @@ def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeo
         arguments: Of `main`.
         num_ranks: 1 runs it in one process.
         timeout: Seconds after which both are killed.
+        launcher: Returns the environment of a rank, of its number and a free port.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [CONTEXT.Process(target=be_rank, args=(rank, port, script, out, arguments)) for rank in range(num_ranks)]
+    port = free_port()
+    places = [launcher(rank, port) for rank in range(num_ranks)]
+    ranks = [
+        CONTEXT.Process(target=be_rank, args=(rank, place, script, out, arguments)) for rank, place in enumerate(places)
+    ]
     end = time.monotonic() + timeout
     try:
         for rank in ranks:
@@ -57,13 +78,9 @@ def run_ranks(script: str, out: Path, *arguments: str, num_ranks: int = 2, timeo
     return Ended([rank.exitcode for rank in ranks], "".join(stderr))
 
 
-def be_rank(rank: int, port: int, script: str, out: Path, arguments: tuple[str, ...]) -> None:
+def be_rank(rank: int, place: dict[str, str], script: str, out: Path, arguments: tuple[str, ...]) -> None:
     """What a rank's process does."""
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         os.dup2(os.open(out / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), stream.fileno())
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "LOCAL_RANK": str(rank),
-    }
+    os.environ |= place
     importlib.import_module(script).main(*arguments)
