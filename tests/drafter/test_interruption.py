@@ -1,10 +1,10 @@
 """Warm-ups that Ctrl-C or SIGTERM ends: what they save, what they say, and that a resumed one goes on exactly."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import save_policy
+from tlt_lightning.__main__ import main
 from tlt_lightning.commands.cli import run_drafter_cli
 
 pytestmark = pytest.mark.slow
 
+CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).parents[2]
 EPOCHS, PACKS, HELD_OUT = 2, 6, 2
 
@@ -53,6 +55,14 @@ def whole(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple
     return head_of(folder), (folder / "head/README.md").read_text()
 
 
+def be_command(arguments: list[str], said: Path) -> None:
+    """Run the command line as a process of its own does, and write its stderr to a file."""
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+    sys.argv = ["tlt-lightning", *arguments]
+    main()
+
+
 @pytest.mark.parametrize(
     ("number", "stage", "batch", "num_steps"),
     [(signal.SIGINT, "train", 1, PACKS + 2), (signal.SIGTERM, "validation", 0, 2 * PACKS)],
@@ -70,29 +80,26 @@ def test_a_signal_saves_the_head_and_the_resumed_warm_up_equals_the_uninterrupte
     arguments = [*options, "--trainer.default_root_dir", str(root)]
     waits = {"stage": stage, "epoch": 1, "batch": batch, "told": str(told)}
     callback = {"class_path": "tests.support.drafters.waiting.Waits", "init_args": waits}
-    run = subprocess.Popen(
-        [sys.executable, "-m", "tlt_lightning", "drafter", *arguments, "--trainer.callbacks+", json.dumps(callback)],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
-    )
+    arguments += ["--trainer.callbacks+", json.dumps(callback)]
+    run = CONTEXT.Process(target=be_command, args=(["drafter", *arguments], tmp_path / "said"))
+    run.start()
     try:
         end = time.monotonic() + 120
-        while not told.exists() and run.poll() is None and time.monotonic() < end:
+        while not told.exists() and run.is_alive() and time.monotonic() < end:
             time.sleep(0.05)
-        run.send_signal(number)
+        assert run.pid is not None
+        os.kill(run.pid, number)
         told.unlink()
-        _, said = run.communicate(timeout=60)
+        run.join(60)
     finally:
         run.kill()
-    assert run.returncode == (1 if number == signal.SIGINT else 143), said
+    said = (tmp_path / "said").read_text()
+    assert run.exitcode == (1 if number == signal.SIGINT else 143), said
     last = root / "checkpoints/last.ckpt"
     assert last.resolve().name == "interrupted.ckpt"
     assert f"after {num_steps} optimizer steps. {last} holds {num_steps} of them and goes on as `--ckpt_path`" in said
     assert not (root / "head").exists()
-    run_drafter_cli([*arguments, "--ckpt_path", str(last)])
+    run_drafter_cli([*arguments[:-2], "--ckpt_path", str(last)])
     assert head_of(root) == whole[0]
     assert (root / "head/README.md").read_text() == whole[1]
     assert not (root / "checkpoints/interrupted.ckpt").exists()
