@@ -16,12 +16,11 @@ and tokenised, as at the start of a warm-up, each of them 20 times. `--tiny` tak
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ import torch
 from benchmarks.common.arguments import ASSETS, ROOT, parser_of
 from benchmarks.common.results import about, heading, save, table
 from recipes.assets.make_countdown import ANSWER, EOS, Question, sample_chain, sample_question, sample_response
-from tlt_lightning.commands.cli import run_drafter_cli
+from tlt_lightning.commands.cli import run_cli, run_drafter_cli
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import quality_of
@@ -78,10 +77,10 @@ def predict(folder: Path, most: int | None) -> tuple[Path, Path]:
     asked = [(ASSETS / name).read_text().splitlines()[:most] for name in ("train.jsonl", "val.jsonl")]
     questions = folder / "questions.jsonl"
     questions.write_text("\n".join(itertools.chain(*asked)))
-    command = [sys.executable, "-m", "tlt_lightning", "predict"]
-    command += ["-c", "recipes/base.yaml", "-c", "recipes/quickstart.yaml"]
-    command += ["--data.val.path", str(questions), "--trainer.default_root_dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    arguments = ["predict", "-c", "recipes/base.yaml", "-c", "recipes/quickstart.yaml"]
+    arguments += ["--data.val.path", str(questions), "--trainer.default_root_dir", str(folder)]
+    with contextlib.chdir(ROOT):  # which the recipe's paths start from
+        run_cli(arguments)
     answers = (folder / "completions.jsonl").read_text().splitlines()
     answers.sort(key=lambda line: json.loads(line)["index"])
     files = folder / "own.jsonl", folder / "held_out.jsonl"
