@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import atexit
 import gc
 import importlib
 import json
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 gc.set_threshold(50_000)  # a collection looks at all that was ever imported
+gc.disable()  # until all is imported that files of tests name: none of it becomes garbage
 
 PRELOADED = (
     "tests.support.copied_in_checkpoint",
@@ -91,6 +93,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     has_vllm = any(item.get_closest_marker("vllm") for item in session.items)
     modules = ["tests.support.frozen_heap"] if has_vllm else [*PRELOADED]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
