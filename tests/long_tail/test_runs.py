@@ -154,7 +154,7 @@ class SaveWithin(RolloutCallback):
 def test_a_run_saved_within_an_iteration_is_gone_on_with_bit_for_bit(tmp_path: Path) -> None:
     def run(ckpt_path: Path | None = None) -> tuple[list[torch.Tensor], dict[str, float]]:
         L.seed_everything(3)
-        selector, metrics, drafting, module = fixed(), Metrics(), make_callback(share=4.0), make_module()
+        selector, metrics, drafting, module = fixed(), Metrics(), make_callback(share=1.0), make_module()
         saving = [] if ckpt_path else [SaveWithin(tmp_path)]
         trainer = make_trainer(tmp_path, drafting, metrics, *saving, max_epochs=2)
         trainer.fit(module, make_data(make_engine(selector), num_minibatches=2), ckpt_path=ckpt_path)
