@@ -164,21 +164,6 @@ def test_a_response_that_is_continued_drafts_for_its_siblings_and_they_for_it() 
     assert made.drafts("other", [*PROMPT[:-1], 99, 20, 21]) == []
 
 
-def test_a_response_that_goes_on_under_its_name_is_read_once() -> None:
-    made = Texts(ngram=True)
-    made.grow("a", [20, 21, 22, 23])
-    for strategy in (SIBLING, NGRAM):
-        made.propose("a", strategy, 3)
-    made.written["a"] = [*made.written["a"], 24]
-    made.add("a", made.written["a"], len(PROMPT))
-    made.grow("a", [25])
-    for strategy in (SIBLING, NGRAM):
-        made.propose("a", strategy, 3)
-    for drafter, group in (("sibling", 0), ("ngram", "a")):
-        held = made.indices[drafter]._groups[group]  # type: ignore[index]
-        assert held.texts[held.numbers["a"]].tolist() == made.written["a"]
-
-
 def test_the_better_source_drafts() -> None:
     made = Texts(ngram=True)
     made.grow("b", [20, 21, 22, 23, 24, 20, 21])

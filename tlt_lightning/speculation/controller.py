@@ -123,7 +123,7 @@ class StrategyController:
         earlier: Sequence[Sequence[int]] = (),
         twin: Sequence[int] = (),
     ) -> None:
-        """Begin a response, or go on with one, as `LookupDrafter.add` says."""
+        """Begin a response, as `LookupDrafter.add` says."""
         if self.lookups is not None:
             self.lookups.add(request_id, tokens, num_prompt_tokens, earlier, twin)
 

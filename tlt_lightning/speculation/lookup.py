@@ -127,10 +127,10 @@ class LookupDrafter:
         earlier: Sequence[Sequence[int]] = (),
         twin: Sequence[int] = (),
     ) -> None:
-        """Begin a response, or go on with one.
+        """Begin a response.
 
         Args:
-            request_id: Name of the response's request.
+            request_id: Name of the response's request, new in the rollout.
             tokens: Prompt and what is written of the response, held by reference: the text grows.
             num_prompt_tokens: Tokens of the prompt; None is all there are now.
             earlier: Answers to the prompt from before; those that its group has already stay.
@@ -144,10 +144,6 @@ class LookupDrafter:
             drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - MATCH_LENGTHS[0])
             for drafter in self.indices
         }
-        if (before := self._texts.get(request_id)) is not None:  # it goes on: what is read of it stays
-            read = before.read
-            if "sibling" in self.indices:
-                self._members["sibling", group].remove(before)
         text = self._texts[request_id] = _Text(request_id, group, tokens, read, len(prompt))
         if "sibling" in self.indices:
             text.twin = [*twin]
