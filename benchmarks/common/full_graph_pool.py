@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from tlt_lightning.speculation import FullGraph, GraphPlan, GraphPool
-from tlt_lightning.speculation.graphs.pool import Arms, check_arms
+from tlt_lightning.speculation.graphs.pool import Arms
 
 
 class FullGraphPool(GraphPool):
@@ -17,7 +17,6 @@ class FullGraphPool(GraphPool):
 
     @override
     def plan(self, arms: Arms, capture_sizes: Sequence[int]) -> GraphPlan:
-        check_arms(arms, capture_sizes)
         most, sizes = max(arms), sorted(capture_sizes)
         lengths = {arm.num_draft_tokens for strategies in arms.values() for arm in strategies}
         is_drafted = any(arm.is_learned for strategies in arms.values() for arm in strategies)

@@ -100,13 +100,6 @@ def test_table_counts_graphs_and_shows_what_capture_cost():
     assert plan.table(report).endswith("| 12.5 | 1.2 |")
 
 
-def test_incomplete_arms_are_refused():
-    with pytest.raises(ValueError, match=r"every batch size from 1 to the largest, got \[2, 3\]"):
-        BucketedGraphPool().plan({2: (OFF,), 3: (OFF,)}, VLLM_SIZES)
-    with pytest.raises(ValueError, match="`capture_sizes` must be positive and not empty"):
-        BucketedGraphPool().plan({1: (OFF,)}, ())
-
-
 def test_arms_without_off_are_refused():
     class Always(FixedSelector):
         def arms(self, batch_size):

@@ -51,9 +51,6 @@ class GraphPool(ABC):
         Args:
             arms: Strategies reachable at each batch size from 1 on, `OFF` among them; see `arms_by_batch`.
             capture_sizes: The engine's own capture sizes: token counts, and for plain decoding request counts.
-
-        Raises:
-            ValueError: If a batch size is missing.
         """
 
 
@@ -71,7 +68,6 @@ class BucketedGraphPool(GraphPool):
 
     @override
     def plan(self, arms: Arms, capture_sizes: Sequence[int]) -> GraphPlan:
-        check_arms(arms, capture_sizes)
         graphs: set[FullGraph] = set()
         reachable = {arm for strategies in arms.values() for arm in strategies}
         has_head = any(arm.is_learned for arm in reachable)
@@ -89,11 +85,3 @@ class BucketedGraphPool(GraphPool):
                     graphs.add(FullGraph("drafter_decode", num_requests, arm.num_draft_tokens))
         piecewise = sorted({*(set(PIECEWISE_SIZES) & set(capture_sizes)), max(capture_sizes)})
         return GraphPlan(tuple(sorted(graphs)), tuple(piecewise))
-
-
-def check_arms(arms: Arms, capture_sizes: Sequence[int]) -> None:
-    """Raise ValueError unless every batch size from 1 on is there and a capture size is given."""
-    if sorted(arms) != list(range(1, len(arms) + 1)) or not arms:
-        raise ValueError(f"`arms` must have every batch size from 1 to the largest, got {sorted(arms)}.")
-    if not capture_sizes or min(capture_sizes) < 1:
-        raise ValueError(f"`capture_sizes` must be positive and not empty, got {list(capture_sizes)}.")
