@@ -24,6 +24,7 @@ from typing_extensions import override
 from tlt_lightning.speculation.agreement import Agreement
 from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
+from tlt_lightning.speculation.selectors.fixed import FixedSelector
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
 
 log = logging.getLogger(__name__)
@@ -46,26 +47,18 @@ LEAST_ERROR = 0.1
 """Relative error below which no measurement is trusted: what was the same in all its turns does not scatter."""
 
 
-class CalibrationSelector(StrategySelector):
+class CalibrationSelector(FixedSelector):
     """Chooses the strategy that `turn` sets and keeps the seconds of the steps under it.
 
     `num_misses` counts the steps so far that ran without a CUDA graph where others have one.
     """
 
-    def __init__(self, num_misses: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, num_misses: Callable[[], int]) -> None:
+        super().__init__(0)
         self.num_misses = num_misses
-        self.strategy = OFF
         self.batch_size = 0
         self.seconds: list[float] = []
         self.context = 0.0
-
-    @override
-    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        return (OFF,) if self.strategy.is_off else (OFF, self.strategy)
-
-    @override
-    def select(self, state: SelectorState) -> Strategy:
-        return self.strategy
 
     @override
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
