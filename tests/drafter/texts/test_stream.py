@@ -114,9 +114,10 @@ def test_a_stream_is_cut_as_it_is_asked_for() -> None:
 
 def test_groups_of_similar_length_waste_little() -> None:
     lengths = [random.Random(seed).randrange(1, 200) for seed in range(50)] + [900]
-    groups = list(similar_lengths(lengths, 512))
+    groups = similar_lengths(lengths, 512)
     assert sorted(row for group in groups for row in group) == list(range(51))
     for group in groups:
         longest = max(lengths[row] for row in group)
         assert len(group) * longest <= max(512, longest)
-    assert list(similar_lengths([2, 3, 7, 3], 6)) == [[2], [1, 3], [0]]  # filled to the last token
+    assert similar_lengths([2, 3, 7, 3], 6) == [[2], [1, 3], [0]]  # filled to the last token
+    assert similar_lengths([], 6) == []

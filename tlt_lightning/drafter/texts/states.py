@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 from tlt_lightning.sharding.units import Sharding, is_sharded
+from tlt_lightning.training.micro_batches import fill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ class StateReader:
     def read(self, texts: Sequence[Text]) -> list[PolicyText]:
         """Return `texts` with the target's states over them, on the CPU, in their order."""
         results: dict[int, PolicyText] = {}
-        groups = list(similar_lengths([len(text.ids) for text in texts], self.max_tokens))
+        groups = similar_lengths([len(text.ids) for text in texts], self.max_tokens)
         num_others = self._most(len(groups)) - len(groups)  # asked before the first pass: ranks ask and pass in step
         for rows in groups:
             ids = [torch.tensor(texts[row].ids) for row in rows]
@@ -81,16 +82,12 @@ def load_target(path: str, device: torch.device, *, shards: bool) -> PreTrainedM
     return target.to(device)
 
 
-def similar_lengths(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Group rows, longest first, so that each padded group holds at most `max_tokens`.
+def similar_lengths(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group rows of similar lengths, so that each padded group holds at most `max_tokens`.
 
     A row longer than that is a group of its own.
     """
-    group: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if group and (len(group) + 1) * lengths[group[0]] > max_tokens:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
+    if not lengths:
+        return []
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [[rows[place] for place in part] for part in fill([lengths[row] for row in rows], max_tokens)]
