@@ -108,7 +108,7 @@ class RankGroup(Agreement):
 
     @override
     def is_any(self, flag: bool) -> bool:
-        smallest, least, most = self._smallest(-flag, self._noted, -self._noted)
+        smallest, least, most = self.smallest(-flag, self._noted, -self._noted)
         if least != -most:
             raise self._parted()
         return smallest < 0
@@ -117,11 +117,8 @@ class RankGroup(Agreement):
     def note(self, numbers: Iterable[int]) -> None:
         self._noted = zlib.crc32(array("q", numbers), self._noted)
 
-    def smallest(self, value: int) -> int:
-        """Return the smallest of the ranks' values."""
-        return self._smallest(value)[0]
-
-    def _smallest(self, *values: int) -> list[int]:
+    def smallest(self, *values: int) -> list[int]:
+        """Return the smallest that a rank has of each value."""
         tensor = torch.tensor(values)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)

@@ -51,7 +51,7 @@ class RankExecutor(UniProcExecutor):
     def determine_available_memory(self) -> list[int]:
         """Return the bytes of keys and values, the same on all ranks of an engine: they schedule alike."""
         own = self._usable_memory()
-        return own if self.vllm_config.parallel_config.tensor_parallel_size == 1 else [_group().smallest(min(own))]
+        return own if self.vllm_config.parallel_config.tensor_parallel_size == 1 else _group().smallest(min(own))
 
     @override
     def shutdown(self) -> None:
