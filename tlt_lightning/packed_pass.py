@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -57,9 +57,10 @@ class Pack:
 def packed_states(trunk: nn.Module, pack: Pack) -> Tensor:
     """Return the trunk's last hidden states of every token of a pack, (N, H)."""
     given: dict[str, Any] = {"input_ids": pack.input_ids[None], "position_ids": pack.position_ids[None]}
-    with _attention_of(trunk) as is_varlen:
-        if is_varlen:
-            given |= {"cu_seq_lens_q": pack.starts, "max_length_q": pack.longest}
+    is_varlen = trunk.config._attn_implementation == VARLEN  # type: ignore[union-attr]
+    if is_varlen:
+        given |= {"cu_seq_lens_q": pack.starts, "max_length_q": pack.longest}
+    with without_mask() if is_varlen else nullcontext():
         return trunk(**given, use_cache=False).last_hidden_state[0]
 
 
@@ -88,17 +89,6 @@ def note_if_packable(trunk: nn.Module) -> bool:
         is_packable = bool(error < (1e-4 if weight.dtype.itemsize >= 4 else 2e-2))
     setattr(trunk, IS_PACKABLE, is_packable)
     return is_packable
-
-
-@contextmanager
-def _attention_of(trunk: nn.Module) -> Iterator[bool]:
-    """Take the varlen attention for the block if the trunk has it; yield True if so."""
-    config: Any = trunk.config
-    if config._attn_implementation != VARLEN:
-        yield False
-        return
-    with without_mask():
-        yield True
 
 
 @contextmanager
