@@ -145,7 +145,7 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     ((batch,),) = rank.steps()
     (prompts, course, arguments), *more = rank.collector.calls
     assert not more
-    order = PromptCursor(len(PROMPTS), 0).take(4)
+    order = PromptCursor(len(PROMPTS), 0).coming(4)
     assert [prompt.index for prompt in prompts] == order[1::2]
     assert [(group.prompt, group.draw, group.drawn, group.begun) for group in course.groups] == [
         (order[1], 1, 4, 4),
@@ -168,7 +168,7 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
 
 def test_a_rank_draws_what_is_dealt_to_it_by_earlier_answers() -> None:
     rank = OneRank()
-    order = PromptCursor(len(PROMPTS), 0).take(4)
+    order = PromptCursor(len(PROMPTS), 0).coming(4)
     rank.history.mean_lengths = dict(zip(order, (100.0, 10.0, 20.0, 30.0), strict=True))
     list(rank.steps())
     ((_, course, _),) = rank.collector.calls
@@ -194,7 +194,7 @@ def test_what_is_asked_ahead_is_what_the_next_iteration_begins(schedule: Rollout
     assert own.ahead == [(7, [5])]
     ((_, course, _),) = rank.collector.calls
     asked = rank.collector.ahead
-    order = PromptCursor(len(PROMPTS), 0).take(16)[1::2]
+    order = PromptCursor(len(PROMPTS), 0).coming(16)[1::2]
     num_begun = 2 if schedule is None else 4
     waiting = [] if schedule is None else order[2:4]
     fresh = {"NoneType": 2, "TailBatching": 0, "PartialRollout": 2}[type(schedule).__name__]
@@ -301,7 +301,7 @@ def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> N
     rank = OneRank(**wanted)
     (parts,) = rank.steps()
     calls = rank.collector.calls
-    order = PromptCursor(len(PROMPTS), 0).take(16)
+    order = PromptCursor(len(PROMPTS), 0).coming(16)
     dull = [index for index in order[1:8:2] if index in DULL]
     drawn = [[prompt.index for prompt in prompts] for prompts, *_ in calls]
     assert dull

@@ -219,7 +219,7 @@ class PolicyIteration:
         groups, num_fresh = self.backlog.begin(demand, self.log) if demand.wanted else ([], 0)
         numbers = gather_over_ranks(self.trainer, num_fresh)
         fresh = self._fresh(numbers, demand.iteration)
-        self.cursor.take(sum(numbers))
+        self.cursor.position += sum(numbers)
         return [*groups, *fresh]
 
     def _fresh(self, numbers: Sequence[int], iteration: int) -> list[OpenGroup]:

@@ -287,14 +287,8 @@ class PromptCursor:
         self.seed = seed
         self.position = 0  # prompts handed out since the start, over all ranks
 
-    def take(self, count: int) -> list[int]:
-        """Return the next `count` prompts, and move on behind them."""
-        taken = self.coming(count)
-        self.position += count
-        return taken
-
     def coming(self, count: int) -> list[int]:
-        """Return the next `count` prompts without moving on."""
+        """Return the next `count` prompts; whoever takes them moves `position` on."""
         places = (divmod(self.position + number, self.num_prompts) for number in range(count))
         return [_permutation(self.num_prompts, self.seed * 1_000_003 + epoch)[offset] for epoch, offset in places]
 
