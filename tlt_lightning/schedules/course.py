@@ -139,15 +139,13 @@ class RolloutCourse:
 
     def put_aside(self) -> list[OpenGroup]:
         """Return the groups that wait, with what is written of them."""
-        size, chosen = self.group_size, {*(self.chosen or ())}
-        rest = [(place, group) for place, group in enumerate(self.groups) if place not in chosen]
-        written = {
-            place: tuple(
-                self.responses[i] for i in range(place * size, (place + 1) * size) if i in self.responses
-            )  # none of a group that was drawn while what was put aside is enough
-            for place, _ in rest
-        }
-        return [replace(group, deferrals=group.deferrals + 1, responses=written[place]) for place, group in rest]
+        size, waiting = self.group_size, []
+        for place, group in enumerate(self.groups):
+            if place not in (self.chosen or ()):
+                # None of a group that was drawn while what was put aside is enough.
+                written = [self.responses[i] for i in range(place * size, (place + 1) * size) if i in self.responses]
+                waiting.append(replace(group, deferrals=group.deferrals + 1, responses=tuple(written)))
+        return waiting
 
     def _seed(self, number: int) -> int:
         return response_seed(self.groups[number // self.group_size].draw, number % self.group_size)
