@@ -7,14 +7,12 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_SHARED = ("weights",)  # the same on all workers whenever a checkpoint may be saved
-
 
 def split(state: dict[str, Any], rank: int, num_workers: int) -> dict[str, Any]:
     """Take a worker's own part out of `state`, and return it; `state` remembers the number of workers."""
-    trainer = state["trainer"]
-    own = {name: value for name, value in trainer.items() if name not in _SHARED}
-    state |= {"trainer": {name: trainer[name] for name in _SHARED}, "num_workers": num_workers}
+    own = dict(state["trainer"])
+    # Weights are the same on all workers whenever a checkpoint may be saved.
+    state |= {"trainer": {"weights": own.pop("weights")}, "num_workers": num_workers}
     return {"rank": rank, "trainer": own, "drift": state.pop("drift")}
 
 
