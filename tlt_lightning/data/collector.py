@@ -231,9 +231,7 @@ class RolloutCollector:
         }
 
     def _spend_idle_time(
-        self,
-        write_ahead: Callable[[IdleWindow], None] | None = None,
-        score: Callable[[IdleWindow], None] | None = None,
+        self, write_ahead: Callable[[IdleWindow], None] | None, score: Callable[[IdleWindow], None] | None
     ) -> None:
         """Wait for the other workers; `write_ahead` has the engine first, which then sleeps for the others.
 
