@@ -155,11 +155,8 @@ class LeaveOneOut(_GroupEstimator):
 
 
 @dataclass(frozen=True)
-class WhitenedGroupBaseline(_GroupEstimator):
+class WhitenedGroupBaseline(GroupCentred):
     """Whitens GroupCentred over the iteration: REINFORCE++-baseline (arXiv 2501.03262)."""
-
-    def _per_sequence(self, centred: Tensor, std: Tensor, size: Tensor) -> Tensor:
-        return centred
 
     def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         advantages, _ = super().__call__(batch, rewards, token_rewards, reduce)
