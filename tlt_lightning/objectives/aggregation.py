@@ -28,12 +28,6 @@ def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
     return sequence_sum(x, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _per_token(total: Tensor, batch: RolloutBatch) -> Tensor:
-    if batch.num_loss_tokens:
-        return total * (batch.num_shares / batch.num_loss_tokens)
-    return total / batch.response_mask.bool().sum().clamp(min=1)
-
-
 def _per_sequence(total: Tensor, batch: RolloutBatch) -> Tensor:
     if batch.num_loss_sequences:
         return total * (batch.num_shares / batch.num_loss_sequences)
@@ -42,7 +36,11 @@ def _per_sequence(total: Tensor, batch: RolloutBatch) -> Tensor:
 
 def token_mean(per_token: Tensor, batch: RolloutBatch) -> Tensor:
     """Average `per_token` (B, T) over the tokens of the optimizer step, as every metric is."""
-    return _per_token(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
+    mask = batch.response_mask.bool()
+    total = sequence_sum(per_token, mask).sum()
+    if batch.num_loss_tokens:
+        return total * (batch.num_shares / batch.num_loss_tokens)
+    return total / mask.sum().clamp(min=1)
 
 
 class Aggregation(ABC):
