@@ -39,7 +39,7 @@ from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.rewards import PythonTests, RewardModel, RewardPool, RewardTerm, exact_match
-from tlt_lightning.speculation import BucketedGraphPool, FixedSelector, Strategy, ThresholdSelector
+from tlt_lightning.speculation import FixedSelector, Strategy, ThresholdSelector
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.training.critic import CriticConfig
@@ -50,10 +50,6 @@ OVERLONG = objectives.OverlongPunishment(max_tokens=9, buffer_tokens=1)
 
 def pool(**arguments: float) -> None:
     RewardPool([RewardTerm(function=exact_match)], **arguments).close()  # type: ignore[arg-type]
-
-
-def graphs(capture_sizes: int) -> None:
-    BucketedGraphPool().plan({1: (Strategy(0),)}, (capture_sizes,))
 
 
 def arms(num_draft_tokens: int) -> None:
@@ -101,7 +97,6 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (Sampling, "stop_strings", [("end", "done")], [("",)]),
     (Strategy, "num_draft_tokens", [0], [-1]),
     (arms, "num_draft_tokens", [1], [0]),
-    (graphs, "capture_sizes", [1], [0]),
     (FixedSelector, "num_draft_tokens", [0], [-1]),
     (ThresholdSelector, "num_draft_tokens", [1], [0]),
     (ThresholdSelector, "max_running", [1], [0]),
