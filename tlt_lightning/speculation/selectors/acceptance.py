@@ -9,8 +9,6 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-from tlt_lightning.arguments import check_at_least
-
 PRIOR, PRIOR_STRENGTH = 0.6, 4.0
 """Chance assumed at the first position before anything was tried, and the observations that it is worth."""
 
@@ -34,9 +32,7 @@ class AcceptanceEstimator:
         [1.7, 2.2, 2.6]
     """
 
-    def __init__(self, longest_draft: int, window: int = 100) -> None:
-        check_at_least("longest_draft", longest_draft, 1)
-        check_at_least("window", window, 1)
+    def __init__(self, longest_draft: int, window: int = 50) -> None:
         self.keep = 1 - 1 / window
         self._means = [PRIOR] * longest_draft
         self._counts = [0.0] * longest_draft  # observations still remembered
