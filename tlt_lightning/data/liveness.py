@@ -55,7 +55,8 @@ class Liveness:
         self._failure: str | None = None
         self._failed_at = 0.0
         self._last_check: float | None = None  # loading takes what it takes
-        self._ends_itself = False
+        self.ends_itself = False
+        """True once a `check` has ended this worker, at a step before which all of the last one is done."""
         self._outbox: list[str] = []
         self._closed = threading.Event()
         self._lines: dict[int, _Line] = {}
@@ -70,13 +71,13 @@ class Liveness:
         """Raise RuntimeError if a worker has failed or died; the signal's exception after `terminate`, `interrupt`."""
         self._last_check = time.monotonic()
         if self._terminated:
-            self._ends_itself = True
+            self.ends_itself = True
             raise SIGTERMException(SIGTERM_STATUS)
         if self._interrupted:
-            self._ends_itself = True
+            self.ends_itself = True
             raise KeyboardInterrupt
         if self._failure is not None:
-            self._ends_itself = True
+            self.ends_itself = True
             raise RuntimeError(_sentence(self._failure))
 
     def terminate(self) -> None:
@@ -87,16 +88,11 @@ class Liveness:
         """Make the next `check` raise KeyboardInterrupt; safe in a signal handler."""
         self._interrupted = True
 
-    @property
-    def ends_itself(self) -> bool:
-        """True once a `check` has ended this worker, at a step before which all of the last one is done."""
-        return self._ends_itself
-
     def report(self, error: BaseException) -> None:
         """Tell the other workers what ended this one, or note on `error` which other worker ended."""
         if self.world_size == 1:
             return
-        self._ends_itself = True
+        self.ends_itself = True
         # Backends raise RuntimeErrors that name neither rank nor reason when the other end of a collective is gone.
         end = time.monotonic() + (_NOTE_SECONDS if isinstance(error, RuntimeError) else 0.0)
         while self._failure is None and time.monotonic() < end:
@@ -155,10 +151,10 @@ class Liveness:
                     self._send(_BEAT, f"{self._stalled(now):.0f}")
                 for line in self._lines.values():
                     self._judge(line, now)
-                if self._failure is not None and not self._ends_itself and now - self._failed_at > _GRACE_SECONDS:
+                if self._failure is not None and not self.ends_itself and now - self._failed_at > _GRACE_SECONDS:
                     log.error("Rank %d waits for what never comes and is ended. %s", self.rank, self._failure)
                     os._exit(1)
-                if not self._ends_itself and now - terminated_at > _TERM_SECONDS:
+                if not self.ends_itself and now - terminated_at > _TERM_SECONDS:
                     log.error("Rank %d has not looked for SIGTERM in %.0f s and is ended.", self.rank, _TERM_SECONDS)
                     os._exit(SIGTERM_STATUS)
         self._send_outbox()
