@@ -113,7 +113,8 @@ class HiddenStateTap:
         self.layer_ids = tuple(layer_ids)
         self.rows = list(rows)
         self.starts = starts
-        self._sources: dict[int, nn.Module] = {layer: _source(trunk, layer) for layer in (*layer_ids, num_layers)}
+        modules = [*trunk.layers, trunk.norm]  # the input of each is the output of the layer before
+        self._sources: dict[int, nn.Module] = {layer: modules[layer] for layer in (*layer_ids, num_layers)}
         self._last = num_layers
         self._states: dict[int, Sequence[Tensor]] = {}  # of each row
         self._handles: list[Any] = []
@@ -156,11 +157,6 @@ class HiddenStateTap:
             results.append(PolicyText(ids.clone(), states.cpu(), last, prompt_length, policy_version))
         self._states.clear()
         return results
-
-
-def _source(trunk: Any, layer: int) -> nn.Module:
-    """Return the module whose input is the output of the layer before `layer`."""
-    return trunk.layers[layer] if layer < len(trunk.layers) else trunk.norm
 
 
 class BatchTap:
