@@ -130,12 +130,8 @@ def check_list(name: str, values: object, kind: type, of: str) -> None:
 
     True is no number.
     """
-    if not isinstance(values, list | tuple) or not all(_is_a(value, kind) for value in values):
+    if not isinstance(values, list | tuple) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
         raise TypeError(f"`{name}` must be a list of {of}, got {values!r}.")
-
-
-def _is_a(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: object) -> None:

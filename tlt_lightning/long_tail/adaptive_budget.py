@@ -74,15 +74,13 @@ class AdaptiveBudget(TrainingBudget):
         if self._rest >= self._patience:
             self._forecast.begin_anew()
             self._rest, self._patience = 0, 2 * self._patience
-        affordable = [share for share in self._shares() if self._cost(share) <= self._balance]
+        shares = [self.most / 2**number for number in range(_NUM_SHARES)]
+        affordable = [share for share in shares if self._cost(share) <= self._balance]
         seconds = self._means["decode_seconds"] * self._usage
         costs = [self._cost(share) for share in affordable]
         share, self._saving = self._forecast.plan(affordable, costs, seconds, horizon)
         self._rest += share is None
         return share
-
-    def _shares(self) -> list[float]:
-        return [self.most / 2**number for number in range(_NUM_SHARES)]
 
     def _cost(self, share: float) -> float:
         outside = max(0.0, share - self._means["idle_share"])
