@@ -33,8 +33,8 @@ class PolicyDrift:
     """
 
     def __init__(self) -> None:
-        self._answers: list[RolloutBatch] = []
-        self._logps: list[Tensor] = []
+        self._answers: RolloutBatch | None = None
+        self._logps: Tensor | None = None  # of the first call
 
     @torch.no_grad()
     def measure(self, batch: RolloutBatch, score: Callable[[RolloutBatch], Tensor]) -> float:
@@ -43,26 +43,23 @@ class PolicyDrift:
         The first call takes its answers from `batch`. `score` gives log-probs of a batch's response tokens under the
         policy of now, (B, T).
         """
-        if not self._answers:
+        if self._answers is None or self._logps is None:
             rows = choose_rows(batch.lengths.tolist(), _MAX_TOKENS, torch.Generator().manual_seed(0))
             rows = rows or [int(batch.lengths.argmin())]
-            self._answers = [batch.select(rows)]  # of one pass, on every rank: `fsdp2` makes it a collective
-            self._logps = [score(answer).float().cpu() for answer in self._answers]
+            self._answers = batch.select(rows)  # of one pass, on every rank: `fsdp2` makes it a collective
+            self._logps = score(self._answers).float().cpu()
             return 0.0
-        now = [score(answer).float().cpu() for answer in self._answers]
-        masks = [answer.response_mask.bool() for answer in self._answers]
-        terms = [k3(before, logps)[mask] for before, logps, mask in zip(self._logps, now, masks, strict=True)]
-        return torch.cat(terms).mean().item()
+        terms = k3(self._logps, score(self._answers).float().cpu())
+        return terms[self._answers.response_mask.bool()].mean().item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the answers and their first log-probs, as tensors and primitives."""
-        answers = [
-            {item.name: value for item in fields(answer) if (value := getattr(answer, item.name)) is not None}
-            for answer in self._answers
-        ]
+        """Return the answers and their first log-probs, as tensors and primitives; nothing before the first call."""
+        if self._answers is None:
+            return {}
+        answers = {item.name: getattr(self._answers, item.name) for item in fields(self._answers)}
         return {"answers": answers, "logps": self._logps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on measuring from where the saved run began."""
-        self._answers = [RolloutBatch(**values) for values in state_dict["answers"]]
-        self._logps = list(state_dict["logps"])
+        if state_dict:
+            self._answers, self._logps = RolloutBatch(**state_dict["answers"]), state_dict["logps"]
