@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from tlt_lightning.arguments import check_distinct
 from tlt_lightning.speculation.strategy import Drafter, MeasuredStep, Strategy
 
 KNEES = (64, 128, 256)
@@ -68,7 +67,6 @@ class StepTimeModel:
     """
 
     def __init__(self, drafters: Sequence[Drafter], window: int = 300) -> None:
-        check_distinct("drafters", drafters)
         self.drafters = tuple(drafters)
         self.keep = 1 - 1 / window
         self.scale = 0.0  # seconds of one unit of the prior; 0 until a step was seen
