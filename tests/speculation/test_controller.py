@@ -77,10 +77,8 @@ def test_only_settled_decode_steps_teach_the_selector() -> None:
 def test_calls_that_finish_no_step_add_to_the_next() -> None:
     selector = ScriptedSelector()
     control = StrategyController(selector, steps_per_choice=1)
-    control.add("a", [1, 2])  # without look-ups there is nothing to add to
     control.plan(1, 0.0, 0)
     assert control.look_up(["a"], 3) == {}
-    control.remove("a")
     control.account(0.5)
     control.finished(result(control.plan(1, 0.0, 0), [0], [1]))
     control.account(0.25)
@@ -107,10 +105,11 @@ def test_a_rollout_begins_without_the_seconds_choice_and_counts_of_the_last() ->
 
 def test_steps_that_look_up_draft_from_what_others_write_until_the_rollout_ends() -> None:
     selector, prompt, text = ScriptedSelector(("learned", "sibling")), list(range(1, 11)), [20, 21, 22]
-    control = StrategyController(selector, steps_per_choice=1, lookups=LookupDrafter(siblings=True, ngram=False))
+    lookups = LookupDrafter(siblings=True, ngram=False)
+    control = StrategyController(selector, steps_per_choice=1, lookups=lookups)
     texts = {"a": prompt + text, "b": [*prompt]}
     for name, tokens in texts.items():
-        control.add(name, tokens, len(prompt))
+        lookups.add(name, tokens, len(prompt))
 
     def look_up(strategy: Strategy) -> dict[str, list[int]]:
         selector.script = lambda state: strategy
@@ -122,10 +121,10 @@ def test_steps_that_look_up_draft_from_what_others_write_until_the_rollout_ends(
     texts["a"].append(23)
     texts["b"].append(20)
     assert look_up(Strategy(3, "sibling")) == {"b": [21, 22, 23]}  # each step reads on
-    control.remove("b")
+    lookups.remove("b")
     assert look_up(Strategy(3, "sibling")) == {}
     control.end_rollout()
-    control.add("b", texts["b"], len(prompt))
+    lookups.add("b", texts["b"], len(prompt))
     assert look_up(Strategy(3, "sibling")) == {}
 
 

@@ -115,23 +115,6 @@ class StrategyController:
         if self.trace is not None:
             self.trace.begin_rollout()
 
-    def add(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        num_prompt_tokens: int | None = None,
-        earlier: Sequence[Sequence[int]] = (),
-        twin: Sequence[int] = (),
-    ) -> None:
-        """Begin a response, as `LookupDrafter.add` says."""
-        if self.lookups is not None:
-            self.lookups.add(request_id, tokens, num_prompt_tokens, earlier, twin)
-
-    def remove(self, request_id: str) -> None:
-        """End a response."""
-        if self.lookups is not None:
-            self.lookups.remove(request_id)
-
     def end_rollout(self) -> None:
         """Forget the responses of the rollout and make its trace readable."""
         if self.lookups is not None:

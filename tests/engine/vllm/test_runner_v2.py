@@ -66,8 +66,8 @@ class Outline:
         selector.script = lambda state: strategy
         lookups = LookupDrafter(siblings=True, ngram=False)
         self.controller = StrategyController(selector, steps_per_choice=1, lookups=lookups)
-        self.controller.add("a", [1, 2, 3])
-        self.controller.add("b", [1, 2, 3])
+        lookups.add("a", [1, 2, 3])
+        lookups.add("b", [1, 2, 3])
         lookups._texts["a"].tokens += [20, 21, 22, 23, 24, 25, 26]  # type: ignore[operator]
         lookups._texts["b"].tokens += [20]  # type: ignore[operator]
         self.passes: list[dict[str, Any]] = []

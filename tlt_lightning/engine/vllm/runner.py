@@ -145,8 +145,9 @@ class SpeculativeRunner(ABC):
 
     def add(self, request: Request, request_id: str, tokens: Sequence[int]) -> None:
         """Begin the response to a request of this name; `tokens` grows while it is written."""
-        twin = request.twin if self.shares_noise else ()
-        self.controller.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers, twin)
+        if (lookups := self.controller.lookups) is not None:
+            twin = request.twin if self.shares_noise else ()
+            lookups.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers, twin)
         self.verified[request_id] = self.verified_for[str(request.id)] = []
 
     def end_rollout(self) -> None:
@@ -185,8 +186,9 @@ class SpeculativeRunner(ABC):
         self._lookups = {}
         if self.catch_up is not None and output.preempted_req_ids:
             self.catch_up.drop(output.preempted_req_ids)  # whoever comes back reads everything anew
-        for request_id in output.finished_req_ids:
-            self.controller.remove(request_id)
+        if (lookups := self.controller.lookups) is not None:
+            for request_id in output.finished_req_ids:
+                lookups.remove(request_id)
 
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts to verify in the next step, given what vLLM's own drafter proposed."""
