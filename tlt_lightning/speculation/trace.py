@@ -21,8 +21,8 @@ class StepTrace:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self._rollout, self._step = -1, 0
-        self._first, self._has_written = 0, False  # rollouts that others have left in the file
+        rows = self.path.read_text().splitlines() if self.path.is_file() else []
+        self._rollout, self._step = max((json.loads(row)["rollout"] for row in rows), default=-1), 0
         self._file: TextIO | None = None
 
     def begin_rollout(self) -> None:
@@ -32,18 +32,10 @@ class StepTrace:
     def write(self, row: dict[str, Any]) -> None:
         """Append the row of one step."""
         if self._file is None:
-            self._file = self._open()
-        rollout = self._first + self._rollout
-        self._file.write(json.dumps({"rollout": rollout, "step": self._step, **row}) + "\n")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a")
+        self._file.write(json.dumps({"rollout": self._rollout, "step": self._step, **row}) + "\n")
         self._step += 1
-
-    def _open(self) -> TextIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._has_written and self.path.is_file():
-            rows = map(json.loads, self.path.read_text().splitlines())
-            self._first = 1 + max((row["rollout"] for row in rows), default=-1)
-        self._has_written = True
-        return self.path.open("a")
 
     def flush(self) -> None:
         """Make all rows readable from outside."""
