@@ -86,7 +86,7 @@ def test_draft_of_one_token_needs_no_decode_graph():
 
 def test_table_counts_graphs_and_shows_what_capture_cost():
     plan = BucketedGraphPool().plan(arms_by_batch(FixedSelector(3), 8), (1, 2, 4, 8, 16, 32))
-    assert plan.table() == (
+    assert plan.table(CaptureReport({}, {})) == (
         "| pass | graphs | largest | MiB | seconds |\n"
         "|---|---|---|---|---|\n"
         "| target | 8 | 8 x 4 | - | - |\n"

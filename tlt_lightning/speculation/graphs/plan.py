@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 GraphKind = Literal["target", "drafter_prefill", "drafter_decode"]
-
-GRAPH_KINDS: tuple[GraphKind, ...] = ("target", "drafter_prefill", "drafter_decode")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,8 +35,8 @@ class FullGraph:
 class CaptureReport:
     """Reports MiB and seconds that captured graphs took, by kind or "piecewise"."""
 
-    mib: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    mib: Mapping[str, float]
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,11 @@ class GraphPlan:
         index = bisect_left(sizes, num_requests)
         return FullGraph(kind, sizes[index], length) if index < len(sizes) else None
 
-    def table(self, report: CaptureReport | None = None) -> str:
+    def table(self, report: CaptureReport) -> str:
         """Return a Markdown table of graphs by kind, with MiB and seconds where `report` has them."""
-        report = report or CaptureReport()
         lines = ["| pass | graphs | largest | MiB | seconds |", "|---|---|---|---|---|"]
         has_drafter = any(graph.kind != "target" for graph in self.graphs)
-        for kind in GRAPH_KINDS:
+        for kind in get_args(GraphKind):
             kept = [graph for graph in self.graphs if graph.kind == kind]
             largest = max(kept, key=lambda graph: (graph.num_tokens, graph.length), default=None)
             shape = f"{largest.num_requests} x {largest.length}" if largest else "-"
