@@ -111,10 +111,8 @@ class PromptSource:
             rows = complete(cut("rows", {"train": self.rows}, self.split))
         if not rows:
             raise ValueError(f"`split` {self.split!r} of {self.name} holds no rows; choose one that does.")
-        wanted = [] if self.template else [self.prompt_column]
-        wanted += [] if self.answer_column is None else [self.answer_column]
-        for column in wanted:
-            if column not in rows[0]:
+        for column in (None if self.template else self.prompt_column, self.answer_column):
+            if column is not None and column not in rows[0]:
                 raise ValueError(
                     f"{self.name} has no column {column!r}; it has {', '.join(rows[0])}. Set `prompt_column` or "
                     "`answer_column` (null if there is no answer)."
