@@ -7,6 +7,7 @@ and would ask for vLLM's configuration. Here the decoration moves to a subclass 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -35,16 +36,10 @@ def _apply() -> Undo:
             if type(module) in decorated:
                 module.__class__ = decorated[type(module)]
 
-    undos = (
-        replace(Base, "_decorate_cls_for_torch_compile", decorate_and_remember),
-        replace(Base, "__init__", init_on_a_subclass),
-    )
-
-    def undo() -> None:
-        for each in undos:
-            each()
-
-    return undo
+    undos = ExitStack()
+    undos.callback(replace(Base, "_decorate_cls_for_torch_compile", decorate_and_remember))
+    undos.callback(replace(Base, "__init__", init_on_a_subclass))
+    return undos.close
 
 
 def _give_back(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
