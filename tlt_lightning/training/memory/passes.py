@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.packed_pass import without_mask
-from tlt_lightning.policy import CHUNK_SIZE, causal_lm
+from tlt_lightning.policy import causal_lm
 from tlt_lightning.sharding.units import layers_of
 
 GRADIENTS_AT_ONCE = 3
@@ -29,7 +29,6 @@ class Passes:
         longest: Tokens of the longest sequence, which a pass must hold.
         is_autocast: True if passes run in bfloat16 over weights of another type.
         is_checkpointed: True if activations are recomputed layer by layer.
-        chunk_size: Tokens that meet the vocabulary at a time.
         num_shards: Ranks that hold the rows of a weight together.
     """
 
@@ -37,7 +36,6 @@ class Passes:
     longest: int
     is_autocast: bool
     is_checkpointed: bool
-    chunk_size: int = CHUNK_SIZE
     num_shards: int = 1
 
 
