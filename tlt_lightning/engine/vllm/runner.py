@@ -179,10 +179,7 @@ class SpeculativeRunner(ABC):
     def after_schedule(self, output: Any) -> None:
         """Attach the plan to the scheduled step, with the requests that really run."""
         assert self._plan is not None
-        num_requests = len(output.num_scheduled_tokens)
-        output.speculation = _StepRecord(
-            with_batch(self._plan, num_requests) if num_requests else self._plan, self._lookups
-        )
+        output.speculation = _StepRecord(with_batch(self._plan, len(output.num_scheduled_tokens)), self._lookups)
         self._lookups = {}
         if self.catch_up is not None and output.preempted_req_ids:
             self.catch_up.drop(output.preempted_req_ids)  # whoever comes back reads everything anew
