@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import errno
+import gc
 import logging
 import os
 import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import tlt_lightning
 
@@ -72,7 +76,8 @@ def _run(arguments: list[str]) -> None:
         case ["--version"]:
             print(f"tlt-lightning {tlt_lightning.__version__}")
         case ["export", *arguments]:
-            from tlt_lightning.commands.export import run_export
+            with uncollected():
+                from tlt_lightning.commands.export import run_export
 
             run_export(arguments)
         case [command, *_] if command not in COMMANDS and not command.startswith("-"):
@@ -88,13 +93,27 @@ def _run(arguments: list[str]) -> None:
 
             run_init(arguments)
         case ["drafter", *arguments]:
-            from tlt_lightning.commands.cli import run_drafter_cli
+            with uncollected():
+                from tlt_lightning.commands.cli import run_drafter_cli
 
             run_drafter_cli(arguments)
         case _:
-            from tlt_lightning.commands.cli import run_cli
+            with uncollected():
+                from tlt_lightning.commands.cli import run_cli
 
             run_cli()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage while modules are imported, nor look at what they hold until the process ends."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else extensions say what they take for leaks
+        gc.enable()
 
 
 def is_no_tip(record: logging.LogRecord) -> bool:

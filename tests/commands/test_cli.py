@@ -342,9 +342,10 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_run_does_not_begin_with_warnings_of_kernels_that_nobody_asked_for() -> None:
+def test_no_warning_of_kernels_or_leaks_comes_with_what_is_imported() -> None:
     pytest.importorskip("torchao")
-    code = "import sys; sys.argv[1:] = ['--help']; from tlt_lightning.__main__ import main; main(); import torchao"
+    code = "import atexit, sys; sys.argv[1:] = ['fit', '--help']; from tlt_lightning.__main__ import main;"
+    code += "atexit.register(__import__, 'torchao'); main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == ""
 
