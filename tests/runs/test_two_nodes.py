@@ -69,9 +69,11 @@ def test_two_nodes_share_a_run_whoever_starts_them(
     assert len({*first["prompts"]}) == len({*second["prompts"]}) == 4
 
 
-def test_a_node_that_fails_ends_the_other_with_its_reason(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    """No agent of `torchrun` helps: the first node ends by itself."""
-    ended = slurm(tmp_path, policy_path, prompts_path, str(tmp_path), "fail")
+@pytest.mark.parametrize("launcher", [torchrun, slurm])
+def test_a_node_that_fails_ends_the_other_with_its_reason(
+    launcher: Callable[..., Ended], policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    ended = launcher(tmp_path, policy_path, prompts_path, str(tmp_path), "fail")
     assert ended.statuses == [1, 1]
-    assert "rank 1 ended with RuntimeError: the second node is made to fail" in (tmp_path / "stderr0").read_text()
+    assert "rank 1 ended with RuntimeError: the second node is made to fail" in ended.stderr  # as the first node says
     assert not (tmp_path / "rank0.json").exists()
