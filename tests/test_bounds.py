@@ -40,6 +40,7 @@ from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.rewards import PythonTests, RewardModel, RewardPool, RewardTerm, exact_match
 from tlt_lightning.speculation import FixedSelector, Strategy, ThresholdSelector
+from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.training.critic import CriticConfig
 
@@ -109,6 +110,8 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (CostModelSelector, "exploration", [0], [-TINY, 1]),
     (CostModelSelector, "margin", [0], [-TINY, 1]),
     (CostModelSelector, "catch_up_seconds", [0, 2], [-TINY]),
+    (AcceptanceEstimator, "longest_draft", [1], [0]),
+    (partial(AcceptanceEstimator, 1), "window", [1], [0]),
     (objectives.ClippedRatio, "clip_low", [0, 1], [-TINY, 1 + TINY]),
     (objectives.ClippedRatio, "clip_high", [0, 2], [-TINY]),
     (objectives.ClippedRatio, "dual_clip", [None, 1 + TINY], [1]),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
+from tlt_lightning.arguments import check_at_least
+
 PRIOR, PRIOR_STRENGTH = 0.6, 4.0
 """Chance assumed at the first position before anything was tried, and the observations that it is worth."""
 
@@ -28,16 +30,18 @@ class AcceptanceEstimator:
         >>> estimator = AcceptanceEstimator(longest_draft=3)
         >>> for _ in range(100):
         ...     estimator.update(2, (3, 3, 1, 2))
-        >>> [round(estimator.expected_emitted(length), 1) for length in (1, 2, 3)]
-        [1.7, 2.2, 2.6]
+        >>> [round(estimator.probability(position), 1) for position in (1, 2, 3)]
+        [0.7, 0.7, 0.7]
     """
 
-    def __init__(self, longest_draft: int, window: int = 50) -> None:
+    def __init__(self, longest_draft: int, window: int = 100) -> None:
+        check_at_least("longest_draft", longest_draft, 1)
+        check_at_least("window", window, 1)
         self.keep = 1 - 1 / window
         self._means = [PRIOR] * longest_draft
         self._counts = [0.0] * longest_draft  # observations still remembered
         self._seen = [0.0] * longest_draft  # all observations
-        self._cache: dict[float, list[float]] = {}  # by spread: expected tokens for each draft length from 0
+        self._cache: dict[float, tuple[list[float], list[float]]] = {}
 
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
         """Learn from requests asked to verify `num_draft_tokens` each, which emitted `num_emitted`."""
@@ -64,15 +68,24 @@ class AcceptanceEstimator:
         self._forget_spreads()
 
     def _forget_spreads(self) -> None:
-        """Drop the lists that depend on counts: all but that of the bare means."""
+        """Drop the tables that depend on counts: all but that of the bare means."""
         means = self._cache.get(0.0)
         self._cache.clear()
         if means is not None:
             self._cache[0.0] = means
 
+    def probability(self, position: int, spread: float = 0.0) -> float:
+        """Return the chance at `position` (from 1) plus `spread` standard deviations, at most 1."""
+        return self._tables(spread)[0][position - 1]
+
     def expected_emitted(self, num_draft_tokens: int, spread: float = 0.0) -> float:
-        """Return expected tokens per request and step, with bonus; `spread` adds so many deviations to each chance."""
+        """Return expected tokens per request and step, with bonus; `spread` as in `probability`."""
+        return self._tables(spread)[1][num_draft_tokens]
+
+    def _tables(self, spread: float) -> tuple[list[float], list[float]]:
+        """Return the chance at each position, and expected tokens for each draft length from 0."""
         if spread not in self._cache:
+            chances: list[float] = []
             expected = [1.0]
             mean, reach = self._means[0], 1.0
             for index, (own, seen, count) in enumerate(zip(self._means, self._seen, self._counts, strict=True)):
@@ -82,9 +95,10 @@ class AcceptanceEstimator:
                 # The last term keeps a chance of 0 or 1 uncertain while little is known of it.
                 chance = min(1.0, mean + spread * sqrt((mean * (1 - mean) + 1 / count) / count))
                 reach *= chance
+                chances.append(chance)
                 expected.append(expected[-1] + reach)
-            self._cache[spread] = expected
-        return self._cache[spread][num_draft_tokens]
+            self._cache[spread] = chances, expected
+        return self._cache[spread]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned."""

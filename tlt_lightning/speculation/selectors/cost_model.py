@@ -37,6 +37,9 @@ DOUBT_STEPS = 4
 SETTLING_STEPS = 2
 """Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
 
+ACCEPTANCE_WINDOW = 50
+"""Steps after which an acceptance is forgotten."""
+
 CATCH_UP_STEPS = 200
 """Steps over which a catch-up must pay off."""
 
@@ -85,7 +88,9 @@ class CostModelSelector(StrategySelector):
         self.margin = margin
         self.catch_up_seconds = catch_up_seconds
         self.step_time = StepTimeModel(drafters)
-        self.acceptance = {drafter: AcceptanceEstimator(max(num_draft_tokens)) for drafter in drafters}
+        self.acceptance = {
+            drafter: AcceptanceEstimator(max(num_draft_tokens), ACCEPTANCE_WINDOW) for drafter in drafters
+        }
         self._current = OFF
         self._drafter_version: int | None = None
         self._is_warm = True  # the learned drafter has seen all tokens

@@ -43,7 +43,7 @@ def test_the_cost_model_looks_at_a_head_only_once_it_has_weights_and_takes_it_if
     before = drafters(400)
     assert "learned" not in before
     assert before[-1] == "sibling"
-    assert selector.acceptance["learned"].expected_emitted(1) == 1.6  # the prior: nothing was learned about it
+    assert selector.acceptance["learned"].probability(1) == 0.6  # the prior: nothing was learned about it
     control.weights_changed(1)
     after = drafters(100)
     assert after[-1] == "learned"
