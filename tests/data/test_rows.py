@@ -137,6 +137,15 @@ def test_what_datasets_cannot_read_is_named_with_its_reason(tmp_path: Path) -> N
             read(Path(path), split)
 
 
+def test_an_error_of_datasets_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(ValueError, match=r"cannot be read, says `datasets`: TimeoutError\. It must be"):
+        read(Path("nobody/nothing"), "train")
+
+
 def test_a_file_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no known suffix"):
         check_path(str(write(tmp_path / "a.txt", "")))

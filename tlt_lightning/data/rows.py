@@ -84,9 +84,10 @@ def load_split(path: str, config: str | None, split: str) -> Any:
     try:
         return load_dataset(str(place) if place.is_dir() else path, config, split=split)
     except (DatasetsError, OSError, ValueError) as error:  # a name, the network, a folder, a file in it
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
             f"`path` {path!r} (`config` {config!r}, `split` {split!r}) cannot be read, says `datasets`: "
-            f"{str(error).splitlines()[0]}. It must be {READABLE}."
+            f"{reason}. It must be {READABLE}."
         ) from error
 
 
