@@ -218,11 +218,11 @@ def train_policy(
     """
     tokenizer = AutoTokenizer.from_pretrained(base) if base else make_tokenizer()
     tokenizer.chat_template = None
-    shapes = {"short": scale.short_length, "long": scale.length}
+    shapes, spelling = {"short": scale.short_length, "long": scale.length}, spelling_of(tokenizer)
     streams = {
         name: iter(
             DataLoader(
-                Streams(scale.rows * scale.length // length, length, held_out, seed + number, spelling_of(tokenizer)),
+                Streams(scale.rows * scale.length // length, length, held_out, seed + number, spelling),
                 batch_size=None,
                 num_workers=scale.workers,
             )
