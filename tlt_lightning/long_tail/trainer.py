@@ -255,7 +255,8 @@ class DrafterTrainer:
         else:
             log.warning(
                 "A micro-step of the drafter was left out: loss %s, norm of the gradient %s. Lower its learning rate.",
-                *(value, norm),
+                value,
+                norm,
             )
         self.num_seen += self.step_tokens
         return value
