@@ -19,7 +19,7 @@ SCRIPT = "tests.support.ranks.two_nodes"
 
 
 def torchrun(out: Path, *arguments: str) -> Ended:
-    """Start both nodes as a user does, each with its agent; return how these ended, and what was written to stderr."""
+    """Start both nodes as a user does, each with its agent, and end as `run_ranks` does."""
     port = free_port()
     nodes: list[subprocess.Popen[str]] = []
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))}
@@ -28,13 +28,14 @@ def torchrun(out: Path, *arguments: str) -> Ended:
         command = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc_per_node", "1"]
         command += ["-m", SCRIPT, *arguments]
         environment = {**inherited, "PYTHONPATH": str(ROOT)}
-        nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+        with (out / f"stderr{node}").open("w") as said:
+            nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=said))
     try:
-        stderr = [process.communicate(timeout=280)[1] for process in nodes]
+        statuses = [process.wait(timeout=280) for process in nodes]
     finally:
         for process in nodes:
             process.kill()
-    return Ended([process.returncode for process in nodes], "".join(stderr))
+    return Ended(statuses, "".join((out / f"stderr{node}").read_text() for node in (0, 1)))
 
 
 def slurm(out: Path, *arguments: str) -> Ended:
@@ -75,5 +76,5 @@ def test_a_node_that_fails_ends_the_other_with_its_reason(
 ) -> None:
     ended = launcher(tmp_path, policy_path, prompts_path, str(tmp_path), "fail")
     assert ended.statuses == [1, 1]
-    assert "rank 1 ended with RuntimeError: the second node is made to fail" in ended.stderr  # as the first node says
+    assert "rank 1 ended with RuntimeError: the second node is made to fail" in (tmp_path / "stderr0").read_text()
     assert not (tmp_path / "rank0.json").exists()
