@@ -20,7 +20,7 @@ from tlt_lightning.arguments import check_choice, check_count, check_list, check
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear
+from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, chunk_size_of, is_frozen_linear
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-CHUNK_SIZE = 1024
-"""Hidden states that meet the vocabulary at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +237,7 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
 
 
 def response_logps(
-    model: nn.Module, batch: RolloutBatch, *, chunk_size: int = CHUNK_SIZE, needs_entropy_grad: bool = False
+    model: nn.Module, batch: RolloutBatch, *, chunk_size: int | None = None, needs_entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return log-probs and entropies of the response tokens, (B, T) each.
 
@@ -256,7 +253,7 @@ def response_logps(
             states,
             targets,
             temperature=batch.temperature,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size or chunk_size_of(head.weight.shape[0]),
             needs_entropy_grad=needs_entropy_grad,
         )
         return logps, entropy, states, index

@@ -1,4 +1,4 @@
-"""Configure policies of Qwen2.5's shapes, from which random weights are made."""
+"""Configure policies of Qwen2.5's shapes, and one of SmolLM2's, from which random weights are made."""
 
 from __future__ import annotations
 
@@ -33,9 +33,16 @@ def _qwen(
 
 
 _SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
+_SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
 _TINY = {"vocab_size": 512, "max_position_embeddings": 4096, "torch_dtype": "float32"}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen(64, 128, 4, 2, 1, **_TINY, eos_token_id=1, bos_token_id=1),
+    "135m": _qwen(576, 1536, 30, 9, 3, **_SMOLLM2, eos_token_id=2, bos_token_id=1),
     "1.5b": _qwen(1536, 8960, 28, 12, 2, **_SMALL),
     "3b": _qwen(2048, 11008, 36, 16, 2, **_SMALL),
     "7b": _qwen(3584, 18944, 28, 28, 4),

@@ -4,9 +4,9 @@ On a GPU, LoRA on a model of 7B shape with random weights, made from its configu
 
     python -m benchmarks update
 
-`--full` trains all weights, float32 under autocast, of Qwen2.5's `--shape 1.5b` or `3b`; with `--eight-bit`, optimizer
-states of 8 bits. `--tiny` runs a small one on a CPU. Lengths are long-tailed. Padding counts among a pass's tokens,
-not for MFU. The forecast is `training/memory/`'s for the largest pass. The first update compiles.
+`--full` trains all weights, float32 under autocast, of SmolLM2's `--shape 135m`, Qwen2.5's `1.5b` or `3b`; with
+`--eight-bit`, optimizer states of 8 bits. `--tiny` runs a small one on a CPU. Lengths are long-tailed. Padding counts
+among a pass's tokens, not for MFU. The forecast, of the largest pass, is `training/memory/`'s. First updates compile.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> None:
 
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, help="most tokens of a pass; the longest sequence must fit")
-    parser.add_argument("--shape", choices=("1.5b", "3b", "7b"), default="7b")
+    parser.add_argument("--shape", choices=("135m", "1.5b", "3b", "7b"), default="7b")
     parser.add_argument("--full", action="store_true", help="train all weights")
     parser.add_argument("--eight-bit", action="store_true", help="with torchao's AdamW8bit")
     args = parser.parse_args(arguments)

@@ -15,6 +15,18 @@ from typing_extensions import override
 
 from tlt_lightning.fused.compiled import compiled_on_gpu
 
+_FEWEST = 1024
+_LOGITS = 160_000_000  # at a time: 305 MiB in 16 bit
+
+
+def chunk_size_of(vocab_size: int) -> int:
+    """Return how many hidden states meet a vocabulary at a time.
+
+    A large vocabulary limits them by the memory of logits. Each chunk launches all kernels once, so that a small one
+    has few chunks.
+    """
+    return max(_FEWEST, _LOGITS // vocab_size // _FEWEST * _FEWEST)
+
 
 def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (N,) log-probs of `targets` and entropies of softmax(logits / temperature), in float32.
