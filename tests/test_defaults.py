@@ -24,7 +24,7 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.RolloutDataModule: {
         "group_size": 8,
         "prompts_per_iteration": 32,
-        "micro_batch_tokens": 8192,
+        "micro_batch_tokens": None,
         "num_minibatches": 1,
         "inner_epochs": 1,
         "sampling": tlt.Sampling(),

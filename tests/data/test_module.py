@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
-from tlt_lightning import TailBatching, TransformersEngine
+from tlt_lightning import Sampling, TailBatching, TransformersEngine
+from tlt_lightning.data import module as data_module
+from tlt_lightning.training.memory import pass_size
 
 
 def test_functions_and_rows_are_enough_to_train(
@@ -55,9 +58,12 @@ def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
     assert (waiting in caplog.text) is waits
 
 
-@pytest.mark.parametrize("value", ["8", None, 0.5, 0])
 @pytest.mark.parametrize(
-    "name", ["group_size", "micro_batch_tokens", "max_prompt_tokens", "inner_epochs", "val_group_size"]
+    ("name", "value"),
+    [
+        *product(["group_size", "max_prompt_tokens", "inner_epochs", "val_group_size"], ["8", None, 0.5, 0]),
+        *product(["micro_batch_tokens"], ["8", 0.5, 0]),
+    ],
 )
 def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any, prompts_path: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"`{name}` must be .*at least 1, got {value!r}"):
@@ -78,6 +84,57 @@ def test_arguments_of_another_type_are_refused_in_words(
 ) -> None:
     with pytest.raises(TypeError, match=message):
         make_data(prompts_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "chosen"), [(None, [32768, 16384, 8192], 8192), (None, [32768, 16384, 8192], 24), (64, [64], 64)]
+)
+def test_an_update_has_passes_of_the_chosen_size(
+    given: int | None,
+    sizes: list[int],
+    chosen: int,
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[int]] = []
+
+    def choose(trainer: L.Trainer, engine: Any, sizes: list[int], **lengths: int) -> int:
+        asked.append(sizes)
+        assert lengths == {"longest": 24, "max_model_len": 46}
+        return chosen
+
+    monkeypatch.setattr(data_module, "choose_on_device", choose)
+    data = make_data(prompts_path, micro_batch_tokens=given, num_minibatches=1, val_sampling=Sampling(max_tokens=30))
+    make_trainer(tmp_path, limit_val_batches=1).validate(make_module(policy_path), data, verbose=False)
+    assert asked == []  # there is no update to choose for
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, max_epochs=1)
+        trainer.fit(make_module(policy_path), data)
+    assert asked == [sizes, sizes]
+    assert data.micro_batch_tokens == data.hparams["micro_batch_tokens"] == given
+    assert bool(trainer.callback_metrics["train/passes"] > 1) is (chosen < 100)
+
+
+def test_passes_without_a_gpu_hold_the_longest_sequence(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_size, "SIZES", (128, 64, 32))
+    data, trainer = make_data(prompts_path, micro_batch_tokens=None), make_trainer(tmp_path, max_epochs=1)
+    sizes: list[tuple[int, int]] = []
+    begin = data_module.PolicyIteration.__init__
+
+    def spy(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        sizes.append((self.settings.micro_batch_tokens, self.settings.sampling.max_tokens))
+
+    monkeypatch.setattr(data_module.PolicyIteration, "__init__", spy)
+    trainer.fit(make_module(policy_path), data)
+    data.sampling = Sampling(max_tokens=40)
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(make_module(policy_path), data)
+    assert sizes == [(32, 8), (56, 40)]
 
 
 def test_a_reward_that_scores_nothing_ends_the_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

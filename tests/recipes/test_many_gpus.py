@@ -10,28 +10,33 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.common.shapes import SHAPES
 from tests.recipes.test_recipes import instantiate
-from tlt_lightning.training.memory.forecast import GIB, check_memory
+from tlt_lightning.training.memory.forecast import GIB
+from tlt_lightning.training.memory.pass_size import choose_passes, pass_sizes
 from tlt_lightning.training.memory.passes import Passes
 
 FOURTEEN_B = {**SHAPES["32b"], "intermediate_size": 13824, "num_hidden_layers": 48}
 H100, H200 = 79.6, 139.8  # GiB
 
 
-def forecast(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> None:
-    """Check what a recipe's run would check before it loads a policy of this shape."""
+def choose(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> int:
+    """Return the tokens of a pass that a recipe's run would choose before it loads a policy of this shape."""
     module, data = cli.model, cli.datamodule
     module.policy_path = str(folder)
     (folder / "config.json").write_text(json.dumps(shape))
     longest = data.max_prompt_tokens + data.sampling.max_tokens
-    passes = Passes(
-        micro_batch_tokens=data.micro_batch_tokens,
-        longest=longest,
-        is_autocast=cli.trainer.precision == "bf16-mixed",
-        is_checkpointed=module.gradient_checkpointing,
-        num_shards=cli.trainer.strategy.num_shards,
-    )
+    candidates = [
+        Passes(
+            micro_batch_tokens=size,
+            longest=longest,
+            is_autocast=cli.trainer.precision == "bf16-mixed",
+            is_checkpointed=module.gradient_checkpointing,
+            num_shards=cli.trainer.strategy.num_shards,
+        )
+        for size in pass_sizes(data.micro_batch_tokens, longest)
+    ]
     engine = data.engine.planned_memory(str(folder), max_model_len=longest, device_bytes=device_gib * GIB)
-    check_memory(module, passes, device_gib * GIB, engine=engine, engine_sleeps=data.engine.sleeps)
+    passes = choose_passes(module, candidates, device_gib * GIB, engine=engine, engine_sleeps=data.engine.sleeps)
+    return passes.micro_batch_tokens
 
 
 @pytest.mark.parametrize(
@@ -57,10 +62,10 @@ def test_it_fits_as_many_devices_as_it_says(
     (tmp_path / "policy").mkdir()
     cli = instantiate(name, tmp_path, monkeypatch, "--trainer.devices", str(fits))
     with caplog.at_level(logging.INFO):
-        forecast(cli, shape, tmp_path / "policy", device_gib)
+        choose(cli, shape, tmp_path / "policy", device_gib)
     assert "| **update, at its worst** |" in caplog.text
     assert "A rollout would take" not in caplog.text
     if too_few is not None:
         monkeypatch.setattr(type(cli.trainer.strategy), "num_shards", too_few)
         with pytest.raises(MisconfigurationException, match=r"`trainer.strategy: fsdp2` on [248] GPUs"):
-            forecast(cli, shape, tmp_path / "policy", device_gib)
+            choose(cli, shape, tmp_path / "policy", device_gib)

@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -46,8 +46,7 @@ from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
-from tlt_lightning.training.memory.forecast import check_memory
-from tlt_lightning.training.memory.passes import Passes
+from tlt_lightning.training.memory.pass_size import SIZES, choose_on_device, pass_sizes
 from tlt_lightning.training.resume import PROMPTS, check_update, warn_of_changes
 
 if TYPE_CHECKING:
@@ -74,7 +73,9 @@ class RolloutDataModule(L.LightningDataModule):
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
         micro_batch_tokens: Most tokens of a forward and backward pass on one rank, of prompts and responses. It decides
-            memory and speed, not what is learned; the longest prompt and response together have to fit.
+            memory and speed, not what is learned; the longest prompt and response together have to fit. None is as many
+            as a GPU has room for by the forecast of memory, from 8,192 to 32,768, and without a forecast 8,192; more
+            only if the longest sequence has more.
         num_minibatches: Optimizer steps of one pass over an iteration's rollouts, each with an equal share of them.
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO), as they teach nothing; None is off.
@@ -97,7 +98,7 @@ class RolloutDataModule(L.LightningDataModule):
         val: PromptSource | None = None,
         group_size: int = 8,
         prompts_per_iteration: int = 32,
-        micro_batch_tokens: int = 8192,
+        micro_batch_tokens: int | None = None,
         num_minibatches: int = 1,
         inner_epochs: int = 1,
         dynamic_sampling: DynamicSampling | None = None,
@@ -132,7 +133,7 @@ class RolloutDataModule(L.LightningDataModule):
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
-        self._given = IterationSettings(**{item.name: arguments[item.name] for item in fields(IterationSettings)})
+        self._settings = self._settings_with(SIZES[-1] if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
         self._unvalidated_engine: dict[str, Any] | None = None  # its state before this iteration's validation
@@ -143,7 +144,12 @@ class RolloutDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         policy = self._module.policy_path
-        max_model_len = self.max_prompt_tokens + max(self.sampling.max_tokens, self.val_sampling.max_tokens)
+        longest = self.max_prompt_tokens + self.sampling.max_tokens
+        max_model_len = max(longest, self.max_prompt_tokens + self.val_sampling.max_tokens)
+        sizes = pass_sizes(self.micro_batch_tokens, longest)
+        self._settings = self._settings_with(sizes[-1])
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._settings = self._settings.of_dev_run(self._trainer)
         self._check(stage)
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
@@ -157,11 +163,17 @@ class RolloutDataModule(L.LightningDataModule):
         self.liveness = Liveness(self._trainer)
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
-        self._check_memory(stage, max_model_len)
+        if stage == "fit":
+            tokens = choose_on_device(self._trainer, self.engine, sizes, longest=longest, max_model_len=max_model_len)
+            self._settings = replace(self._settings, micro_batch_tokens=tokens)
         log.info("Loading %s for %s", type(self.engine).__name__, policy)
         engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
         ignore_needless_warnings()
+
+    def _settings_with(self, micro_batch_tokens: int) -> IterationSettings:
+        own = {item.name: getattr(self, item.name) for item in fields(IterationSettings)}
+        return IterationSettings(**{**own, "micro_batch_tokens": micro_batch_tokens})
 
     def _check(self, stage: str) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
@@ -179,21 +191,6 @@ class RolloutDataModule(L.LightningDataModule):
         check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self.val_sampling)
         for sampling in (self.sampling, self.val_sampling):
             self.engine.check_sampling(sampling)
-
-    def _check_memory(self, stage: str, max_model_len: int) -> None:
-        module, strategy = self._module, self._trainer.strategy
-        if stage != "fit" or strategy.root_device.type != "cuda":
-            return
-        passes = Passes(
-            micro_batch_tokens=self.micro_batch_tokens,
-            longest=self.max_prompt_tokens + self.sampling.max_tokens,
-            is_autocast=self._trainer.precision == "bf16-mixed",
-            is_checkpointed=module.gradient_checkpointing,
-            num_shards=getattr(strategy, "num_shards", 1),
-        )
-        total = torch.cuda.get_device_properties(strategy.root_device).total_memory
-        planned = self.engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
-        check_memory(module, passes, total, engine=planned, engine_sleeps=self.engine.sleeps)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -334,11 +331,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
         own = (self._weights, self.tokenizer, self._ends, self.pool, log, self.idle, self._probe)
         return RolloutCollector(self._trainer, self.engine, *own, self._module.iteration_log.peak_memory)
-
-    @property
-    def _settings(self) -> IterationSettings:
-        is_dev_run = self._trainer.fast_dev_run  # type: ignore[attr-defined]
-        return self._given.of_dev_run(self._trainer) if is_dev_run else self._given
 
     @property
     def _trainer(self) -> L.Trainer:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import Any
 
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from tlt_lightning.fused.logps import chunk_size_of
 from tlt_lightning.policy import LoRA, causal_lm, load_shapes
 from tlt_lightning.training.memory.optimizer_state import bytes_of, optimizer_bytes
 from tlt_lightning.training.memory.passes import Passes, gathered_bytes, kept_bytes
-
-log = logging.getLogger(__name__)
 
 GIB = 2**30
 LOGIT_COPIES = 2
@@ -113,47 +109,6 @@ def forecast(
         },
         step=temporary * trained / passes.num_shards,
     )
-
-
-def check_memory(
-    module: Any,
-    passes: Passes,
-    available: float,
-    *,
-    engine: Mapping[str, float],
-    engine_sleeps: bool,
-) -> None:
-    """Log the memory that a run will take of each device, and refuse a run that cannot fit, before anything is loaded.
-
-    Args:
-        module: The `RLModule`, nothing of it loaded.
-        passes: Passes of its update.
-        available: Bytes of the device.
-        engine: What the rollout engine takes, by name.
-        engine_sleeps: The engine gives its memory back during updates.
-    """
-    models = {"policy": TrainedModel(module.policy_path, module.lora)}
-    critic, frozen = module.critic_config, {}
-    if module.objective.needs_critic and critic is not None and critic.path is not None:
-        models["critic"] = TrainedModel(critic.path, critic.lora)
-    if module.objective.needs_reference and (module.reference_path or module.lora is None):
-        frozen["reference"] = module.reference_path or module.policy_path
-    try:
-        plan = forecast(models, passes, module.optimizer, frozen)
-    except (RuntimeError, AttributeError) as error:
-        log.warning("What the run will hold in memory is not forecast for `policy` %r: %s", module.policy_path, error)
-        return
-    own: dict[str, float] = module.held_by_callbacks
-    held, whole = {**plan.held, **own}, plan.whole + sum(own.values())
-    plan = replace(plan, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
-    rank_zero_info("%s", plan.table())
-    if plan.rollout > available:
-        log.warning(
-            "A rollout would take %.1f GiB, and the device has %.1f GiB; lower `data.engine.gpu_memory_utilization` or "
-            "`data.engine.max_num_seqs`.",
-            *(plan.rollout / GIB, available / GIB),
-        )
-    check_fits(plan, available, passes)
 
 
 def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:

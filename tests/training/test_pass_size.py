@@ -1,0 +1,118 @@
+"""The tokens of a pass are chosen by the room that a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.support.architectures import save_architecture
+from tests.support.rl_runs import make_module
+from tlt_lightning import VLLMEngine
+from tlt_lightning.training.memory.forecast import GIB, MemoryForecast, check_fits
+from tlt_lightning.training.memory.pass_size import choose, choose_on_device, choose_passes, pass_sizes
+from tlt_lightning.training.memory.passes import Passes
+
+
+def candidates(longest: int, given: int | None = None) -> list[Passes]:
+    return [Passes(size, longest, is_autocast=True, is_checkpointed=True) for size in pass_sizes(given, longest)]
+
+
+def planner(*, engine_gib: float = 0.0, engine_sleeps: bool = True) -> Callable[[Passes], MemoryForecast]:
+    """Plan 8 GiB, and 1 GiB for each 1,024 tokens: 16, 24 and 40 GiB for the three sizes."""
+
+    def plan(passes: Passes) -> MemoryForecast:
+        held, kept = {"gradients": 3.0 * GIB, "optimizer": 5.0 * GIB}, passes.micro_batch_tokens / 1024 * GIB
+        return MemoryForecast(held, {"activations": kept}, 0.0, {"cache": engine_gib * GIB}, engine_sleeps)
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("longest", "device_gib", "tokens"),
+    [
+        (1536, 200, 32768),
+        (1536, 50.1, 32768),  # 40 GiB are just four fifths of 50
+        (1536, 49.9, 16384),
+        (1536, 30.1, 16384),
+        (1536, 29.9, 8192),
+        (1536, 16.1, 8192),  # the smallest may take it all
+        (8192, 29.9, 8192),
+        (12000, 29.9, 12000),
+        (12000, 30.1, 16384),
+        (20000, 50.1, 32768),
+        (20000, 49.9, 20000),
+        (40000, 200, 40000),
+        (40000, 1, 40000),
+    ],
+)
+def test_the_largest_pass_that_leaves_a_fifth_of_the_device(longest: int, device_gib: float, tokens: int) -> None:
+    passes, plan = choose(candidates(longest), planner(), device_gib * GIB)
+    assert passes == replace(passes, micro_batch_tokens=tokens, longest=longest)
+    assert plan == planner()(passes)
+
+
+@pytest.mark.parametrize(("engine_sleeps", "tokens"), [(True, 32768), (False, 16384)])
+def test_an_engine_that_does_not_sleep_takes_room(engine_sleeps: bool, tokens: int) -> None:
+    plan = planner(engine_gib=10, engine_sleeps=engine_sleeps)
+    assert choose(candidates(1536), plan, 55 * GIB)[0].micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize("given", [2048, 8192, 65536])
+def test_a_size_that_was_given_is_taken(given: int) -> None:
+    assert choose(candidates(1536, given), planner(), 1.0)[0].micro_batch_tokens == given
+
+
+def test_what_not_even_the_smallest_pass_fits_is_refused_with_numbers() -> None:
+    passes, plan = choose(candidates(1536), planner(), 12 * GIB)
+    message = r"would take 16\.0 GiB, and the device has 12\.0 GiB\. Set `data.micro_batch_tokens` \d+ instead of 8192"
+    with pytest.raises(MisconfigurationException, match=message):
+        check_fits(plan, 12 * GIB, passes)
+
+
+def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    module, alone = make_module(policy_path), {"engine": {}, "engine_sleeps": True}
+    with caplog.at_level("INFO"):
+        chosen = choose_passes(module, candidates(64), 80 * GIB, **alone)
+    assert chosen.micro_batch_tokens == 32768
+    assert caplog.text.count("passes of 32,768 tokens:\n| device memory | GiB |") == 1
+    assert caplog.text.count("device memory") == 1
+    module.held_by_callbacks["drafter, trained"] = 63.5 * GIB
+    assert choose_passes(module, candidates(64), 80 * GIB, **alone).micro_batch_tokens == 8192
+    module.held_by_callbacks["drafter, trained"] = 100 * GIB
+    with pytest.raises(MisconfigurationException, match=r"An update would take 10\d\.\d GiB"):
+        choose_passes(module, candidates(64), 80 * GIB, **alone)
+
+
+def test_passes_of_a_mixture_of_experts_are_the_smallest(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    module = make_module(save_architecture("qwen3_moe", tmp_path))
+    chosen = choose_passes(module, candidates(9000), 80 * GIB, engine={}, engine_sleeps=True)
+    assert chosen.micro_batch_tokens == 9000
+    assert "a pass has at most 9,000 tokens: experts are chosen by values" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "tokens"),
+    [
+        ("cpu", VLLMEngine(), 8192),
+        ("cuda", VLLMEngine(gpu_memory_utilization=0.9), 32768),
+        ("cuda", VLLMEngine(kv_cache_gib=6.0, sleep=False), 8192),
+    ],
+)
+def test_the_device_of_a_run_has_room_for_a_size(
+    device: str, engine: VLLMEngine, tokens: int, policy_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * GIB))
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(
+        strategy=strategy,
+        precision="bf16-mixed",
+        lightning_module=make_module(policy_path, gradient_checkpointing=True),
+    )
+    sizes = pass_sizes(None, 64)
+    assert choose_on_device(trainer, engine, sizes, longest=64, max_model_len=64) == tokens

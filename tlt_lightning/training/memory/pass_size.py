@@ -1,0 +1,134 @@
+"""Choose the tokens of an update's passes by the forecast of memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from tlt_lightning.training.memory.forecast import GIB, MemoryForecast, TrainedModel, check_fits, forecast
+from tlt_lightning.training.memory.passes import Passes
+
+if TYPE_CHECKING:
+    from tlt_lightning.engine.base import RolloutEngine
+
+log = logging.getLogger(__name__)
+
+SIZES = (32768, 16384, 8192)
+"""Tokens of a pass to choose from, most first."""
+ROOM = 0.8
+"""Share of a device's memory that an update may take, by the forecast, where smaller passes could be chosen."""
+
+
+def pass_sizes(given: int | None, longest: int) -> list[int]:
+    """Return the tokens that a pass may have, most first: what was given, or `SIZES` that hold the longest sequence."""
+    return sorted({max(size, longest) for size in SIZES}, reverse=True) if given is None else [given]
+
+
+def choose(
+    candidates: Sequence[Passes], plan: Callable[[Passes], MemoryForecast], available: float
+) -> tuple[Passes, MemoryForecast]:
+    """Return the first passes whose update takes at most `ROOM` of a device, else the last, and their forecast.
+
+    Args:
+        candidates: Passes to choose from, largest first.
+        plan: Forecasts an update of such passes.
+        available: Bytes of the device.
+    """
+    for passes in candidates:
+        planned = plan(passes)
+        if planned.update <= ROOM * available:
+            break
+    return passes, planned
+
+
+def choose_passes(
+    module: Any,
+    candidates: Sequence[Passes],
+    available: float,
+    *,
+    engine: Mapping[str, float],
+    engine_sleeps: bool,
+) -> Passes:
+    """Choose an update's passes, log the memory that a run takes of each device, and refuse a run that cannot fit.
+
+    Args:
+        module: The `RLModule`, nothing of it loaded.
+        candidates: Passes to choose from, largest first. The last ones are chosen if there is no forecast.
+        available: Bytes of the device.
+        engine: What the rollout engine takes, by name.
+        engine_sleeps: The engine gives its memory back during updates.
+
+    Raises:
+        MisconfigurationException: An update of the smallest passes cannot fit.
+    """
+    models = {"policy": TrainedModel(module.policy_path, module.lora)}
+    critic, frozen = module.critic_config, {}
+    if module.objective.needs_critic and critic is not None and critic.path is not None:
+        models["critic"] = TrainedModel(critic.path, critic.lora)
+    if module.objective.needs_reference and (module.reference_path or module.lora is None):
+        frozen["reference"] = module.reference_path or module.policy_path
+    own: dict[str, float] = module.held_by_callbacks
+
+    def plan(passes: Passes) -> MemoryForecast:
+        alone = forecast(models, passes, module.optimizer, frozen)
+        held, whole = {**alone.held, **own}, alone.whole + sum(own.values())
+        return replace(alone, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
+
+    try:
+        passes, planned = choose(candidates, plan, available)
+    except (RuntimeError, AttributeError) as error:
+        log.warning(
+            "What the run will hold in memory is not forecast for `policy` %r, and a pass has at most %s tokens: %s",
+            *(module.policy_path, f"{candidates[-1].micro_batch_tokens:,}", error),
+        )
+        return candidates[-1]
+    rank_zero_info("An update in passes of %s tokens:\n%s", f"{passes.micro_batch_tokens:,}", planned.table())
+    if planned.rollout > available:
+        log.warning(
+            "A rollout would take %.1f GiB, and the device has %.1f GiB; lower `data.engine.gpu_memory_utilization` or "
+            "`data.engine.max_num_seqs`.",
+            *(planned.rollout / GIB, available / GIB),
+        )
+    check_fits(planned, available, passes)
+    return passes
+
+
+def choose_on_device(
+    trainer: L.Trainer, engine: RolloutEngine, sizes: Sequence[int], *, longest: int, max_model_len: int
+) -> int:
+    """Return the tokens of a pass that the device of a `fit` has room for; the fewest where there is no GPU.
+
+    Args:
+        trainer: Runs the fit, with an `RLModule`.
+        engine: The rollout engine, not loaded.
+        sizes: Tokens of a pass to choose from, most first.
+        longest: Tokens of the longest sequence to learn from.
+        max_model_len: Tokens of the longest sequence that the engine writes.
+
+    Raises:
+        MisconfigurationException: An update cannot fit the device.
+    """
+    module: Any = trainer.lightning_module
+    strategy = trainer.strategy
+    if strategy.root_device.type != "cuda":
+        return sizes[-1]
+    candidates = [
+        Passes(
+            micro_batch_tokens=size,
+            longest=longest,
+            is_autocast=trainer.precision == "bf16-mixed",
+            is_checkpointed=module.gradient_checkpointing,
+            num_shards=getattr(strategy, "num_shards", 1),
+        )
+        for size in sizes
+    ]
+    total = torch.cuda.get_device_properties(strategy.root_device).total_memory
+    planned = engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
+    passes = choose_passes(module, candidates, total, engine=planned, engine_sleeps=engine.sleeps)
+    return passes.micro_batch_tokens
