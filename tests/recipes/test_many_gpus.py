@@ -40,13 +40,13 @@ def choose(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "device_gib", "fits", "too_few"),
+    ("name", "shape", "device_gib", "fits", "tokens", "too_few"),
     [
-        ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 1),
-        pytest.param("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, None, marks=pytest.mark.slow),
-        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 2, marks=pytest.mark.slow),
-        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 1, marks=pytest.mark.slow),
-        pytest.param("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, None, marks=pytest.mark.slow),
+        ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 32768, 1),
+        pytest.param("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, 32768, None, marks=pytest.mark.slow),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 16384, 2, marks=pytest.mark.slow),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 32768, 1, marks=pytest.mark.slow),
+        pytest.param("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, 32768, None, marks=pytest.mark.slow),
     ],
 )
 def test_it_fits_as_many_devices_as_it_says(
@@ -54,6 +54,7 @@ def test_it_fits_as_many_devices_as_it_says(
     shape: dict[str, Any],
     device_gib: float,
     fits: int,
+    tokens: int,
     too_few: int | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -62,7 +63,7 @@ def test_it_fits_as_many_devices_as_it_says(
     (tmp_path / "policy").mkdir()
     cli = instantiate(name, tmp_path, monkeypatch, "--trainer.devices", str(fits))
     with caplog.at_level(logging.INFO):
-        choose(cli, shape, tmp_path / "policy", device_gib)
+        assert choose(cli, shape, tmp_path / "policy", device_gib) == tokens
     assert "| **update, at its worst** |" in caplog.text
     assert "A rollout would take" not in caplog.text
     if too_few is not None:
