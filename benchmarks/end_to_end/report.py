@@ -273,8 +273,10 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += [f"Goes on from `{command}`.", ""]
     where = f" on {work['devices']} devices by {work['strategy']}" if work.get("devices", 1) > 1 else ""
     trained = f"LoRA of rank {work['lora_rank']}" if work["lora_rank"] else "all weights trained"
-    tokens = work.get("micro_batch_tokens")  # which earlier results lack
-    passes = f"at most {tokens:,} tokens" if tokens else f"{work['micro_batch_size']} sequences on average"
+    passes = f"{work['micro_batch_size']} sequences on average"  # of the earliest results, which lack the tokens
+    if "micro_batch_tokens" in work:
+        tokens = work["micro_batch_tokens"]
+        passes = f"at most {tokens:,} tokens" if tokens else "as many tokens as the device had room for"
     drafts = "; heads sample their drafts" if work["draft_sampling"] == "probabilistic" else ""
     lines += [
         f"{work['prompts']} prompts x {work['group_size']} responses of up to {work['max_tokens']} tokens, one "

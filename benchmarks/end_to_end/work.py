@@ -26,7 +26,8 @@ class Work:
         iterations: Policy iterations, warm-up included.
         prompts: Prompts of an iteration.
         group_size: Responses to each.
-        micro_batch_tokens: Most tokens in one forward and backward pass; an iteration is one optimizer step.
+        micro_batch_tokens: Most tokens in one forward and backward pass; None is what `RolloutDataModule` chooses. An
+            iteration is one optimizer step.
         micro_batch_size: Sequences in one of TRL's, which has no other unit.
         max_prompt_tokens: Longest prompt.
         max_tokens: Longest response; 0 takes what the policy's context leaves, at most 4,096.
@@ -51,7 +52,7 @@ class Work:
     iterations: int = 12
     prompts: int = 32
     group_size: int = 8
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int | None = None
     micro_batch_size: int = 16
     max_prompt_tokens: int = 64
     max_tokens: int = 0
