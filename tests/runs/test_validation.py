@@ -35,6 +35,17 @@ def test_weights_of_the_engine_follow_validation_and_prediction(
     assert sum(row["correct"] for row in rows) / len(rows) == pytest.approx(metrics["val/accuracy"])
 
 
+@pytest.mark.parametrize("first", ["validate", "test"])
+def test_a_fit_after_an_evaluation_of_the_same_objects_validates(
+    first: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    module, data = make_module(policy_path), make_data(prompts_path)
+    getattr(make_trainer(tmp_path, limit_val_batches=1.0, limit_test_batches=1.0), first)(module, data, verbose=False)
+    trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=1.0)
+    trainer.fit(module, data)
+    assert 0 <= trainer.callback_metrics["val/accuracy"] <= 1
+
+
 class Watched(TransformersEngine):
     """Remembers the seed and the sampling of each rollout."""
 
