@@ -86,9 +86,7 @@ def test_arguments_of_another_type_are_refused_in_words(
         make_data(prompts_path, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("given", "sizes", "chosen"), [(None, [32768, 16384, 8192], 8192), (None, [32768, 16384, 8192], 24), (64, [64], 64)]
-)
+@pytest.mark.parametrize(("given", "sizes", "chosen"), [(None, [1024], 1024), (None, [1024], 24), (64, [64], 64)])
 def test_an_update_has_passes_of_the_chosen_size(
     given: int | None,
     sizes: list[int],
@@ -120,7 +118,7 @@ def test_an_update_has_passes_of_the_chosen_size(
 def test_passes_without_a_gpu_hold_the_longest_sequence(
     policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_size, "SIZES", (128, 64, 32))
+    monkeypatch.setattr(pass_size, "CPU_SIZE", 32)
     data, trainer = make_data(prompts_path, micro_batch_tokens=None), make_trainer(tmp_path, max_epochs=1)
     sizes: list[tuple[int, int]] = []
     begin = data_module.PolicyIteration.__init__

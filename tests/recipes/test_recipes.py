@@ -75,7 +75,7 @@ def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monk
     num_sequences = data.prompts_per_iteration * data.group_size
     assert num_sequences % data.num_minibatches == 0
     longest = data.max_prompt_tokens + data.sampling.max_tokens
-    assert longest <= pass_sizes(data.micro_batch_tokens, longest)[-1]
+    assert longest <= pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)[-1]
     assert (data.micro_batch_tokens is None) is any("_1gpu" in file for file in RECIPES[name].files)
     assert data.group_size >= cli.model.objective.min_group_size
     assert trainer.default_root_dir == str(tmp_path / "outputs")

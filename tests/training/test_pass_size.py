@@ -20,7 +20,10 @@ from tlt_lightning.training.memory.passes import Passes
 
 
 def candidates(longest: int, given: int | None = None) -> list[Passes]:
-    return [Passes(size, longest, is_autocast=True, is_checkpointed=True) for size in pass_sizes(given, longest)]
+    return [
+        Passes(size, longest, is_autocast=True, is_checkpointed=True)
+        for size in pass_sizes(given, longest, on_gpu=True)
+    ]
 
 
 def planner(*, engine_gib: float = 0.0, engine_sleeps: bool = True) -> Callable[[Passes], MemoryForecast]:
@@ -99,7 +102,7 @@ def test_passes_of_a_mixture_of_experts_are_the_smallest(tmp_path: Any, caplog: 
 @pytest.mark.parametrize(
     ("device", "engine", "tokens"),
     [
-        ("cpu", VLLMEngine(), 8192),
+        ("cpu", VLLMEngine(), 1024),
         ("cuda", VLLMEngine(gpu_memory_utilization=0.9), 32768),
         ("cuda", VLLMEngine(kv_cache_gib=6.0, sleep=False), 8192),
     ],
@@ -114,5 +117,5 @@ def test_the_device_of_a_run_has_room_for_a_size(
         precision="bf16-mixed",
         lightning_module=make_module(policy_path, gradient_checkpointing=True),
     )
-    sizes = pass_sizes(None, 64)
+    sizes = pass_sizes(None, 64, on_gpu=device == "cuda")
     assert choose_on_device(trainer, engine, sizes, longest=64, max_model_len=64) == tokens

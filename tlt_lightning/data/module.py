@@ -46,7 +46,7 @@ from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
-from tlt_lightning.training.memory.pass_size import SIZES, choose_on_device, pass_sizes
+from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
 from tlt_lightning.training.resume import PROMPTS, check_update, warn_of_changes
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class RolloutDataModule(L.LightningDataModule):
         prompts_per_iteration: Prompts of one iteration, over all ranks.
         micro_batch_tokens: Most tokens of a forward and backward pass on one rank, of prompts and responses. It decides
             memory and speed, not what is learned; the longest prompt and response together have to fit. None is as many
-            as a GPU has room for by the forecast of memory, from 8,192 to 32,768, and without a forecast 8,192; more
-            only if the longest sequence has more.
+            as a GPU has room for by the forecast of memory, from 8,192 to 32,768, without a forecast 8,192, and on a
+            CPU 1,024; more only if the longest sequence has more.
         num_minibatches: Optimizer steps of one pass over an iteration's rollouts, each with an equal share of them.
         inner_epochs: Passes over an iteration's rollouts.
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO), as they teach nothing; None is off.
@@ -133,7 +133,7 @@ class RolloutDataModule(L.LightningDataModule):
         keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
-        self._settings = self._settings_with(SIZES[-1] if micro_batch_tokens is None else micro_batch_tokens)
+        self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
         self._unvalidated_engine: dict[str, Any] | None = None  # its state before this iteration's validation
@@ -146,7 +146,8 @@ class RolloutDataModule(L.LightningDataModule):
         policy = self._module.policy_path
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         max_model_len = max(longest, self.max_prompt_tokens + self.val_sampling.max_tokens)
-        sizes = pass_sizes(self.micro_batch_tokens, longest)
+        on_gpu = self._trainer.strategy.root_device.type == "cuda"
+        sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=on_gpu)
         self._settings = self._settings_with(sizes[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)

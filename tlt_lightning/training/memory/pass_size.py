@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SIZES = (32768, 16384, 8192)
-"""Tokens of a pass to choose from, most first."""
+"""Tokens of a pass to choose from on a GPU, most first. A short one takes as long to launch."""
+CPU_SIZE = 1024
+"""Tokens of a pass on a CPU: a core's cache holds the activations of few."""
 ROOM = 0.8
 """Share of a device's memory that an update may take, by the forecast, where smaller passes could be chosen."""
 
 
-def pass_sizes(given: int | None, longest: int) -> list[int]:
-    """Return the tokens that a pass may have, most first: what was given, or `SIZES` that hold the longest sequence."""
-    return sorted({max(size, longest) for size in SIZES}, reverse=True) if given is None else [given]
+def pass_sizes(given: int | None, longest: int, *, on_gpu: bool) -> list[int]:
+    """Return the tokens that a pass may have, most first: what was given, or sizes that hold the longest sequence."""
+    sizes = SIZES if on_gpu else (CPU_SIZE,)
+    return sorted({max(size, longest) for size in sizes}, reverse=True) if given is None else [given]
 
 
 def choose(
