@@ -34,7 +34,6 @@ from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.processes import end_process, run_apart
 from benchmarks.common.results import about, note_of, save
 from benchmarks.common.shapes import SHAPES
-from benchmarks.end_to_end.arm import run_arm
 from benchmarks.end_to_end.report import render
 from benchmarks.end_to_end.work import SETTINGS, Diary, Work, write_random
 from benchmarks.peers.trl_grpo import run_peer
@@ -193,6 +192,13 @@ def commands_of(path: Path) -> list[str]:
     """Return the commands behind a file of results, the first one first."""
     results = json.loads(path.read_text())
     return [*results.get("earlier", []), results["command"]]
+
+
+def run_arm(*arguments: Any) -> None:
+    """Run an arm in this process, the only one that has to wait for the import of all that it uses."""
+    from benchmarks.end_to_end import arm
+
+    arm.run_arm(*arguments)
 
 
 def plan(args: argparse.Namespace, *, has_lengths: bool) -> tuple[list[Run], list[Run]]:
