@@ -35,7 +35,8 @@ def choose(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> 
         for size in pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)
     ]
     engine = data.engine.planned_memory(str(folder), max_model_len=longest, device_bytes=device_gib * GIB)
-    passes = choose_passes(module, candidates, device_gib * GIB, engine=engine, engine_sleeps=data.engine.sleeps)
+    room = device_gib * GIB
+    passes = choose_passes(module, candidates, room, free=room, engine=engine, engine_sleeps=data.engine.sleeps)
     return passes.micro_batch_tokens
 
 

@@ -127,11 +127,11 @@ def test_what_callbacks_hold_is_in_the_table_and_a_rollout_that_cannot_fit_is_sa
     module = RLModule(policy_path, GRPO())
     module.held_by_callbacks["drafter, trained"] = 2 * GIB
     with caplog.at_level("INFO"):
-        choose_passes(module, [PASSES], 8 * GIB, engine={"engine, cache": 7 * GIB}, engine_sleeps=True)
+        choose_passes(module, [PASSES], 8 * GIB, free=0.0, engine={"engine, cache": 7 * GIB}, engine_sleeps=True)
     assert "| drafter, trained | 2.00 |" in caplog.text
     assert "A rollout would take 9.7 GiB, and the device has 8.0 GiB; lower" in caplog.text
     with pytest.raises(MisconfigurationException) as raised:
-        choose_passes(module, [PASSES], 1 * GIB, engine={}, engine_sleeps=True)
+        choose_passes(module, [PASSES], 1 * GIB, free=0.0, engine={}, engine_sleeps=True)
     assert "fsdp2" not in str(raised.value)  # which would leave it whole on each GPU
 
 
@@ -199,11 +199,13 @@ def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_pat
 
 def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tmp_path, caplog) -> None:
     module = RLModule(policy_path, PPO(), critic=CriticConfig(path=policy_path), reference=policy_path)
-    choose_passes(module, [PASSES], 80 * GIB, engine={}, engine_sleeps=True)
+    choose_passes(module, [PASSES], 80 * GIB, free=0.0, engine={}, engine_sleeps=True)
     with pytest.raises(MisconfigurationException, match=r"An update would take 1\.\d GiB, and the device has 0\.5"):
-        choose_passes(module, [replace(PASSES, micro_batch_tokens=32768)], 0.5 * GIB, engine={}, engine_sleeps=True)
+        choose_passes(
+            module, [replace(PASSES, micro_batch_tokens=32768)], 0.5 * GIB, free=0.0, engine={}, engine_sleeps=True
+        )
     routed = RLModule(save_architecture("qwen3_moe", tmp_path), GRPO())
-    choose_passes(routed, [PASSES], 0.0, engine={}, engine_sleeps=True)
+    choose_passes(routed, [PASSES], 0.0, free=0.0, engine={}, engine_sleeps=True)
     assert "experts are chosen by values" in caplog.text
 
 

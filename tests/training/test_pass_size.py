@@ -79,7 +79,7 @@ def test_what_not_even_the_smallest_pass_fits_is_refused_with_numbers() -> None:
 
 
 def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:
-    module, alone = make_module(policy_path), {"engine": {}, "engine_sleeps": True}
+    module, alone = make_module(policy_path), {"free": 80 * GIB, "engine": {}, "engine_sleeps": True}
     with caplog.at_level("INFO"):
         chosen = choose_passes(module, candidates(64), 80 * GIB, **alone)
     assert chosen.micro_batch_tokens == 32768
@@ -94,23 +94,32 @@ def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pyt
 
 def test_passes_of_a_mixture_of_experts_are_the_smallest(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     module = make_module(save_architecture("qwen3_moe", tmp_path))
-    chosen = choose_passes(module, candidates(9000), 80 * GIB, engine={}, engine_sleeps=True)
+    chosen = choose_passes(module, candidates(9000), 80 * GIB, free=80 * GIB, engine={}, engine_sleeps=True)
     assert chosen.micro_batch_tokens == 9000
     assert "a pass has at most 9,000 tokens: experts are chosen by values" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("device", "engine", "tokens"),
+    ("device", "free_and_own_gib", "engine", "tokens"),
     [
-        ("cpu", VLLMEngine(), 1024),
-        ("cuda", VLLMEngine(gpu_memory_utilization=0.9), 32768),
-        ("cuda", VLLMEngine(kv_cache_gib=6.0, sleep=False), 8192),
+        ("cpu", (0, 0), VLLMEngine(), 1024),
+        ("cuda", (7.5, 0.0), VLLMEngine(gpu_memory_utilization=0.9), 32768),
+        ("cuda", (7.5, 0.0), VLLMEngine(kv_cache_gib=6.0, sleep=False), 8192),
+        ("cuda", (0.5, 7.0), VLLMEngine(gpu_memory_utilization=0.9), 32768),
+        ("cuda", (0.5, 0.0), VLLMEngine(gpu_memory_utilization=0.9), 8192),  # others hold the rest
     ],
 )
 def test_the_device_of_a_run_has_room_for_a_size(
-    device: str, engine: VLLMEngine, tokens: int, policy_path: str, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    free_and_own_gib: tuple[float, float],
+    engine: VLLMEngine,
+    tokens: int,
+    policy_path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * GIB))
+    free, own = free_and_own_gib
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: own * GIB)
     strategy = SimpleNamespace(root_device=torch.device(device))
     trainer: Any = SimpleNamespace(
         strategy=strategy,

@@ -24,7 +24,7 @@ SIZES = (32768, 16384, 8192)
 CPU_SIZE = 1024
 """Tokens of a pass on a CPU: a core's cache holds the activations of few."""
 ROOM = 0.8
-"""Share of a device's memory that an update may take, by the forecast, where smaller passes could be chosen."""
+"""Share of the free memory that an update may take, by the forecast, where smaller passes could be chosen."""
 
 
 def pass_sizes(given: int | None, longest: int, *, on_gpu: bool) -> list[int]:
@@ -34,18 +34,18 @@ def pass_sizes(given: int | None, longest: int, *, on_gpu: bool) -> list[int]:
 
 
 def choose(
-    candidates: Sequence[Passes], plan: Callable[[Passes], MemoryForecast], available: float
+    candidates: Sequence[Passes], plan: Callable[[Passes], MemoryForecast], free: float
 ) -> tuple[Passes, MemoryForecast]:
-    """Return the first passes whose update takes at most `ROOM` of a device, else the last, and their forecast.
+    """Return the first passes whose update takes at most `ROOM` of free memory, else the last, and their forecast.
 
     Args:
         candidates: Passes to choose from, largest first.
         plan: Forecasts an update of such passes.
-        available: Bytes of the device.
+        free: Bytes of a device that no other process holds.
     """
     for passes in candidates:
         planned = plan(passes)
-        if planned.update <= ROOM * available:
+        if planned.update <= ROOM * free:
             break
     return passes, planned
 
@@ -55,6 +55,7 @@ def choose_passes(
     candidates: Sequence[Passes],
     available: float,
     *,
+    free: float,
     engine: Mapping[str, float],
     engine_sleeps: bool,
 ) -> Passes:
@@ -64,6 +65,7 @@ def choose_passes(
         module: The `RLModule`, nothing of it loaded.
         candidates: Passes to choose from, largest first. The last ones are chosen if there is no forecast.
         available: Bytes of the device.
+        free: Those of them that no other process holds.
         engine: What the rollout engine takes, by name.
         engine_sleeps: The engine gives its memory back during updates.
 
@@ -84,7 +86,7 @@ def choose_passes(
         return replace(alone, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
 
     try:
-        passes, planned = choose(candidates, plan, available)
+        passes, planned = choose(candidates, plan, free)
     except (RuntimeError, AttributeError) as error:
         log.warning(
             "What the run will hold in memory is not forecast for `policy` %r, and a pass has at most %s tokens: %s",
@@ -131,7 +133,8 @@ def choose_on_device(
         )
         for size in sizes
     ]
-    total = torch.cuda.get_device_properties(strategy.root_device).total_memory
+    free, total = torch.cuda.mem_get_info(strategy.root_device)
+    free += torch.cuda.memory_reserved(strategy.root_device)  # by this process: an earlier run may have left it some
     planned = engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
-    passes = choose_passes(module, candidates, total, engine=planned, engine_sleeps=engine.sleeps)
+    passes = choose_passes(module, candidates, total, free=free, engine=planned, engine_sleeps=engine.sleeps)
     return passes.micro_batch_tokens
