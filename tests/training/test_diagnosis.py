@@ -59,10 +59,21 @@ def test_each_cause_is_said_once_after_three_iterations(changes: dict[str, float
         [{"rollout/truncated": 1.0}] * 8,  # and yet rewards differ
         [{}, *[{"change": 0.0}] * 8],  # a schedule that ends at zero
         [{"change": 0.0, "train/grad_norm": 0.0}] * 8,  # a critic that warms up
+        [{"reward/mean": mean} for mean in (0.9, 0.9, 0.9, 0.9, 0.9, 0.6, 0.6, 0.6, 0.5, 0.6, 0.6, 0.55)],
     ],
 )
 def test_a_run_that_learns_is_left_in_peace(iterations: list[dict[str, float]]) -> None:
     assert said(Diagnosis(is_grouped=True), *iterations) == []
+
+
+def test_a_policy_that_unlearns_is_told_of_once() -> None:
+    """As in a run whose responses became ever longer until hardly one ended."""
+    rewards = [0.9, 0.85, 0.95, 0.75, 0.6, 0.5, 0.45, 0.35, 0.25, 0.2, 0.1, 0.05, 0.02]
+    spreads = [0.3, 0.35, 0.2, 0.43, 0.49, 0.5, 0.5, 0.48, 0.43, 0.4, 0.3, 0.2, 0.14]
+    course = [{"reward/mean": mean, "reward/std": std} for mean, std in zip(rewards, spreads, strict=True)]
+    ((number, cause),) = said(Diagnosis(is_grouped=True), *course, *course[-1:] * 5)
+    assert number == 13  # the means of five iterations fall below 0.81 - 0.5 in the eleventh, and stay there
+    assert re.search(r"over 5 iterations has fallen from 0\.81 to 0\.12, by more than responses differ \(0\.5\)", cause)
 
 
 def test_single_responses_are_no_groups() -> None:

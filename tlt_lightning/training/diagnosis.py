@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from tlt_lightning.sharding.units import local
 
 PATIENCE = 3
 """Iterations in a row that must show a cause before it is said."""
+
+WINDOW = 5
+"""Iterations whose mean reward is compared with the best of as many."""
 
 SAMPLE = 2**16
 """Most weights whose change is measured."""
@@ -41,7 +46,9 @@ class Diagnosis:
     def __init__(self, *, is_grouped: bool) -> None:
         self._is_grouped = is_grouped
         self._has_moved = False
-        self._in_a_row = {"rewards": 0, "rate": 0}  # iterations with a cause of the kind
+        self._rewards: deque[float] = deque(maxlen=WINDOW)
+        self._best, self._spread = -float("inf"), 0.0  # mean of `WINDOW` iterations; of an iteration's responses
+        self._in_a_row = {"rewards": 0, "rate": 0, "course": 0}  # iterations with a cause of the kind
         self._said: set[str] = set()
 
     def read(self, metrics: Mapping[str, float], change: float) -> list[str]:
@@ -56,12 +63,30 @@ class Diagnosis:
         for kind, found in (
             ("rewards", _of_rewards(metrics, self._is_grouped)),
             ("rate", self._of_rate(metrics, change)),
+            ("course", self._of_course(metrics)),
         ):
             self._in_a_row[kind] = self._in_a_row[kind] + 1 if found else 0
             if found and self._in_a_row[kind] >= PATIENCE and found[0] not in self._said:
                 self._said.add(found[0])
                 causes.append(found[1])
         return causes
+
+    def _of_course(self, metrics: Mapping[str, float]) -> Cause | None:
+        self._rewards.append(metrics.get("reward/mean", 0.0))
+        self._spread = max(self._spread, metrics.get("reward/std", 0.0))
+        if len(self._rewards) < WINDOW:
+            return None
+        recent = fmean(self._rewards)
+        self._best = max(self._best, recent)
+        if recent >= self._best - self._spread:
+            return None
+        return (
+            "lost",
+            f"the policy loses what it could: its mean reward over {WINDOW} iterations has fallen from "
+            f"{self._best:.2g} to {recent:.2g}, by more than responses differ ({self._spread:.2g}). Unless prompts "
+            "became harder, go on from a checkpoint of then with a lower learning rate (`model.optimizer`), more "
+            "prompts an iteration (`data.prompts_per_iteration`) or a KL penalty (`objective.loss_kl`).",
+        )
 
     def _of_rate(self, metrics: Mapping[str, float], change: float) -> Cause | None:
         gradient = metrics.get("train/grad_norm", 0.0)
