@@ -25,7 +25,6 @@ from tlt_lightning.commands.starter import read_recipes, write_start
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool
-from tlt_lightning.training.memory.pass_size import pass_sizes
 
 pytestmark = pytest.mark.slow
 
@@ -74,9 +73,7 @@ def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monk
     check_trainer(trainer)
     num_sequences = data.prompts_per_iteration * data.group_size
     assert num_sequences % data.num_minibatches == 0
-    longest = data.max_prompt_tokens + data.sampling.max_tokens
-    assert longest <= pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)[-1]
-    assert (data.micro_batch_tokens is None) is any("_1gpu" in file for file in RECIPES[name].files)
+    assert data.micro_batch_tokens is None  # the device decides
     assert data.group_size >= cli.model.objective.min_group_size
     assert trainer.default_root_dir == str(tmp_path / "outputs")
     folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
