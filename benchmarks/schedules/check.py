@@ -34,6 +34,7 @@ MEASURED = (
     Measured("25m_rising", "plain+partial", PartialRollout(0.5), 1),
     Measured("25m_seeds", "plain+partial", PartialRollout(0.5), 1, seed=1),
     Measured("25m_two_gpus", "plain+partial", PartialRollout(0.5), 2),
+    Measured("25m_forty", "plain+partial", PartialRollout(0.5), 1),
 )
 
 
