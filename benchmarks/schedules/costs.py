@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def plain_cost(plain: Run) -> tuple[Array, dict[str, Any]]:
     """Return the cost that is fitted to a plain run, and the fit."""
     rows = plain.iterations[1:]  # the first one compiles
     return fitted_cost([row["lengths"] for row in rows], [row["metrics"]["rollout/seconds"] for row in rows])
+
+
+def reading_of(results: Path) -> dict[str, float]:
+    """Return milliseconds a token that is read, by policy: of the 7B's step with the most drafts; 0 of small ones.
+
+    The 23M policy's steps wait for launches, not for tokens.
+    """
+    runs = json.loads((results / "rollout_7b.json").read_text())["runs"]
+    most = max(NAMES)
+    batches, step_ms = step_curve([r for r in runs if r["arm"] == NAMES[most] and r["mode"] == "replayed"])
+    return defaultdict(float, dict.fromkeys(("7B, plain", "7B, head"), step_ms[-1] / (batches[-1] * (most + 1))))
 
 
 def costs_of(results: Path) -> dict[str, Array]:

@@ -33,14 +33,15 @@ def recorded(rows: Rows) -> list[str]:
         "## Recorded lengths",
         "",
         "By policy, seconds of a rollout over the synchronous ones. Steps saved: were one token a step. Thrown away: "
-        "of all tokens. Idle: 1 - mean running / most running, 7B, plain. Continued: responses; age: of tokens, in "
-        "iterations.",
+        "of all tokens. Idle: 1 - mean running / most running, 7B, plain. Continued: responses; read again: their "
+        "text, of the tokens learned from; age: of tokens, in iterations.",
         "",
     ]
-    header = ["lengths", "workers", "schedule", *names, "steps saved", "thrown away", "idle", "continued", "age"]
+    header = ["lengths", "workers", "schedule", *names, "steps saved", "thrown away", "idle", "continued"]
+    header += ["read again", "age"]
     cells = []
     for row in [row for row in rows if row["is_recorded"]]:
-        shares = [row["saved_steps"], row["thrown_away"], row["idle"]["7B, plain"], row["continued"]]
+        shares = [row["saved_steps"], row["thrown_away"], row["idle"]["7B, plain"], row["continued"], row["read"]]
         relative = [f"{row['relative'][name]:.2f}" for name in names]
         shown = [row["lengths"], row["workers"], row["schedule"], *relative]
         cells.append([*shown, *(f"{share:.0%}" for share in shares), f"{row['age']:.2f}"])

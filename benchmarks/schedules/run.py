@@ -6,6 +6,8 @@ The schedules, the course of a rollout and the backlog are the package's own. Si
 
 - Responses that run advance together, so that n of them take S(n) / E(n) a token each: milliseconds of a step over its
   tokens a request. With a head, K is the best one at each n, switched for nothing. Prompts cost nothing.
+- Text of responses that go on under new weights is read again. A token of it costs the 7B policy what one costs in its
+  steps with the most drafts, and the 23M policy, whose steps wait for launches, nothing.
 - Policy "23M, plain": S(n) = a + b n, fitted to the rollouts of the arm `plain` of `end_to_end_25m_schedules.json`. The
   others: medians by batch of the plain and the fixed arms of `rollout_25m.json` and `rollout_7b.json`, beyond 256
   running extrapolated from the last two.
@@ -26,12 +28,14 @@ from benchmarks.common.arguments import RESULTS, parser_of
 from benchmarks.common.results import about, save
 from benchmarks.schedules.cases import EXTRAS, NUM_RESPONSES, Case, recorded_cases, resampled_cases
 from benchmarks.schedules.check import MEASURED, check
-from benchmarks.schedules.costs import costs_of
+from benchmarks.schedules.costs import costs_of, reading_of
 from benchmarks.schedules.report import report
 from benchmarks.schedules.worker import Array, Worker, log_values, seconds_of
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
 
+Costs = Mapping[str, tuple[Array, float]]
+"""Milliseconds a token by requests that run, and a token that is read again, by policy."""
 ITERATIONS, SETTLE = 30, 5
 """Iterations of a simulation, which are whole cycles of each `TailBatching`, and those before them."""
 SHARES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -43,7 +47,7 @@ SCHEDULES: dict[str, RolloutSchedule] = {
 }
 
 
-def simulate(case: Case, schedule: str, costs: Mapping[str, Array], *, iterations: int, seed: int) -> dict[str, Any]:
+def simulate(case: Case, schedule: str, costs: Costs, *, iterations: int, seed: int) -> dict[str, Any]:
     """Return what `iterations` take under a schedule, after `SETTLE` that do not count."""
     wanted = NUM_RESPONSES // case.size // case.workers
     workers = [Worker(SCHEDULES[schedule], wanted, case.draw_group, seed + i) for i in range(case.workers)]
@@ -57,8 +61,8 @@ def simulate(case: Case, schedule: str, costs: Mapping[str, Array], *, iteration
     learned, thrown = sum(each.learned for each in rollouts), numbers.get("schedule/tokens_thrown_away", 0.0)
     slots = max(int(each.running.max(initial=0)) for each in rollouts) * case.workers
     found: dict[str, Any] = {"schedule": schedule, "seconds": {}, "idle": {}}
-    for name, cost in costs.items():
-        seconds = [seconds_of(row, cost) for row in rows]
+    for name, (cost, reading_ms) in costs.items():
+        seconds = [seconds_of(row, cost, reading_ms) for row in rows]
         busy = sum(float((each.tokens * each.running) @ cost[each.running]) for each in rollouts) / 1e3
         found["seconds"][name] = fmean(seconds)
         found["idle"][name] = 1 - busy / (slots * sum(seconds))
@@ -68,12 +72,13 @@ def simulate(case: Case, schedule: str, costs: Mapping[str, Array], *, iteration
         "thrown_away": thrown / (learned + thrown),
         "continued": numbers.get("schedule/continued", 0.0),
         "age": sum(each.aged for each in rollouts) / learned,
+        "read": sum(each.read for each in rollouts) / learned,
         "waited": numbers.get("schedule/waited", 0.0),
     }
 
 
 def against_synchronous(
-    case: Case, costs: Mapping[str, Array], *, iterations: int = ITERATIONS, seed: int = 0
+    case: Case, costs: Costs, *, iterations: int = ITERATIONS, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Simulate all schedules on a case; `relative` are their seconds over the synchronous ones."""
     rows = [simulate(case, name, costs, iterations=iterations, seed=seed) for name in SCHEDULES]
@@ -87,7 +92,8 @@ def against_synchronous(
 def main(arguments: Sequence[str]) -> None:
     """Simulate all cases, and write `schedules.json` and `.md`."""
     args = parser_of(__doc__).parse_args(arguments)
-    costs = costs_of(RESULTS)
+    reading = reading_of(RESULTS)
+    costs = {name: (cost, reading[name]) for name, cost in costs_of(RESULTS).items()}
     results: dict[str, Any] = {"about": about("recorded lengths", args.note, args.seed, on_cpu=True)}
     results["check"] = [check(RESULTS, each, repeats=1 if args.tiny else 10) for each in MEASURED]
     cases = recorded_cases(RESULTS, (1,) if args.tiny else (1, 2, 4))

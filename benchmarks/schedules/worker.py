@@ -28,6 +28,7 @@ class Rollout(NamedTuple):
     running: NDArray[np.int64]
     learned: int
     aged: int  # sum over learned tokens of iterations since they were written
+    read: int  # tokens of responses that go on, whose keys and values the new weights compute again
 
     @property
     def written(self) -> float:
@@ -58,16 +59,18 @@ class Worker:
             self.lengths.append(self.draw_group(self.random, iteration))
             groups.append(OpenGroup(prompt=draw, draw=draw, drawn=iteration, begun=iteration))
         course = RolloutCourse(self.backlog.schedule, demand, groups, len(self.lengths[0]))
+        read = sum(len(each.token_ids) for each in course.responses.values() if each.is_unfinished)
         tokens, running = write(course, self.lengths, iteration)
         self.backlog.end(course, log)
         taken = [course.responses[number] for number in course.taken]
         aged = sum((iteration - version) * count for each in taken for version, count in each.segments)
-        return Rollout(np.array(tokens, float), np.array(running, int), sum(len(r.token_ids) for r in taken), aged)
+        learned = sum(len(each.token_ids) for each in taken)
+        return Rollout(np.array(tokens, float), np.array(running, int), learned, aged, read)
 
 
-def seconds_of(rollouts: Sequence[Rollout], cost: Array) -> float:
-    """Return the seconds until the last worker ends, at these milliseconds a token by requests that run."""
-    return max(float(each.tokens @ cost[each.running]) for each in rollouts) / 1e3
+def seconds_of(rollouts: Sequence[Rollout], cost: Array, reading_ms: float = 0.0) -> float:
+    """Return the seconds until the last worker ends, at these milliseconds a token by requests that run, or read."""
+    return max(float(each.tokens @ cost[each.running]) + reading_ms * each.read for each in rollouts) / 1e3
 
 
 def log_values(log: IterationLog) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.schedules import run as schedules
 from benchmarks.schedules.cases import case_of
 from benchmarks.schedules.costs import cost_of, fitted_cost
-from benchmarks.schedules.worker import DrawGroup, Worker
+from benchmarks.schedules.worker import DrawGroup, Worker, seconds_of
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.schedules import PartialRollout, SynchronousSchedule, TailBatching
 
@@ -51,6 +51,8 @@ def test_what_is_continued_is_written_once_and_ages() -> None:
     )
     assert [*zip(rollouts[1].tokens, rollouts[1].running, strict=True)] == [(2, 5), (1, 4), (1, 3), (1, 2)]
     assert rollouts[1].aged == 3 + 5  # tokens of the group that was put aside, whose second response had 4 to go
+    assert [each.read for each in rollouts] == [0, 5]
+    assert seconds_of(rollouts[1:], np.ones(513), reading_ms=10.0) == (5 + 50) / 1e3
 
 
 def test_a_token_costs_what_the_best_draft_length_makes_of_it_and_goes_on_in_a_line() -> None:
@@ -65,7 +67,7 @@ def test_a_token_costs_what_the_best_draft_length_makes_of_it_and_goes_on_in_a_l
 def test_workers_wait_for_the_last() -> None:
     groups = in_turn(*([length] * 64 for length in (1, 2, 3, 4)))
     case = case_of("in turn", groups, 4, workers=4)
-    found = schedules.simulate(case, "synchronous", {"all alike": np.ones(513)}, iterations=2, seed=0)
+    found = schedules.simulate(case, "synchronous", {"all alike": (np.ones(513), 0.0)}, iterations=2, seed=0)
     assert found["seconds"] == {"all alike": 0.004}
     assert found["idle"] == {"all alike": 1 - 2.5 / 4}
     assert found["steps"] == 4
@@ -75,7 +77,7 @@ def test_what_is_saved_follows_from_the_reach_and_less_of_it_with_small_shares()
     def draw_group(draw: random.Random, iteration: int) -> list[int]:
         return [100 if draw.random() < 0.01 else draw.choice([8, 10]) for _ in range(8)]
 
-    costs = {"all alike": np.ones(513)}
+    costs = {"all alike": (np.ones(513), 0.0)}
     one, four = (case_of("few long", draw_group, 100, workers=workers) for workers in (1, 4))
     assert one.groups == pytest.approx(1 - 0.99**8, abs=0.02)
     assert one.reach[0.25] == 0.1
