@@ -24,7 +24,7 @@ from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
-from tlt_lightning.training.resume import restart_validation
+from tlt_lightning.training.resume import forget_unfinished, restart_validation
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class RunGuard(RolloutCallback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.protect(trainer)
+        if stage == "fit":
+            forget_unfinished(trainer)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -40,6 +40,17 @@ class UpdateState:
     validated: dict[str, float] = field(default_factory=dict)
 
 
+def forget_unfinished(trainer: L.Trainer) -> None:
+    """Let a `fit` begin the iteration anew within which an exception has ended the Trainer's last.
+
+    Lightning goes on counting it as begun, and checkpoints of later iterations would look like saved within one.
+    """
+    loop = trainer.fit_loop
+    for progress in (loop.epoch_progress, loop.epoch_loop.val_loop.batch_progress):
+        for counts in (progress.current, progress.total):
+            vars(counts).update(dict.fromkeys(_COUNTS, vars(counts)["processed"]))
+
+
 def hand_over(trainer: L.Trainer, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a checkpoint needs, as primitives, to resume within an iteration; then what each rank needs there.
 
