@@ -2,6 +2,7 @@ import shutil
 import time
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -90,6 +91,30 @@ def test_another_runs_checkpoints_are_kept(tmp_path: Path, caplog: pytest.LogCap
         "epoch=3.ckpt",
         "last.ckpt",
     ]
+
+
+def test_a_callback_that_has_saved_a_run_saves_the_next_one(tmp_path: Path) -> None:
+    folder, checkpoints = tmp_path / "all", IterationCheckpoint(str(tmp_path / "all"), keep=1)
+
+    def fit(trainer: L.Trainer, **fit: Path) -> list[str]:
+        trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]), weights_only=True, **fit)
+        return sorted(path.name for path in folder.iterdir())
+
+    def trainer(max_epochs: int) -> L.Trainer:
+        settings = {"max_epochs": max_epochs, "enable_checkpointing": True, "limit_val_batches": 0}
+        return make_trainer(tmp_path, [RunGuard(), checkpoints], **settings)
+
+    assert fit(trainer(3)) == ["epoch=2.ckpt", "last.ckpt"]
+    second = trainer(1)
+    assert fit(second) == ["earlier_0", "epoch=0.ckpt", "last.ckpt"]
+    assert checkpoints.best_model_path == str(folder / "epoch=0.ckpt")
+    assert (folder / "last.ckpt").resolve().name == "epoch=0.ckpt"
+    second.fit_loop.max_epochs = 2
+    assert fit(second) == ["earlier_0", "epoch=1.ckpt", "last.ckpt"]
+    shutil.copy(folder / "epoch=1.ckpt", tmp_path / "other.ckpt")
+    assert fit(trainer(3), ckpt_path=folder / "last.ckpt") == ["earlier_0", "epoch=2.ckpt", "last.ckpt"]
+    assert fit(trainer(3), ckpt_path=tmp_path / "other.ckpt") == ["earlier_0", "earlier_1", "epoch=2.ckpt", "last.ckpt"]
+    assert (folder / "last.ckpt").resolve().name == "epoch=2.ckpt"
 
 
 def test_a_run_that_goes_on_from_another_folder_keeps_what_is_in_its_own(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tlt_lightning.arguments import check_at_least, check_count, text_of
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
+from tlt_lightning.training.resume import begins_run
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,19 @@ class IterationCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.every_minutes = every_minutes
-        self._saved_at = -math.inf
-        self._owns_folder = False
+        self._forget_run()
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if begins_run(trainer):
+            self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Forget the checkpoints of a run that this callback has saved before: none of this one would be later."""
+        self._last_global_step_saved, self._saved_at, self._owns_folder = 0, -math.inf, False
+        self.best_k_models, self.best_model_score, self.current_score = {}, None, None
+        self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

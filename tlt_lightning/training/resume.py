@@ -40,6 +40,11 @@ class UpdateState:
     validated: dict[str, float] = field(default_factory=dict)
 
 
+def begins_run(trainer: L.Trainer) -> bool:
+    """Return True in `setup` if this `fit` begins a run or resumes one, and does not go on from the Trainer's last."""
+    return trainer.state.fn == "fit" and (trainer.ckpt_path is not None or not trainer.global_step)
+
+
 def forget_unfinished(trainer: L.Trainer) -> None:
     """Let a `fit` begin the iteration anew within which an exception has ended the Trainer's last.
 
