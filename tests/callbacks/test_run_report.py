@@ -213,6 +213,27 @@ def test_resumed_run_reports_from_its_beginning(tmp_path: Path) -> None:
     assert read_summary(tmp_path / "resumed" / "demo")["iterations"] == 3
 
 
+def test_a_callback_that_has_reported_a_run_reports_the_next_one(tmp_path: Path) -> None:
+    callback, folder = RunReport(str(tmp_path / "demo")), tmp_path / "demo"
+
+    def fit(trainer: L.Trainer) -> dict[str, Any]:
+        trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+        return read_summary(folder)
+
+    assert fit(make_trainer(tmp_path, [callback], max_epochs=3))["held_out_accuracy_before"] == pytest.approx(0.2)
+    callback._started -= 1000  # pass before the next run
+    trainer = make_trainer(tmp_path, [callback], max_epochs=1, num_sanity_val_steps=0)
+    second = fit(trainer)
+    assert (second["iterations"], second["held_out_accuracy_before"]) == (1, None)
+    assert second["seconds"] < 300
+    assert read_page(folder)["iterations"] == [1]
+    assert read_summary(folder / "earlier_0")["iterations"] == 3
+    trainer.fit_loop.max_epochs = 2
+    assert fit(trainer)["iterations"] == 2
+    assert read_page(folder)["iterations"] == [1, 2]
+    assert not (folder / "earlier_1").exists()
+
+
 def test_seconds_before_a_resume_count(tmp_path: Path) -> None:
     callback = RunReport(str(tmp_path))
     callback.load_state_dict({"history": {}, "details": {}, "accuracy_before": None, "seconds": 1000.0})

@@ -30,7 +30,7 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.guard.files import part_of, set_aside
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.seeds import given_seed
-from tlt_lightning.training.resume import held_by
+from tlt_lightning.training.resume import begins_run, held_by
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RunReport(RolloutCallback):
 
     - `seed`: Of `seed_everything`.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
-      line: before the engine is set up), those before a resume included.
+      line: before the engine is set up) or set up for another run, those before a resume included.
     - `held_out_accuracy_before`: Before training, if `num_sanity_val_steps` covered all held-out prompts.
     - `held_out_accuracy_after`, `held_out_accuracy_after_iteration`: The latest validation and its iteration.
     - `reward_mean`, `length_p50`, `length_p99`, `length_max`: Of the last iteration; lengths in tokens.
@@ -74,6 +74,10 @@ class RunReport(RolloutCallback):
         check_count("num_completions", num_completions, 0)
         self.dirpath = Path(text_of("dirpath", dirpath, "Give a folder."))
         self.num_completions = num_completions
+        self._started = time.perf_counter()
+        self._forget_run()
+
+    def _forget_run(self) -> None:
         self.history: dict[int, dict[str, float]] = {}
         self.details: dict[int, dict[str, Any]] = {}
         self.accuracy_before: float | None = None
@@ -83,12 +87,21 @@ class RunReport(RolloutCallback):
         self._num_unwritten = 0
         self._is_first_write = True  # of a run that does not go on from another
         self._earlier_seconds = 0.0
-        self._started = time.perf_counter()
 
     # In the run
 
     @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._timeline.clear()  # of an iteration that was interrupted
+        if begins_run(trainer):
+            if self.history:
+                self._started = time.perf_counter()
+            self._forget_run()
+
+    @override
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.history:
+            return
         accuracy = trainer.callback_metrics.get("val/accuracy")
         # A part of the held-out prompts is not comparable with all of them.
         if accuracy is not None and trainer.num_sanity_val_batches == trainer.num_val_batches:
