@@ -105,7 +105,6 @@ class RLModule(L.LightningModule):
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
         """Takes what anybody, a callback above all, wants logged of the iteration."""
-        self.held_out = HeldOutMetrics()
         self._optimizer_settings: list[dict[str, Any]] = []
         self._saved: dict[str, Any] | None = None  # of the run that is resumed
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
@@ -122,6 +121,7 @@ class RLModule(L.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         check_trainer(self.trainer)
+        self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
         CloseIteration.put_first(self.trainer)
         resume.Requeue.install(self.trainer)
         if stage == "fit":

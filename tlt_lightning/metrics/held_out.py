@@ -78,7 +78,6 @@ class HeldOutMetrics(nn.Module):
         """Return the metrics under `stage`/ over all ranks, and start over."""
         means = {"reward": self.reward.compute(), "length": self.length.compute()}
         metrics = {f"{stage}/{name}": float(value) for name, value in {**self.accuracy.compute(), **means}.items()}
-        with torch.inference_mode(False):  # else `Trainer.validate` leaves tensors that a later `fit` cannot add to
-            for metric in (self.accuracy, self.reward, self.length):
-                metric.reset()
+        for metric in (self.accuracy, self.reward, self.length):
+            metric.reset()
         return metrics
