@@ -83,6 +83,19 @@ def test_resumed_run_remembers_means_and_warnings(tmp_path: Path) -> None:
     assert restored.warned == callback.warned == {"many responses truncated"}
 
 
+def test_the_next_run_is_compared_with_itself_alone(tmp_path: Path) -> None:
+    callback = RewardLengthWarning()
+    for reward in (1.0, 0.1):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Iteration ")
+            rollouts = [make_rollout(reward - 0.1 * i) for i in range(2)]
+            trainer = make_trainer(tmp_path, [callback], max_epochs=4)
+            trainer.fit(LoggingModule(), datamodule=RolloutLoop(lambda _, rollouts=rollouts: rollouts))
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(lambda _: rollouts))
+    assert list(callback.rewards) == [pytest.approx(0.05)] * 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"), [({"length_factor": 1.0}, "`length_factor`.*got 1.0"), ({"window": 2}, "`window`.*got 2")]
 )

@@ -48,13 +48,16 @@ class RewardLengthWarning(RolloutCallback):
             raise ValueError(f"`length_factor` must be greater than 1, got {length_factor}.")
         if window < MIN_EARLIER_ITERATIONS:
             raise ValueError(f"`window` must be at least {MIN_EARLIER_ITERATIONS}, got {window}.")
-        self.reward_drop = reward_drop
-        self.length_factor = length_factor
-        self.max_truncated = max_truncated
-        self.max_zero_std = max_zero_std
+        self.reward_drop, self.length_factor = reward_drop, length_factor
+        self.max_truncated, self.max_zero_std = max_truncated, max_zero_std
         self.rewards: deque[float] = deque(maxlen=window)
         self.lengths: deque[float] = deque(maxlen=window)
         self.warned: set[str] = set()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the run before; a checkpoint's state comes later."""
+        if stage == "fit" and (trainer.ckpt_path or not trainer.global_step):
+            self.load_state_dict({"rewards": (), "lengths": (), "warned": ()})
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
         """Compare this iteration with the ones before and warn."""
@@ -92,6 +95,6 @@ class RewardLengthWarning(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the checkpointed run was."""
-        self.rewards.extend(state_dict["rewards"])
-        self.lengths.extend(state_dict["lengths"])
-        self.warned.update(state_dict["warned"])
+        self.rewards = deque(state_dict["rewards"], self.rewards.maxlen)
+        self.lengths = deque(state_dict["lengths"], self.lengths.maxlen)
+        self.warned = set(state_dict["warned"])
