@@ -92,6 +92,7 @@ class Loop:
             training=True, current_epoch=0, max_epochs=9, world_size=1, global_step=0, global_rank=0, strategy=strategy
         )
         self.trainer.datamodule, self.trainer.is_global_zero = data, False
+        self.trainer.state, self.trainer.ckpt_path = SimpleNamespace(fn="fit"), None
         self.module: Any = SimpleNamespace(
             policy_path=POLICY,
             policy=load_policy(POLICY),
@@ -150,6 +151,31 @@ def test_another_run_of_the_same_callback_begins_its_first_iteration_anew() -> N
         loop.callback.on_fit_start(loop.trainer, loop.module)
         assert loop.begin_iteration(0)
         assert loop.begin_iteration(0)  # another rollout of it
+
+
+def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:
+    engine, module = make_engine(fixed()), SimpleNamespace(policy_path=POLICY, held_by_callbacks={})
+    given: Any = engine.speculation
+    for ended in ("teardown", "on_exception"):
+        callback: Any = make_callback()
+        callback.on_engine_setup(SimpleNamespace(), module, engine)
+        assert engine.speculation is not given
+        module.hidden_state_request = "of this callback's"
+        getattr(callback, ended)(SimpleNamespace(), module, "fit")
+        assert engine.speculation is given
+        assert module.hidden_state_request is None
+
+
+def test_the_next_run_of_a_callback_has_no_texts_of_another_policy() -> None:
+    callback = make_callback()
+    drift = Loop(callback).callback._drift
+    callback.buffer.add(texts_of(8))
+    callback.training.seen_version = callback.publisher.data_version = callback.publisher.version = 7
+    second, training = Loop(callback), callback.training
+    assert training.sum_over_ranks.args == (second.trainer,)  # type: ignore[attr-defined]
+    assert (len(callback.buffer), len(callback.buffer.held_out), training.seen_version) == (0, 0, -1)
+    assert (callback.publisher.version, callback.publisher.data_version) == (7, -1)
+    assert callback._drift is not drift
 
 
 @pytest.mark.parametrize("is_within", [False, True])

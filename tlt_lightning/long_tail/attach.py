@@ -36,12 +36,13 @@ class ServedHead:
         self.drafter = drafter
         self.version = 0
         """Publications that the engine has, 0 for the head that it was loaded with."""
-        self._engine: RolloutEngine | None = None
+        self._engine: VLLMEngine | None = None
+        self._given: Speculation | None = None  # of the engine before
         self._folder: TemporaryFolder | None = None
 
     @property
     def is_attached(self) -> bool:
-        """True once there is an engine."""
+        """True while there is an engine."""
         return self._engine is not None
 
     @property
@@ -51,11 +52,17 @@ class ServedHead:
 
     def attach(self, engine: RolloutEngine, policy: str) -> None:
         """Set the drafter as the head that the engine loads; MisconfigurationException if it does not fit."""
+        self.detach()
         vllm, speculation = check_engine(engine, self.drafter, policy)
         if self._folder is None:
             self._folder = TemporaryFolder("tlt-drafter-")  # one per rank: none waits for another
         attach_to_engine(vllm, speculation, self.drafter, self._folder.path)
-        self._engine, self.version = engine, 0
+        self._engine, self._given, self.version = vllm, speculation, 0
+
+    def detach(self) -> None:
+        """Leave the engine with the speculation that it had, for other runs; safe to call twice."""
+        if self._engine is not None:
+            self._engine.speculation, self._engine = self._given, None
 
     def push(self, publisher: DrafterPublisher) -> None:
         """Give the engine the published weights, with the tokens that they draft."""
@@ -103,7 +110,7 @@ def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: Draf
     A head of random weights is cold: the engine knows its shape and drafts nothing with it before the first push. The
     drafter is trained and judged as the engine drafts.
     """
-    if speculation.head not in (None, drafter.head_path, str(path)):
+    if speculation.head not in (None, drafter.head_path):
         raise MisconfigurationException(
             f"`engine.speculation.head` is {speculation.head!r}, but the drafter that is trained starts from "
             f"{drafter.head_path or 'random weights'}; give the head as `drafter.head` alone, the engine gets it from "

@@ -49,6 +49,10 @@ class DrafterBuffer:
         self.max_bytes = max_bytes
         self.held_out_share = held_out_share
         self.previous_share = previous_share
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything."""
         self._newest: list[PolicyText] = []
         self._previous: list[PolicyText] = []
         self._held_out: list[PolicyText] = []

@@ -38,7 +38,7 @@ from tlt_lightning.policy import causal_lm
 from tlt_lightning.ranks import sum_over_ranks
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.memory.optimizer_state import training_bytes
-from tlt_lightning.training.resume import is_within
+from tlt_lightning.training.resume import begins_run, is_within
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
 
@@ -128,16 +128,14 @@ class LongTailIdleCallback(RolloutCallback):
         sampling = trainer.datamodule.sampling  # type: ignore[attr-defined]
         self.drafter.acceptance = self.drafter.acceptance.of(sampling)
         if self._trainer is None:
-            self._trainer = DrafterTrainer(
-                self.drafter,
-                self.buffer,
-                pack_tokens=self.pack_tokens,
-                device=trainer.strategy.root_device,
-                offload=self.offload,
-                num_workers=trainer.world_size,
-                sum_over_ranks=partial(sum_over_ranks, trainer),
-            )
+            own: dict[str, Any] = {"pack_tokens": self.pack_tokens, "offload": self.offload}
+            own |= {"device": trainer.strategy.root_device, "num_workers": trainer.world_size}
+            self._trainer = DrafterTrainer(self.drafter, self.buffer, **own)
             self._publisher = DrafterPublisher(self._trainer)
+        self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
+        if begins_run(trainer):
+            self.publisher.forget_policy()
+            self._drift, self._resumed = PolicyDrift(), None
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -282,12 +280,20 @@ class LongTailIdleCallback(RolloutCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.drafter.refresh_target(pl_module.policy)
         self.publisher.publish_if_better()
-        pl_module.hidden_state_request = None
         if trainer.is_global_zero and (self.drafter.head_path is not None or self.publisher.version > 0):
             folder = self.dirpath or Path(trainer.default_root_dir) / "drafter"
             set_aside(folder, [folder / "final"], "the drafter")
             with self.publisher.loaded() as drafter:
                 drafter.export(folder / "final", self.publisher.quality)
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.hidden_state_request = None
+        self._served.detach()
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")
 
     # Checkpoints
 

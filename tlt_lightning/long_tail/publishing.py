@@ -142,6 +142,12 @@ class DrafterPublisher:
             return None
         return sums
 
+    def forget_policy(self) -> None:
+        """Forget texts and versions of the policy of an earlier run; the weights stay."""
+        self.trainer.buffer.clear()
+        self.trainer.seen_version = self.data_version = -1
+        self.trainer.num_pending = 0
+
     # What travels
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
