@@ -94,7 +94,7 @@ def test_data_path_of_the_recipe_tells_good_responses_from_bad_ones(
     _, good, bad = FORMATS[name]
     tokenizer = load_tokenizer(policy_path)
     tokenizer.chat_template = CHAT
-    prompts = load_prompts(cli.datamodule.train_source, tokenizer, max_prompt_tokens=cli.datamodule.max_prompt_tokens)
+    prompts = load_prompts(cli.datamodule.train, tokenizer, max_prompt_tokens=cli.datamodule.max_prompt_tokens)
     assert prompts[0].text.endswith("<assistant>")
     task, own = cli.datamodule.rewards
     assert (own.name, own.weight) == ("brevity", 0.1)  # what `init` adds
@@ -113,7 +113,7 @@ def test_calculations_are_judged_by_the_number_they_end_with(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = instantiate(name, tmp_path, monkeypatch).datamodule
-    row = next(row for row in data.train_source.read() if float(row["answer"]) not in (2, 3, 5))
+    row = next(row for row in data.train.read() if float(row["answer"]) not in (2, 3, 5))
     right, wrong = f"2 + 3 = 5, so it is {row['answer']}", f"{row['answer']} - 2 = 3"
     pool = RewardPool([term for term in data.rewards if term.name != "brevity"])  # which `init` adds
     for number, response in enumerate((right, wrong, "2 + 3 = 5", "I do not know")):
@@ -124,7 +124,7 @@ def test_calculations_are_judged_by_the_number_they_end_with(
 
 
 def test_arc_template_lists_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = instantiate("grpo_arc_1gpu", tmp_path, monkeypatch).datamodule.train_source
+    source = instantiate("grpo_arc_1gpu", tmp_path, monkeypatch).datamodule.train
     question = source.messages(ARC[0])[-1]["content"]
     assert question.startswith("Which of these conducts electricity best?\nA. wood\nB. copper\nC. glass\n")
 

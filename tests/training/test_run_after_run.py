@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
-from tlt_lightning import RolloutCallback
+from tlt_lightning import RolloutCallback, Sampling, TailBatching
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,10 @@ class Fail(RolloutCallback):
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         self._fail(trainer, "validation")
+
+
+def longer(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return float(len(response))
 
 
 @pytest.mark.parametrize("hook", ["rollout", "update", "validation"])
@@ -60,3 +65,36 @@ def test_a_validation_after_one_that_failed_measures_its_own_responses_alone(pat
     with pytest.raises(RuntimeError, match="made to fail"):
         make_trainer(root, Fail("validation", epoch=0), limit_val_batches=1.0).validate(module, data)
     trainer.fit(module, data)
+
+
+def test_what_is_set_between_two_fits_holds_for_all_of_the_second(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module, data, recorder = make_module(policy_path), make_data(prompts_path), Recorder()
+    make_trainer(root, recorder, max_epochs=1, limit_val_batches=1.0).fit(module, data)
+    data.sampling, data.group_size, data.prompts_per_iteration = Sampling(max_tokens=4), 2, 3
+    data.num_minibatches, data.inner_epochs, data.schedule = 1, 3, TailBatching()
+    data.train, data.val = [{"prompt": "1 2 = 3 :", "answer": ""}] * 5, [{"prompt": "2 3 = 5 :", "answer": ""}] * 2
+    data.rewards = [longer]
+    recorder.rollouts.clear()
+    trainer = make_trainer(root, recorder, max_epochs=1, limit_val_batches=1.0)
+    trainer.fit(module, data)
+    train, held_out = recorder.rollouts
+    assert (len(train), len(held_out), trainer.global_step) == (6, 2, 3)
+    assert {rollout.prompt.text for rollout in train} == {"1 2 = 3 :"}
+    for rollout in (*train, *held_out):
+        assert len(rollout.response.token_ids) <= 4
+        assert rollout.reward == len(rollout.text)
+    assert data.backlog.schedule is data.schedule
+    trainer.save_checkpoint(root / "second.ckpt")
+    kept = torch.load(root / "second.ckpt", weights_only=True)["datamodule_hyper_parameters"]
+    assert (kept["group_size"], kept["sampling"]["max_tokens"], kept["val_sampling"]) == (2, 4, None)
+    assert kept["schedule"]["class_path"].endswith("TailBatching")
+
+
+def test_what_no_run_can_have_is_refused_when_it_is_set_between_two_fits(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module, data = make_module(policy_path), make_data(prompts_path)
+    make_trainer(root, max_epochs=1).fit(module, data)
+    data.sampling = Sampling(max_tokens=8, temperature=0)
+    with pytest.raises(ValueError, match=r"`sampling\.temperature` 0 writes the same"):
+        make_trainer(root, max_epochs=1).fit(module, data)

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
@@ -62,7 +63,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     A batch of validation is one held-out prompt with its responses, so `limit_val_batches` counts prompts of each rank.
     `overfit_batches` counts prompts, too: each iteration draws from the first ones. So does `fast_dev_run`, which runs
-    one iteration.
+    one iteration. Each argument is an attribute of its name, which a run reads when it is set up.
 
     Args:
         engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
@@ -111,26 +112,14 @@ class RolloutDataModule(L.LightningDataModule):
         reward_timeout: float = 10.0,
     ) -> None:
         super().__init__()
-        arguments = dict(locals())
-        check_count("val_group_size", val_group_size)
-        check_seconds("reward_timeout", reward_timeout)
-        check_type("engine", engine, RolloutEngine, "Give for example `VLLMEngine()`.")
-        for name, given in (("sampling", sampling), ("val_sampling", val_sampling or sampling)):
-            check_type(name, given, Sampling, "Give for example `Sampling(max_tokens=512)`.")
-        if sampling.temperature == 0:
-            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
-        self.engine = engine
-        self.rewards = as_terms(rewards)
-        self.train_source = None if train is None else PromptSource.of(train)
-        self.val_source = None if val is None else PromptSource.of(val)
+        self.engine, self.rewards, self.train, self.val = engine, rewards, train, val
         self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens, self.earlier_answers = micro_batch_tokens, earlier_answers
         self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
         self.dynamic_sampling, self.val_group_size = dynamic_sampling, val_group_size
-        self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
-        self.sampling, self.val_sampling = sampling, val_sampling or sampling
+        self.schedule, self.sampling, self.val_sampling = schedule, sampling, val_sampling
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
-        keep_arguments(self, {**arguments, "train": self.train_source, "val": self.val_source, "rewards": self.rewards})
+        self._read_arguments()
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
@@ -138,14 +127,33 @@ class RolloutDataModule(L.LightningDataModule):
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
         self._unvalidated_engine: dict[str, Any] | None = None  # its state before this iteration's validation
 
+    def _read_arguments(self) -> None:
+        """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
+        check_count("val_group_size", self.val_group_size)
+        check_seconds("reward_timeout", self.reward_timeout)
+        check_type("engine", self.engine, RolloutEngine, "Give for example `VLLMEngine()`.")
+        for name, given in (("sampling", self.sampling), ("val_sampling", self._held_out_sampling)):
+            check_type(name, given, Sampling, "Give for example `Sampling(max_tokens=512)`.")
+        if self.sampling.temperature == 0:
+            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
+        self.rewards = as_terms(self.rewards)
+        self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
+        self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
+        keep_arguments(self, {name: getattr(self, name) for name in signature(RolloutDataModule).parameters})
+
+    @property
+    def _held_out_sampling(self) -> Sampling:
+        return self.val_sampling or self.sampling
+
     # Set-up and tear-down
 
     @override
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
+        self._read_arguments()
         policy = self._module.policy_path
         longest = self.max_prompt_tokens + self.sampling.max_tokens
-        max_model_len = max(longest, self.max_prompt_tokens + self.val_sampling.max_tokens)
+        max_model_len = max(longest, self.max_prompt_tokens + self._held_out_sampling.max_tokens)
         on_gpu = self._trainer.strategy.root_device.type == "cuda"
         sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=on_gpu)
         self._settings = self._settings_with(sizes[-1])
@@ -153,10 +161,9 @@ class RolloutDataModule(L.LightningDataModule):
             self._settings = self._settings.of_dev_run(self._trainer)
         self._check(stage)
         self.tokenizer = load_tokenizer(policy)
-        self.train_prompts = self._load_prompts("train", self.train_source, needed=stage == "fit")
-        self.val_prompts = self._load_prompts("val", self.val_source, needed=stage != "fit")
+        self.train_prompts = self._load_prompts("train", self.train, needed=stage == "fit")
+        self.val_prompts = self._load_prompts("val", self.val, needed=stage != "fit")
         self.cursor = PromptCursor(len(self.train_prompts), run_seed())
-        self.history, self.backlog = AnswerHistory(self.history.settings), Backlog(self.backlog.schedule)
         self._iteration = self._saved_iteration = self._unvalidated_engine = None
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self._ends = end_token_ids(policy, self.tokenizer)
@@ -189,8 +196,8 @@ class RolloutDataModule(L.LightningDataModule):
             self.backlog.warn_of_waiting(self.engine, share, self.group_size)
             self.history.check(self.engine, num_ranks)
             warn_of_filters(self.sampling)
-        check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self.val_sampling)
-        for sampling in (self.sampling, self.val_sampling):
+        check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self._held_out_sampling)
+        for sampling in (self.sampling, self._held_out_sampling):
             self.engine.check_sampling(sampling)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
@@ -321,7 +328,7 @@ class RolloutDataModule(L.LightningDataModule):
         collector = self._collector(IterationLog())  # the iteration's own books all of this as validation
         rollouts = collector.collect(
             self._own_val_prompts[: num_held_out_batches(self._trainer)],
-            self.val_sampling,
+            self._held_out_sampling,
             group_size=self.val_group_size,
             seed=seed_of(run_seed(), "val", 0, self._trainer.global_rank),  # the same noise in every validation
         )
