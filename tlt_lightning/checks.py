@@ -28,6 +28,7 @@ from tlt_lightning.hooks import check_hooks
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
+from tlt_lightning.training.networks import check_unchanged
 from tlt_lightning.training.optimization import build_with, check_accumulation, check_clipping
 
 if TYPE_CHECKING:
@@ -274,9 +275,13 @@ def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float
 
 
 def check_models(module: RLModule) -> None:
-    """Raise ValueError if transformers reads no config of one of the module's models, or lacks its attention here."""
+    """Raise ValueError if transformers reads no config of one of the module's models, or lacks its attention here.
+
+    So do arguments that ask for other models than those that are loaded.
+    """
     from transformers import AutoConfig
 
+    check_unchanged(module)
     critic = module.critic_config
     paths = {
         "policy": module.policy_path,

@@ -29,12 +29,12 @@ from tlt_lightning.policy import LoRA, PolicyWeights
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
-from tlt_lightning.training.described import INSTANTIATOR, keep_arguments, made_of
+from tlt_lightning.training.described import INSTANTIATOR, describe, keep_arguments, made_of
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
 from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
-from tlt_lightning.training.networks import Networks, Scoring, load_networks
+from tlt_lightning.training.networks import Networks, Scoring, arguments_of, load_networks
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.throughput import log_work
 
@@ -100,6 +100,7 @@ class RLModule(L.LightningModule):
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: Reference | None = None
+        self.loaded_with: dict[str, Any] = {}  # arguments of the networks, once they are there
         self.update_state = resume.UpdateState()
         self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
@@ -131,16 +132,9 @@ class RLModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.policy is not None:
             return
-        networks = load_networks(
-            self.policy_path,
-            self.objective,
-            lora=self.lora,
-            reference=self.reference_path,
-            critic=self.critic_config,
-            gradient_checkpointing=self.gradient_checkpointing,
-            attn_implementation=self.attn_implementation,
-            sharding=None if self._trainer is None else sharding_of(self.trainer),
-        )
+        self.loaded_with = given = arguments_of(self)
+        sharding = None if self._trainer is None else sharding_of(self.trainer)
+        networks = load_networks(objective=self.objective, sharding=sharding, **given)
         self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
         self._frozen = frozen_names(self)
 
@@ -153,7 +147,8 @@ class RLModule(L.LightningModule):
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = optimization.built(self.optimizer, groups)
         self._optimizer_settings = optimization.settings_of(optimizer)
-        self.save_hyperparameters({"optimizer": made_of(optimizer, optimizer.defaults)})
+        own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
+        self.save_hyperparameters({**own, "optimizer": made_of(optimizer, optimizer.defaults)})
         return optimization.with_schedule(optimizer, self.lr_scheduler)
 
     @override

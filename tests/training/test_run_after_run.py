@@ -7,7 +7,9 @@ import torch
 
 from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
-from tlt_lightning import RolloutCallback, Sampling, TailBatching
+from tlt_lightning import RLModule, RolloutCallback, Sampling, TailBatching
+from tlt_lightning.objectives import GRPO, PPO, KLPenalty
+from tlt_lightning.policy import LoRA
 
 pytestmark = pytest.mark.slow
 
@@ -98,3 +100,35 @@ def test_what_no_run_can_have_is_refused_when_it_is_set_between_two_fits(paths: 
     data.sampling = Sampling(max_tokens=8, temperature=0)
     with pytest.raises(ValueError, match=r"`sampling\.temperature` 0 writes the same"):
         make_trainer(root, max_epochs=1).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lora", LoRA(rank=2), r"`model\.lora` was None and is LoRA\(rank=2.*make a new `RLModule`"),
+        ("policy_path", "another", r"`model\.policy` was '.*' and is 'another'"),
+        ("gradient_checkpointing", True, r"`model\.gradient_checkpointing` was False and is True"),
+        ("objective", PPO(), r"`model\.objective` PPO needs a critic, which was not loaded"),
+        ("objective", GRPO(loss_kl=KLPenalty()), r"`model\.objective` GRPO needs a reference, which was not loaded"),
+    ],
+)
+def test_networks_that_are_loaded_are_not_asked_to_be_others(name: str, value: Any, message: str, paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module, data = make_module(policy_path), make_data(prompts_path)
+    make_trainer(root, max_epochs=1).fit(module, data)
+    setattr(module, name, value)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(root, max_epochs=1).fit(module, data)
+
+
+def test_an_objective_that_is_set_between_two_fits_is_the_checkpoints(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    module, data = make_module(policy_path), make_data(prompts_path)
+    make_trainer(root, max_epochs=1).fit(module, data)
+    module.objective, module.optimizer = GRPO(entropy_coef=0.5), lambda p: torch.optim.SGD(p, lr=0.25)
+    trainer = make_trainer(root, max_epochs=1)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(root / "second.ckpt")
+    loaded = RLModule.load_from_checkpoint(root / "second.ckpt")
+    assert loaded.objective == module.objective
+    assert loaded.hparams["optimizer"]["init_args"]["lr"] == 0.25

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -21,6 +21,9 @@ from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.micro_batches import Agree, cut_alike
 from tlt_lightning.training.reference import Reference
+
+if TYPE_CHECKING:
+    from tlt_lightning.module import RLModule
 
 log = logging.getLogger(__name__)
 
@@ -163,3 +166,24 @@ def load_networks(
         path = reference or (policy if lora is None else None)
         frozen = Reference(path, attn_implementation, sharding)
     return Networks(model, values, frozen)
+
+
+def arguments_of(module: RLModule) -> dict[str, Any]:
+    """Return the arguments of a module that `load_networks` takes by their names, as they are now."""
+    own = {"policy": module.policy_path, "reference": module.reference_path, "critic": module.critic_config}
+    return own | {name: getattr(module, name) for name in ("lora", "gradient_checkpointing", "attn_implementation")}
+
+
+def check_unchanged(module: RLModule) -> None:
+    """Raise ValueError if a module asks for other networks than those that it has loaded for an earlier run."""
+    if module.policy is None:
+        return
+    remedy = "The networks are loaded: make a new `RLModule`, to go on with what `export` writes as its `policy`."
+    for name, value in arguments_of(module).items():
+        if value != (before := module.loaded_with[name]):
+            raise ValueError(f"`model.{name}` was {before!r} and is {value!r}. {remedy}")
+    objective, has = module.objective, module.networks
+    lacks = {"critic": objective.needs_critic and has.critic is None}
+    lacks |= {"reference": objective.needs_reference and has.reference is None}
+    for name in (name for name, is_lacking in lacks.items() if is_lacking):
+        raise ValueError(f"`model.objective` {type(objective).__name__} needs a {name}, which was not loaded. {remedy}")
