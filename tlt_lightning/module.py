@@ -127,6 +127,7 @@ class RLModule(L.LightningModule):
         resume.Requeue.install(self.trainer)
         if stage == "fit":
             check_has_data(self.trainer)
+            self._saved = None  # read by a run that ended before it began to train
 
     @override
     def configure_model(self) -> None:

@@ -132,3 +132,23 @@ def test_an_objective_that_is_set_between_two_fits_is_the_checkpoints(paths: Pat
     loaded = RLModule.load_from_checkpoint(root / "second.ckpt")
     assert loaded.objective == module.objective
     assert loaded.hparams["optimizer"]["init_args"]["lr"] == 0.25
+
+
+def test_a_fit_after_a_resume_that_was_refused_begins_with_its_own_settings(
+    paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy_path, prompts_path, root = paths
+    data, trainer = make_data(prompts_path), make_trainer(root, max_epochs=1)
+    trainer.fit(make_module(policy_path), data)
+    trainer.save_checkpoint(root / "first.ckpt")
+    module = make_module(policy_path, optimizer=lambda p: torch.optim.SGD(p, lr=0.25), lr_scheduler=constant)
+    with pytest.raises(ValueError, match="is no SGD"):
+        make_trainer(root).fit(module, data, ckpt_path=root / "first.ckpt")
+    trainer = make_trainer(root, max_epochs=1)
+    trainer.fit(module, data)
+    assert "Resumed" not in caplog.text
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
