@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
-from tlt_lightning import RLModule, RolloutCallback, Sampling, TailBatching
+from tlt_lightning import PartialRollout, RLModule, RolloutCallback, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.objectives import GRPO, PPO, KLPenalty
 from tlt_lightning.policy import LoRA
 
@@ -152,3 +152,18 @@ def test_a_fit_after_a_resume_that_was_refused_begins_with_its_own_settings(
 
 def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_a_run_that_is_validated_is_saved_as_before(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    engine = TransformersEngine(batch_size=4)
+    module, data = make_module(policy_path), make_data(prompts_path, engine, schedule=PartialRollout())
+    trainer = make_trainer(root, max_epochs=2, limit_val_batches=1.0)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(root / "fitted.ckpt")
+    trainer.validate(module, data)
+    trainer.save_checkpoint(root / "validated.ckpt")
+    fitted, validated = (torch.load(root / f"{name}.ckpt")[type(data).__qualname__] for name in ("fitted", "validated"))
+    assert fitted["cursor"] == validated["cursor"] > 8
+    assert len(fitted["ranks"][0]["aside"]) == len(validated["ranks"][0]["aside"]) > 0
+    assert fitted["answers"]["mean_lengths"] == validated["answers"]["mean_lengths"] != {}

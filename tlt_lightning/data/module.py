@@ -120,6 +120,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.schedule, self.sampling, self.val_sampling = schedule, sampling, val_sampling
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         self._read_arguments()
+        self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
@@ -132,18 +133,14 @@ class RolloutDataModule(L.LightningDataModule):
         check_count("val_group_size", self.val_group_size)
         check_seconds("reward_timeout", self.reward_timeout)
         check_type("engine", self.engine, RolloutEngine, "Give for example `VLLMEngine()`.")
+        self._held_out_sampling = self.val_sampling or self.sampling
         for name, given in (("sampling", self.sampling), ("val_sampling", self._held_out_sampling)):
             check_type(name, given, Sampling, "Give for example `Sampling(max_tokens=512)`.")
         if self.sampling.temperature == 0:
             raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
         self.rewards = as_terms(self.rewards)
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
-        self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
         keep_arguments(self, {name: getattr(self, name) for name in signature(RolloutDataModule).parameters})
-
-    @property
-    def _held_out_sampling(self) -> Sampling:
-        return self.val_sampling or self.sampling
 
     # Set-up and tear-down
 
@@ -151,6 +148,8 @@ class RolloutDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         self._read_arguments()
+        if stage == "fit":  # else a run that is validated is saved with what it has put aside
+            self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
         policy = self._module.policy_path
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         max_model_len = max(longest, self.max_prompt_tokens + self._held_out_sampling.max_tokens)
@@ -163,8 +162,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val, needed=stage != "fit")
-        self.cursor = PromptCursor(len(self.train_prompts), run_seed())
-        self._iteration = self._saved_iteration = self._unvalidated_engine = None
+        if stage == "fit" or self.cursor is None:
+            self.cursor = PromptCursor(len(self.train_prompts), run_seed())
+            self._iteration = self._saved_iteration = self._unvalidated_engine = None
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self._ends = end_token_ids(policy, self.tokenizer)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
