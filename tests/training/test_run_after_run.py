@@ -46,6 +46,8 @@ def test_checkpoints_of_a_fit_after_one_that_failed_resume(hook: str, paths: Pat
     trainer = make_trainer(root, Fail(hook), max_epochs=3, limit_val_batches=1.0)
     with pytest.raises(RuntimeError, match="made to fail"):
         trainer.fit(module, data)
+    assert module.policy is not None
+    assert all(each.training for each in module.policy.modules())
     trainer.fit(module, data)
     trainer.save_checkpoint(root / "third.ckpt")
     recorder = Recorder()

@@ -181,6 +181,8 @@ class RunGuard(RolloutCallback):
             exception.code = SIGTERM_STATUS  # Lightning's own has none, which is success
         if self._interruption is not None:
             self._interruption.give_back()
+        if (mode := getattr(trainer._active_loop, "_module_mode", None)) is not None:
+            mode.restore(pl_module)  # a validation that ends so leaves the policy in eval mode for another `fit`
         # `Trainer.save_checkpoint` ends with a barrier, to which others may not come.
         trainer.strategy.barrier = _skip  # type: ignore[method-assign]
         try:
