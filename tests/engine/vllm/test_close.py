@@ -25,5 +25,6 @@ def test_no_layer_outlives_the_engine_whose_weights_were_replaced(tmp_path: Path
         }
         del parts, models
     gc.collect()
+    assert engine.drafter_version == -1
     assert layers
     assert [name for name, layer in layers.items() if layer() is not None] == []

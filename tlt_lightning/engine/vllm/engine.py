@@ -189,7 +189,7 @@ class VLLMEngine(RolloutEngine):
     @override
     def close(self) -> None:
         engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
-        self.policy_version, self._asleep = _NO_WEIGHTS, False
+        self.policy_version, self.drafter_version, self._asleep = _NO_WEIGHTS, -1, False
         speculative, self._speculative = self._speculative, None
         if speculative is not None:
             speculative.close()
