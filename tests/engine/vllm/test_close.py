@@ -13,6 +13,26 @@ from tlt_lightning.engine.vllm.speculation import Speculation
 
 
 @pytest.mark.vllm
+def test_no_run_outlives_its_engine_by_an_import_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        """Holds a policy."""
+
+    def begin(run: Run) -> ref[Run]:
+        try:
+            raise ImportError("no torchcodec")
+        except ImportError as error:  # as `vllm.multimodal.media.audio` keeps it
+            monkeypatch.setattr("vllm.version.kept", error, raising=False)
+        return ref(run)
+
+    run = begin(Run())
+    assert run() is not None
+    with engine_of(save_endless_policy(tmp_path / "policy"), None):
+        pass
+    gc.collect()
+    assert run() is None
+
+
+@pytest.mark.vllm
 def test_no_layer_outlives_the_engine_whose_weights_were_replaced(tmp_path: Path) -> None:
     policy = save_endless_policy(tmp_path / "policy")
     head = save_head(make_head(policy), tmp_path / "head")

@@ -35,7 +35,7 @@ OTHERS: tuple[Any, ...] = (
     *(torch.Generator, torch.version, np, np.ndarray, PretrainedConfig, AutoModelForCausalLM),
     *(builtins, type, str, list, dict, set, object, Counter, Path, Version, re.Pattern, CellType, type(lambda: 0)),
     *(dis, dis.Instruction, gc, importlib, importlib.metadata, inspect, inspect.BoundArguments, logging, sys, os, time),
-    *(inspect.Signature, CodeType, logging.Logger, ExitStack, zlib),
+    *(inspect.Signature, CodeType, logging.Logger, ExitStack, zlib, BaseException),
 )
 OF_OTHERS = {
     *("multi_processor_count", "layer_types", "layers_block_type", "rope_parameters", "rope_scaling"),

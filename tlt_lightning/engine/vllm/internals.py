@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,15 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         parallel_state.destroy_distributed_environment = destroy
     if keep_process_group:
         parallel_state._WORLD = None
+    _forget_importers()
+
+
+def _forget_importers() -> None:
+    """Drop the frames of whoever imported vLLM: errors of optional imports that it keeps hold a policy by them."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+        for value in [*vars(module).values()]:
+            if isinstance(value, BaseException):
+                value.__traceback__ = None
 
 
 def supported_head_sizes() -> list[int]:
