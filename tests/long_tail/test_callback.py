@@ -164,6 +164,7 @@ def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:
         getattr(callback, ended)(SimpleNamespace(), module, "fit")
         assert engine.speculation is given
         assert module.hidden_state_request is None
+        assert module.held_by_callbacks == {}
 
 
 def test_the_next_run_of_a_callback_has_no_texts_of_another_policy() -> None:

@@ -289,6 +289,7 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         pl_module.hidden_state_request = None
+        pl_module.held_by_callbacks.pop("drafter, trained", None)
         self._served.detach()
 
     @override
