@@ -40,7 +40,9 @@ def longer(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("hook", ["rollout", "update", "validation"])
-def test_checkpoints_of_a_fit_after_one_that_failed_resume(hook: str, paths: Paths) -> None:
+def test_checkpoints_of_a_fit_after_one_that_failed_resume(
+    hook: str, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy_path, prompts_path, root = paths
     module, data = make_module(policy_path), make_data(prompts_path)
     trainer = make_trainer(root, Fail(hook), max_epochs=3, limit_val_batches=1.0)
@@ -48,7 +50,10 @@ def test_checkpoints_of_a_fit_after_one_that_failed_resume(hook: str, paths: Pat
         trainer.fit(module, data)
     assert module.policy is not None
     assert all(each.training for each in module.policy.modules())
+    barriers: list[str | None] = []
+    monkeypatch.setattr(type(trainer.strategy), "barrier", lambda _, name=None: barriers.append(name))
     trainer.fit(module, data)
+    assert "train_dataloader()" in barriers
     trainer.save_checkpoint(root / "third.ckpt")
     recorder = Recorder()
     resumed = make_trainer(root, recorder, max_epochs=4, limit_val_batches=1.0)

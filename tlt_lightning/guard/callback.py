@@ -91,6 +91,7 @@ class RunGuard(RolloutCallback):
 
     def protect(self, trainer: L.Trainer) -> None:
         """Lock the Trainer's checkpoint folders, write its checkpoints, handle its SIGTERM; may be called again."""
+        vars(trainer.strategy).pop("barrier", None)  # that of an earlier run which ended with an exception
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
             trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]
