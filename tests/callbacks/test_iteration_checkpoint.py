@@ -112,8 +112,14 @@ def test_a_callback_that_has_saved_a_run_saves_the_next_one(tmp_path: Path) -> N
     second.fit_loop.max_epochs = 2
     assert fit(second) == ["earlier_0", "epoch=1.ckpt", "last.ckpt"]
     shutil.copy(folder / "epoch=1.ckpt", tmp_path / "other.ckpt")
-    assert fit(trainer(3), ckpt_path=folder / "last.ckpt") == ["earlier_0", "epoch=2.ckpt", "last.ckpt"]
-    assert fit(trainer(3), ckpt_path=tmp_path / "other.ckpt") == ["earlier_0", "earlier_1", "epoch=2.ckpt", "last.ckpt"]
+    resumed = trainer(3)
+    assert fit(resumed, ckpt_path=folder / "last.ckpt") == ["earlier_0", "epoch=2.ckpt", "last.ckpt"]
+    resumed.fit_loop.max_epochs = 4
+    assert fit(resumed) == ["earlier_0", "epoch=3.ckpt", "last.ckpt"]
+    checkpoints.every_minutes = 0.0
+    resumed.fit_loop.max_epochs = 3
+    assert fit(resumed, ckpt_path=tmp_path / "other.ckpt") == ["earlier_0", "earlier_1", "epoch=2.ckpt", "last.ckpt"]
+    assert fit(trainer(3), ckpt_path=tmp_path / "other.ckpt")[:3] == ["earlier_0", "earlier_1", "earlier_2"]
     assert (folder / "last.ckpt").resolve().name == "epoch=2.ckpt"
 
 

@@ -231,6 +231,12 @@ def test_a_callback_that_has_reported_a_run_reports_the_next_one(tmp_path: Path)
     trainer.fit_loop.max_epochs = 2
     assert fit(trainer)["iterations"] == 2
     assert read_page(folder)["iterations"] == [1, 2]
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    resumed = make_trainer(tmp_path, [callback], max_epochs=3)
+    resumed.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts), ckpt_path=tmp_path / "second.ckpt")
+    resumed.fit_loop.max_epochs = 4
+    assert fit(resumed)["iterations"] == 4
+    assert read_page(folder)["iterations"] == [1, 2, 3, 4]
     assert not (folder / "earlier_1").exists()
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -62,6 +63,11 @@ class IterationCheckpoint(ModelCheckpoint):
         self._last_global_step_saved, self._saved_at, self._owns_folder = 0, -math.inf, False
         self.best_k_models, self.best_model_score, self.current_score = {}, None, None
         self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._forget_run()
+        super().load_state_dict(state_dict)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

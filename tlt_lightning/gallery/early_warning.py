@@ -56,7 +56,7 @@ class RewardLengthWarning(RolloutCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the run before; a checkpoint's state comes later."""
-        if stage == "fit" and (trainer.ckpt_path or not trainer.global_step):
+        if stage == "fit" and not trainer.global_step:
             self.load_state_dict({"rewards": (), "lengths": (), "warned": ()})
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:

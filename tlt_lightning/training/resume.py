@@ -41,8 +41,8 @@ class UpdateState:
 
 
 def begins_run(trainer: L.Trainer) -> bool:
-    """Return True in `setup` if this `fit` begins a run or resumes one, and does not go on from the Trainer's last."""
-    return trainer.state.fn == "fit" and (trainer.ckpt_path is not None or not trainer.global_step)
+    """Return True in `setup` if this `fit` does not go on from the Trainer's last; a checkpoint's state comes later."""
+    return trainer.state.fn == "fit" and not trainer.global_step
 
 
 def forget_unfinished(trainer: L.Trainer) -> None:
