@@ -1,14 +1,17 @@
 """An engine that is closed leaves nothing of its models behind."""
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from weakref import ref
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.drafters.eagle_head import make_head, save_head
-from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy
+from tests.support.speculation_engines import MAX_MODEL_LEN, ScriptedSelector, engine_of, save_endless_policy
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 
 
@@ -48,3 +51,19 @@ def test_no_layer_outlives_the_engine_whose_weights_were_replaced(tmp_path: Path
     assert engine.drafter_version == -1
     assert layers
     assert [name for name, layer in layers.items() if layer() is not None] == []
+
+
+def living_layers(kind: str) -> int:
+    gc.collect()
+    return sum(type(each).__name__ == kind for each in gc.get_objects() if isinstance(each, torch.nn.Module))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kv_cache_gib", [0.0625, 1e-5], ids=["closed", "failed to start"])
+def test_no_layer_outlives_an_engine_whose_model_was_compiled(kv_cache_gib: float, tmp_path: Path) -> None:
+    policy = save_endless_policy(tmp_path / "policy")
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=kv_cache_gib, enforce_eager=False)
+    with nullcontext() if kv_cache_gib > 1e-5 else pytest.raises(ValueError, match="cache"):
+        engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+        engine.close()
+    assert living_layers("QKVParallelLinear") == 0

@@ -148,7 +148,7 @@ class VLLMEngine(RolloutEngine):
                 undone_by_close.callback(asleep_free.release_sleep_mode)
             undone_by_close.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
             installed = nullcontext() if graphs is None else graphs.installed()
-            with EngineRandom(seed).in_force(), quiet_loading(), installed:
+            with EngineRandom(seed).in_force(), quiet_loading(), installed, internals.models_freed_by(undone_by_close):
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._undone_by_close = undone_by_close.pop_all()
         check_required(only_imported=True)

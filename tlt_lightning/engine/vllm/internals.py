@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,11 +112,27 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         parallel_state.destroy_distributed_environment = destroy
     if keep_process_group:
         parallel_state._WORLD = None
-    _forget_importers()
+
+
+@contextmanager
+def models_freed_by(stack: ExitStack) -> Iterator[None]:
+    """Let `stack` drop what would hold the models of the engine that is made within, if it fails to start, too.
+
+    These are the hooks of vLLM's models in torch's compiler, and frames of whoever imported vLLM: errors of optional
+    imports, which it keeps, hold a policy by them.
+    """
+    from torch._dynamo.convert_frame import _bytecode_hooks as hooks
+
+    earlier = set(hooks)
+    stack.callback(_forget_importers)
+    try:
+        yield
+    finally:
+        for number in set(hooks) - earlier:
+            stack.callback(hooks.pop, number, None)
 
 
 def _forget_importers() -> None:
-    """Drop the frames of whoever imported vLLM: errors of optional imports that it keeps hold a policy by them."""
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
         for value in [*vars(module).values()]:
             if isinstance(value, BaseException):
