@@ -174,3 +174,32 @@ def test_a_run_that_is_validated_is_saved_as_before(paths: Paths) -> None:
     assert fitted["cursor"] == validated["cursor"] > 8
     assert len(fitted["ranks"][0]["aside"]) == len(validated["ranks"][0]["aside"]) > 0
     assert fitted["answers"]["mean_lengths"] == validated["answers"]["mean_lengths"] != {}
+
+
+@pytest.mark.parametrize("schedule", [None, PartialRollout(extra=0.5)], ids=["synchronous", "partial"])
+@pytest.mark.parametrize("fails_at", [None, "rollout"])
+def test_a_fit_that_goes_on_draws_the_prompts_that_come_next(
+    fails_at: str | None, schedule: PartialRollout | None, paths: Paths
+) -> None:
+    policy_path, prompts_path, root = paths
+
+    def prompts_of(recorder: Recorder) -> list[list[int]]:
+        return [sorted(rollout.prompt.index for rollout in rollouts) for rollouts in recorder.rollouts]
+
+    whole, parts = Recorder(), Recorder()
+    own = {"prompts_per_iteration": 2, "schedule": schedule}
+    never = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}  # so that parts write what one run does
+    data = make_data(prompts_path, **own)
+    make_trainer(root, whole, max_epochs=4).fit(make_module(policy_path, **never), data)
+    module, data = make_module(policy_path, **never), make_data(prompts_path, **own)
+    trainer = make_trainer(root, parts, Fail(fails_at or "never"), max_epochs=2)
+    if fails_at is not None:
+        with pytest.raises(RuntimeError, match="made to fail"):
+            trainer.fit(module, data)
+        del parts.rollouts[1:]
+    else:
+        trainer.fit(module, data)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, data)
+    assert prompts_of(parts) == prompts_of(whole)
+    assert trainer.global_step == 8

@@ -48,7 +48,7 @@ from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
-from tlt_lightning.training.resume import PROMPTS, check_update, warn_of_changes
+from tlt_lightning.training.resume import PROMPTS, begins_run, check_update, warn_of_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,13 +148,14 @@ class RolloutDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         self._read_arguments()
+        goes_on = stage == "fit" and self.cursor is not None and not begins_run(self._trainer)
+        kept = self.state_dict() if goes_on else None  # of the Trainer's last fit
         if stage == "fit":  # else a run that is validated is saved with what it has put aside
             self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
         policy = self._module.policy_path
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         max_model_len = max(longest, self.max_prompt_tokens + self._held_out_sampling.max_tokens)
-        on_gpu = self._trainer.strategy.root_device.type == "cuda"
-        sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=on_gpu)
+        sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=self._trainer.strategy.root_device.type == "cuda")
         self._settings = self._settings_with(sizes[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
@@ -178,6 +179,8 @@ class RolloutDataModule(L.LightningDataModule):
         engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
         self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
         ignore_needless_warnings()
+        if kept is not None:
+            self.load_state_dict({**kept, "ranks": [{**state, "iteration": None} for state in kept["ranks"]]})
 
     def _settings_with(self, micro_batch_tokens: int) -> IterationSettings:
         own = {item.name: getattr(self, item.name) for item in fields(IterationSettings)}
@@ -185,15 +188,14 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _check(self, stage: str) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
-        module, num_ranks = self._module, self._trainer.world_size
+        module, settings, num_ranks = self._module, self._settings, self._trainer.world_size
         check_trainer(self._trainer)
         check_models(module)
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if stage == "fit":
-            check_sizes(self._settings, module.objective, num_ranks=num_ranks)
+            check_sizes(settings, module.objective, num_ranks=num_ranks)
             self.backlog.check(self.engine, self.sampling, module.objective)
-            share = self._settings.prompts_per_iteration // num_ranks
-            self.backlog.warn_of_waiting(self.engine, share, self.group_size)
+            self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
             self.history.check(self.engine, num_ranks)
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self._held_out_sampling)
@@ -264,10 +266,8 @@ class RolloutDataModule(L.LightningDataModule):
         return {
             "seed_everything": run_seed(),
             "number of workers": self._trainer.world_size,
-            "data.group_size": self.group_size,
-            "data.prompts_per_iteration": self.prompts_per_iteration,
-            "data.num_minibatches": self.num_minibatches,
-            "data.inner_epochs": self.inner_epochs,
+            **{f"data.{name}": getattr(self, name) for name in ("group_size", "prompts_per_iteration")},
+            **{f"data.{name}": getattr(self, name) for name in ("num_minibatches", "inner_epochs")},
             "number of training prompts": len(self.train_prompts),
             PROMPTS: zlib.crc32(prompts),
         }
