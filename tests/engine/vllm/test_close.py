@@ -67,3 +67,4 @@ def test_no_layer_outlives_an_engine_whose_model_was_compiled(kv_cache_gib: floa
         engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
         engine.close()
     assert living_layers("QKVParallelLinear") == 0
+    assert not torch.distributed.is_initialized()

@@ -138,17 +138,17 @@ class VLLMEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(policy, tokenizer)
         self._owns_process_group = not torch.distributed.is_initialized()
         started = time.perf_counter()
-        graphs = None
-        if self.speculation is not None and internals.runs_v2() and not self.enforce_eager:
-            graphs = self.speculation.planned_graphs(self.max_num_seqs)
+        planning = self.speculation if internals.runs_v2() and not self.enforce_eager else None
+        graphs = None if planning is None else planning.planned_graphs(self.max_num_seqs)
         limits_splits = graphs is not None and graphs.pool.limits_splits
         with ExitStack() as undone_by_close:
             if self._can_sleep:
                 asleep_free.claim_sleep_mode()
                 undone_by_close.callback(asleep_free.release_sleep_mode)
             undone_by_close.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
+            freed = internals.freed_by(undone_by_close, keep_process_group=not self._owns_process_group)
             installed = nullcontext() if graphs is None else graphs.installed()
-            with EngineRandom(seed).in_force(), quiet_loading(), installed, internals.models_freed_by(undone_by_close):
+            with EngineRandom(seed).in_force(), quiet_loading(), installed, freed:
                 self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
             self._undone_by_close = undone_by_close.pop_all()
         check_required(only_imported=True)

@@ -100,36 +100,47 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         engine: In this process.
         keep_process_group: True if the process group was there before vLLM (DDP) and must outlive it.
     """
-    from vllm.distributed import parallel_state
-
-    destroy = reach(parallel_state, "destroy_distributed_environment")
-    if keep_process_group:
-        # It would destroy the default group too, whose maker is not asked.
-        parallel_state.destroy_distributed_environment = lambda: None
-    try:
+    with _process_group_kept(keep_process_group):
         reach(engine, "engine_core.shutdown")()
-    finally:
-        parallel_state.destroy_distributed_environment = destroy
-    if keep_process_group:
-        parallel_state._WORLD = None
 
 
 @contextmanager
-def models_freed_by(stack: ExitStack) -> Iterator[None]:
-    """Let `stack` drop what would hold the models of the engine that is made within, if it fails to start, too.
+def freed_by(stack: ExitStack, *, keep_process_group: bool) -> Iterator[None]:
+    """Let `stack` drop what would hold the models of the engine that is made within, and leave no groups if that fails.
 
-    These are the hooks of vLLM's models in torch's compiler, and frames of whoever imported vLLM: errors of optional
-    imports, which it keeps, hold a policy by them.
+    Models are held by the hooks that vLLM's have in torch's compiler. A policy is held by frames of whoever imported
+    vLLM, which keeps errors of optional imports.
     """
     from torch._dynamo.convert_frame import _bytecode_hooks as hooks
+    from vllm.distributed import parallel_state
 
     earlier = set(hooks)
     stack.callback(_forget_importers)
     try:
         yield
+    except BaseException:
+        with _process_group_kept(keep_process_group):
+            reach(parallel_state, "cleanup_dist_env_and_memory")()
+        raise
     finally:
         for number in set(hooks) - earlier:
             stack.callback(hooks.pop, number, None)
+
+
+@contextmanager
+def _process_group_kept(is_kept: bool) -> Iterator[None]:
+    """Let vLLM destroy its own parallel groups; with `is_kept` not the default one, whose maker it does not ask."""
+    from vllm.distributed import parallel_state
+
+    destroy = reach(parallel_state, "destroy_distributed_environment")
+    if is_kept:
+        parallel_state.destroy_distributed_environment = lambda: None
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = destroy
+    if is_kept:
+        parallel_state._WORLD = None
 
 
 def _forget_importers() -> None:

@@ -56,7 +56,7 @@ REQUIRED: dict[str, str] = {
     "v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups",
     "v1.kv_cache_interface.KVCacheGroupSpec": "layer_names",
     "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group(); "
-    "model_parallel_is_initialized()",
+    "model_parallel_is_initialized(); cleanup_dist_env_and_memory(shutdown_ray)",
     "distributed.parallel_state.GroupCoordinator": "cpu_group; mq_broadcaster",
     "distributed.device_communicators.shm_broadcast.MessageQueue": "handle; _is_writer",
     "distributed.device_communicators.shm_broadcast.Handle": "local_subscribe_addr; local_notify_addr",
