@@ -226,15 +226,19 @@ def schedule_table(runs: Runs, warmup: int) -> list[str]:
         rows = timed(run, warmup)
         if run["arm"].split("+")[0] not in scheduled or not rows:
             continue
-        thrown, kept = (sum(values(rows, name)) for name in ("schedule/tokens_thrown_away", "rollout/tokens"))
+        names = ("schedule/tokens_thrown_away", "rollout/tokens", "schedule/tokens_read_again")
+        thrown, kept, read = (sum(values(rows, name)) for name in names)
         cells = [statistics.mean(seconds(rows, stage)) for stage in ("iteration", "rollout")]
         idle = sum(seconds(rows, "idle")) / sum(seconds(rows, "iteration"))
         found = [values(rows, f"schedule/{name}") for name in ("repeated", "continued", "age")]
         shares = [idle, *(statistics.mean(each) if each else None for each in found)]
         first = [f"{run['arm']} {run['seed']}", len(rows), *(rounded(cell, 2) for cell in cells)]
-        lines.append(
-            [*first, f"{kept / len(rows):,.0f}", f"{thrown / (thrown + kept):.1%}", *(rounded(s, 3) for s in shares)]
-        )
+        counted = [
+            f"{kept / len(rows):,.0f}",
+            f"{thrown / (thrown + kept):.1%}",
+            f"{read / kept:.1%}" if read else None,
+        ]
+        lines.append([*first, *counted, *(rounded(share, 3) for share in shares)])
     if not lines:
         return []
     header = [
@@ -244,6 +248,7 @@ def schedule_table(runs: Runs, warmup: int) -> list[str]:
         "rollout s",
         "tokens learned from",
         "thrown away",
+        "read again",
         "idle",
         "repeated",
         "continued",

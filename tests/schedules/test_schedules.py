@@ -161,6 +161,9 @@ def test_partial_rollouts_lose_no_prompt_and_keep_their_bound(lag: int) -> None:
     assert numbers["schedule/continued"] == ("mean", pytest.approx(continued))
     assert 0 < continued < 0.5
     assert numbers["schedule/dropped"] == ("mean", 0.0)
+    counts = [r.version_tokens for r in (*learned, *(r for group in partial.backlog.aside for r in group.responses))]
+    read_again = sum(sum(each[:end]) for each in counts for end in range(1, len(each)))
+    assert numbers["schedule/tokens_read_again"] == ("sum", read_again)
     for iteration in partial.learned:
         assert all(sum(c for _, c in r.segments) == len(r.token_ids) for group in iteration.values() for r in group)
 
