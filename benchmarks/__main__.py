@@ -19,6 +19,7 @@ BENCHMARKS = {
     "drafter_step": "benchmarks.micro.drafter_step",
     "cold_head": "benchmarks.micro.cold_head",
     "warm_up": "benchmarks.micro.warm_up",
+    "forecast": "benchmarks.micro.forecast",
     "schedules": "benchmarks.schedules.run",
 }
 

@@ -14,7 +14,6 @@ from tlt_lightning.training.memory.forecast import GIB
 from tlt_lightning.training.memory.pass_size import choose_passes, pass_sizes
 from tlt_lightning.training.memory.passes import Passes
 
-FOURTEEN_B = {**SHAPES["32b"], "intermediate_size": 13824, "num_hidden_layers": 48}
 H100, H200 = 79.6, 139.8  # GiB
 
 
@@ -45,8 +44,8 @@ def choose(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> 
     [
         ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 32768, 1),
         pytest.param("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, 32768, None, marks=pytest.mark.slow),
-        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H100, 8, 16384, 2, marks=pytest.mark.slow),
-        pytest.param("grpo_qwen2.5-14b_fsdp2", FOURTEEN_B, H200, 4, 32768, 1, marks=pytest.mark.slow),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", SHAPES["14b"], H100, 8, 16384, 2, marks=pytest.mark.slow),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", SHAPES["14b"], H200, 4, 32768, 1, marks=pytest.mark.slow),
         pytest.param("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, 32768, None, marks=pytest.mark.slow),
     ],
 )

@@ -50,6 +50,30 @@ def choose(
     return passes, planned
 
 
+def planner(module: Any, engine: Mapping[str, float], *, engine_sleeps: bool) -> Callable[[Passes], MemoryForecast]:
+    """Return what forecasts the memory of a run by its update's passes.
+
+    Args:
+        module: The `RLModule`, nothing of it loaded.
+        engine: What the rollout engine takes, by name.
+        engine_sleeps: The engine gives its memory back during updates.
+    """
+    models = {"policy": TrainedModel(module.policy_path, module.lora)}
+    critic, frozen = module.critic_config, {}
+    if module.objective.needs_critic and critic is not None and critic.path is not None:
+        models["critic"] = TrainedModel(critic.path, critic.lora)
+    if module.objective.needs_reference and (module.reference_path or module.lora is None):
+        frozen["reference"] = module.reference_path or module.policy_path
+    own: dict[str, float] = module.held_by_callbacks
+
+    def plan(passes: Passes) -> MemoryForecast:
+        alone = forecast(models, passes, module.optimizer, frozen)
+        held, whole = {**alone.held, **own}, alone.whole + sum(own.values())
+        return replace(alone, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
+
+    return plan
+
+
 def choose_passes(
     module: Any,
     candidates: Sequence[Passes],
@@ -72,19 +96,7 @@ def choose_passes(
     Raises:
         MisconfigurationException: An update of the smallest passes cannot fit.
     """
-    models = {"policy": TrainedModel(module.policy_path, module.lora)}
-    critic, frozen = module.critic_config, {}
-    if module.objective.needs_critic and critic is not None and critic.path is not None:
-        models["critic"] = TrainedModel(critic.path, critic.lora)
-    if module.objective.needs_reference and (module.reference_path or module.lora is None):
-        frozen["reference"] = module.reference_path or module.policy_path
-    own: dict[str, float] = module.held_by_callbacks
-
-    def plan(passes: Passes) -> MemoryForecast:
-        alone = forecast(models, passes, module.optimizer, frozen)
-        held, whole = {**alone.held, **own}, alone.whole + sum(own.values())
-        return replace(alone, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
-
+    plan = planner(module, engine, engine_sleeps=engine_sleeps)
     try:
         passes, planned = choose(candidates, plan, free)
     except (RuntimeError, AttributeError) as error:
