@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
 from tlt_lightning import Sampling, TailBatching, TransformersEngine
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import module as data_module
 from tlt_lightning.training.memory import pass_size
+from tlt_lightning.training.resume import PROMPTS
 
 
 def test_functions_and_rows_are_enough_to_train(
@@ -29,6 +32,24 @@ def test_functions_and_rows_are_enough_to_train(
     assert all(rollout.reward == rollout.rewards["evenness"] for rollout in recorder.rollouts[0])
     drawn = "draws up to 4 prompts (`data.prompts_per_iteration` 4, `data.schedule` SynchronousSchedule)"
     assert f"{drawn}, but `data.train` has 3: it answers some more than once" in caplog.text
+
+
+def test_checkpoints_do_not_read_all_prompts_again(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed, crc32 = bytearray(), zlib.crc32
+
+    def record(data: bytes, *start: int) -> int:
+        hashed.extend(data if data.startswith(b"[") else b"")  # seeds are hashed, too
+        return crc32(data, *start)
+
+    monkeypatch.setattr(zlib, "crc32", record)
+    data, checkpoints = make_data(prompts_path), IterationCheckpoint(str(tmp_path / "all"), every_minutes=0)
+    make_trainer(tmp_path, checkpoints, max_epochs=3, enable_checkpointing=True).fit(make_module(policy_path), data)
+    prompts = b"".join(repr(prompt.ids).encode() for prompt in data.train_prompts)
+    assert hashed == prompts
+    saved = torch.load(tmp_path / "all/last.ckpt", weights_only=True)["RolloutDataModule"]["settings"]
+    assert saved[PROMPTS] == crc32(prompts)
 
 
 @pytest.mark.parametrize(("num_prompts", "is_few"), [(5, True), (6, False)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -32,7 +31,7 @@ from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, ignore_needless_warnings, num_held_out_batches
-from tlt_lightning.data.prompts import PromptCursor, PromptSource, first_prompts, load_prompts
+from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
 from tlt_lightning.hooks import call_rollout_hook
@@ -163,6 +162,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokenizer = load_tokenizer(policy)
         self.train_prompts = self._load_prompts("train", self.train, needed=stage == "fit")
         self.val_prompts = self._load_prompts("val", self.val, needed=stage != "fit")
+        self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
         if stage == "fit" or self.cursor is None:
             self.cursor = PromptCursor(len(self.train_prompts), run_seed())
             self._iteration = self._saved_iteration = self._unvalidated_engine = None
@@ -262,14 +262,13 @@ class RolloutDataModule(L.LightningDataModule):
     @property
     def _kept_settings(self) -> dict[str, int]:
         """Settings that a resumed run must not change to go on exactly."""
-        prompts = b"".join(repr(prompt.ids).encode() for prompt in self.train_prompts)
         return {
             "seed_everything": run_seed(),
             "number of workers": self._trainer.world_size,
             **{f"data.{name}": getattr(self, name) for name in ("group_size", "prompts_per_iteration")},
             **{f"data.{name}": getattr(self, name) for name in ("num_minibatches", "inner_epochs")},
             "number of training prompts": len(self.train_prompts),
-            PROMPTS: zlib.crc32(prompts),
+            PROMPTS: self._checksum,
         }
 
     @override

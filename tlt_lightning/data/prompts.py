@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -246,6 +247,14 @@ def _warn_of_missing_answers(source: PromptSource, prompts: list[Prompt]) -> Non
             "with it score them 0. Leave these rows out, or set `answer_column` to null if no reward needs it.",
             *(len(missing), len(prompts), source.name, source.answer_column, missing[0]),
         )
+
+
+def checksum(prompts: Sequence[Prompt]) -> int:
+    """Return a number that tells other token ids, or the same in another order, from these."""
+    number = 0
+    for prompt in prompts:
+        number = zlib.crc32(repr(prompt.ids).encode(), number)
+    return number
 
 
 def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
