@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, ClassVar
 
 import pytest
 
@@ -29,11 +30,27 @@ def test_a_row_without_an_answer_is_an_error(row: dict) -> None:
         (r"\boxed{1} then \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{7} and then \boxed{8", "7"),
+        (r"\boxed{1} \boxed{a{2}\boxed{3", "1"),
+        (r"\boxed{\boxed{2}{\boxed{3", "2"),
         ("7", None),
     ],
 )
 def test_last_boxed_balances_braces(text: str, inside: str | None) -> None:
     assert last_boxed(text) == inside
+
+
+def test_a_response_that_repeats_an_open_box_is_read_once() -> None:
+    class Counted(str):
+        __slots__ = ()
+        places: ClassVar[list] = []
+
+        def __getitem__(self, place: Any) -> str:
+            self.places.append(place)
+            return super().__getitem__(place)
+
+    text = Counted(r"\boxed{" * 1000)
+    assert last_boxed(text) is None
+    assert len(text.places) <= 2 * len(text)
 
 
 @pytest.mark.parametrize(

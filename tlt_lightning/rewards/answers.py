@@ -30,13 +30,14 @@ def final_part(response: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the inside of the last complete `\boxed{...}`, braces balanced; None without one."""
-    start = text.rfind(r"\boxed{")
+    start, end = text.rfind(r"\boxed{"), len(text)
     while start >= 0:
         begin = start + len(r"\boxed{")
         depth = 1
-        for position in range(begin, len(text)):
+        for position in range(begin, end):
             depth += (text[position] == "{") - (text[position] == "}")
             if depth == 0:
                 return text[begin:position].strip()
-        start = text.rfind(r"\boxed{", 0, start)
+        # What is open here to the end keeps whatever is around it open, too.
+        start, end = text.rfind(r"\boxed{", 0, start), start
     return None
