@@ -13,7 +13,7 @@ import pytest
 from tests.support.report_pages import dom_of, read_page
 from tests.support.rollout_loop import make_rollout, progress
 from tlt_lightning.callbacks.drafted_text import completion
-from tlt_lightning.callbacks.report_page import MAX_DETAILED, columns, kept_details, page
+from tlt_lightning.callbacks.report_page import MAX_DETAILED, columns, kept_details, page, rounded
 from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
@@ -66,7 +66,7 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
         "facts": {"policy": "some/model", "objective": HOSTILE.replace("URL", url)},
         "config": f"text: {HOSTILE}",
         "iterations": sorted(history),
-        "metrics": columns(history),
+        "metrics": columns({i: rounded(row) for i, row in history.items()}),
         "details": dict.fromkeys(kept_details(history), detail),
     }
 
@@ -97,7 +97,9 @@ def test_the_page_of_a_thousand_iterations_is_bounded() -> None:
     history = {i: {f"metric/{number}": i / 7 for number in range(80)} for i in range(1, 1001)}
     details = {i: {} for i in kept_details(history)}
     assert len(details) <= MAX_DETAILED
-    assert len(page({"metrics": columns(history), "details": details})) < 1_000_000
+    assert (
+        len(page({"metrics": columns({i: rounded(row) for i, row in history.items()}), "details": details})) < 1_000_000
+    )
 
 
 def test_details_are_spread_over_the_run_and_what_is_dropped_is_never_wanted_again() -> None:

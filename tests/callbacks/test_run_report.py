@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support.report_pages import read_page
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
-from tlt_lightning.callbacks import run_facts, run_report
+from tlt_lightning.callbacks import report_page, run_facts, run_report
 from tlt_lightning.callbacks.run_report import RunReport, summarize
 
 
@@ -211,6 +211,13 @@ def test_resumed_run_reports_from_its_beginning(tmp_path: Path) -> None:
     assert set(resumed.history) == {1, 2, 3}
     assert resumed.accuracy_before == pytest.approx(0.2)
     assert read_summary(tmp_path / "resumed" / "demo")["iterations"] == 3
+
+
+def test_a_page_rounds_no_number_of_earlier_pages_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, numbers, in_five_digits = fit(tmp_path / "whole"), list[Any](), report_page.in_five_digits
+    monkeypatch.setattr(report_page, "in_five_digits", lambda value: numbers.append(value) or in_five_digits(value))
+    fit(tmp_path / "again", ckpt_path=tmp_path / "whole" / "checkpoints" / "epoch=0.ckpt")
+    assert len(numbers) == sum(map(len, whole.history.values()))
 
 
 def test_a_callback_that_has_reported_a_run_reports_the_next_one(tmp_path: Path) -> None:

@@ -23,11 +23,16 @@ def page(data: Mapping[str, Any]) -> str:
     return html.replace("REPORT_CSS", css).replace("REPORT_JS", js).replace("REPORT_DATA", block)
 
 
-def columns(history: Mapping[int, Mapping[str, float]]) -> dict[str, list[float | None]]:
+def columns(history: Mapping[int, Mapping[str, float | None]]) -> dict[str, list[float | None]]:
     """Return the values of each metric in the order of the iterations; None where there is none."""
     rows = [history[iteration] for iteration in sorted(history)]
     names = sorted({name for row in rows for name in row})
-    return {name: [in_five_digits(row.get(name)) for row in rows] for name in names}
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def rounded(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics in five digits, see `in_five_digits`."""
+    return {name: in_five_digits(value) for name, value in metrics.items()}
 
 
 def kept_details(iterations: Iterable[int]) -> set[int]:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import check_count, text_of
 from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
-from tlt_lightning.callbacks.report_page import columns, kept_details, page
+from tlt_lightning.callbacks.report_page import columns, kept_details, page, rounded
 from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, worker_timeline
 from tlt_lightning.callbacks.run_facts import configuration, facts
 from tlt_lightning.data.batch import Rollout
@@ -79,6 +79,7 @@ class RunReport(RolloutCallback):
 
     def _forget_run(self) -> None:
         self.history: dict[int, dict[str, float]] = {}
+        self._shown: dict[int, dict[str, float | None]] = {}  # of it, each rounded once: a page a time adds up
         self.details: dict[int, dict[str, Any]] = {}
         self.accuracy_before: float | None = None
         self._timeline = RolloutTimeline()
@@ -135,6 +136,7 @@ class RunReport(RolloutCallback):
         self.history[iteration] = dict(metrics)
         if not trainer.is_global_zero:
             return
+        self._shown[iteration] = rounded(metrics)
         books: Any = pl_module.iteration_log
         ranks = [
             worker_timeline(laps, numbers.get("drafter/idle_seconds_used", 0.0))
@@ -176,6 +178,7 @@ class RunReport(RolloutCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = {int(iteration): dict(values) for iteration, values in state_dict["history"].items()}
+        self._shown = {iteration: rounded(values) for iteration, values in self.history.items()}
         self.details = dict(state_dict["details"])
         self.accuracy_before = state_dict["accuracy_before"]
         self._earlier_seconds = state_dict["seconds"]
@@ -203,7 +206,7 @@ class RunReport(RolloutCallback):
             "before": self.accuracy_before,
             **self._head,
             "iterations": sorted(self.history),
-            "metrics": columns(self.history),
+            "metrics": columns(self._shown),
             "details": self.details,
         }
         if not self._replace(self.dirpath / "report.html", page(data)):
