@@ -46,7 +46,7 @@ def test_checkpoints_do_not_read_all_prompts_again(
     monkeypatch.setattr(zlib, "crc32", record)
     data, checkpoints = make_data(prompts_path), IterationCheckpoint(str(tmp_path / "all"), every_minutes=0)
     make_trainer(tmp_path, checkpoints, max_epochs=3, enable_checkpointing=True).fit(make_module(policy_path), data)
-    prompts = b"".join(repr(prompt.ids).encode() for prompt in data.train_prompts)
+    prompts = b"".join(repr([*prompt.ids]).encode() for prompt in data.train_prompts)
     assert hashed == prompts
     saved = torch.load(tmp_path / "all/last.ckpt", weights_only=True)["RolloutDataModule"]["settings"]
     assert saved[PROMPTS] == crc32(prompts)

@@ -1,3 +1,4 @@
+import gc
 import json
 import logging
 from pathlib import Path
@@ -21,7 +22,7 @@ def write(path: Path, rows: list[dict]) -> str:
 def test_jsonl_rows_become_prompts(prompts_path: str, policy_path: str) -> None:
     prompts = load_prompts(PromptSource(path=prompts_path), load_tokenizer(policy_path), max_prompt_tokens=16)
     assert [prompt.text for prompt in prompts][:2] == ["0 1 = 1 :", "1 2 = 3 :"]
-    assert prompts[0].ids == [12, 13, 3, 13, 4]
+    assert prompts[0].ids == (12, 13, 3, 13, 4)
     assert prompts[0].answer == prompts[0].row["answer"] == "0 + 1"
     assert [prompt.index for prompt in prompts] == list(range(9))
 
@@ -35,6 +36,20 @@ def test_parquet_reads_the_same_rows(prompts_path: str, policy_path: str, tmp_pa
     from_parquet = load_prompts(PromptSource(path=str(path)), tokenizer, max_prompt_tokens=16)
     from_jsonl = load_prompts(PromptSource(path=prompts_path), tokenizer, max_prompt_tokens=16)
     assert from_parquet == from_jsonl
+
+
+def test_prompts_hold_the_number_of_each_token_once_in_memory(prompts_path: str) -> None:
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1000 + int(word) for word in text.split() if word.isdigit()]}  # new numbers
+
+    prompts = load_prompts(PromptSource(path=prompts_path), Tokenizer(), max_prompt_tokens=16)
+    gc.collect()
+    assert not any(gc.is_tracked(prompt.ids) for prompt in prompts)
+    tokens = [token for prompt in prompts for token in prompt.ids]
+    assert len({id(token) for token in tokens}) == len({*tokens}) < len(tokens)
 
 
 def test_template_writes_the_question_from_several_columns(policy_path: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Prompt:
     """
 
     text: str
-    ids: list[int]
+    ids: Sequence[int]
     question: str = ""
     answer: Any = None
     row: dict[str, Any] = field(default_factory=dict)

@@ -190,6 +190,7 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
     template = chat_template_of(source, tokenizer)
     variables = {**(source.chat_template_kwargs or {}), "chat_template": template}
     prompts, num_dropped, longest = [], 0, 0
+    known: dict[int, int] = {}  # of each token one number in memory, in tuples, which the garbage collector passes over
     for index, row in enumerate(source.read()):
         try:
             messages = source.messages(row)
@@ -198,7 +199,8 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
         except (ValueError, TemplateError) as error:
             column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
             raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
-        ids = tokenizer(text, add_special_tokens=template is None)["input_ids"]
+        tokens = tokenizer(text, add_special_tokens=template is None)["input_ids"]
+        ids = tuple(map(known.setdefault, tokens, tokens))
         if not ids:
             raise ValueError(f"Row {index} of {source.name} (from 0) gives an empty prompt; leave it out of the data.")
         if len(ids) > max_prompt_tokens:
@@ -253,7 +255,7 @@ def checksum(prompts: Sequence[Prompt]) -> int:
     """Return a number that tells other token ids, or the same in another order, from these."""
     number = 0
     for prompt in prompts:
-        number = zlib.crc32(repr(prompt.ids).encode(), number)
+        number = zlib.crc32(repr([*prompt.ids]).encode(), number)
     return number
 
 
