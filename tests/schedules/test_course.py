@@ -8,7 +8,7 @@ import pytest
 from tlt_lightning import PartialRollout, SynchronousSchedule, TailBatching
 from tlt_lightning.engine import Response
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.schedules.base import Demand, OpenGroup
+from tlt_lightning.schedules.base import Demand, OpenGroup, choice_of
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
 
 
@@ -104,6 +104,17 @@ def test_partial_rollouts_choose_as_soon_as_what_is_due_is_whole_and_then_by_the
     assert choose(demand, [*fresh, group(4, begun=0)], [3, 2, 4]) == [3, 4]
     both_due = [group(0, begun=0), group(1, begun=0), *fresh[2:]]
     assert choose(demand, both_due, [1, 0]) == [0, 1]  # in order, whichever ended first
+
+
+def test_a_choice_is_checked_without_a_search_for_each_place() -> None:
+    class Complete(tuple):  # of many thousand groups in a validation
+        __slots__ = ()
+
+        def __contains__(self, place: object) -> bool:
+            raise AssertionError("searched")
+
+    groups, demand = [group(draw) for draw in range(3)], Demand(wanted=3, iteration=0)
+    assert choice_of(SynchronousSchedule(), demand, groups, Complete((2, 0, 1))) == [0, 1, 2]
 
 
 def test_tail_batching_learns_from_the_first_to_end_in_the_order_of_their_places() -> None:

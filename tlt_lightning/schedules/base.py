@@ -121,7 +121,10 @@ def choice_of(
     chosen: Any = schedule.choose(demand, groups, complete)
     if chosen is None:
         return None
-    is_known = isinstance(chosen, Collection) and all(place in complete for place in chosen)
+    known = {*complete}  # a validation may have fifty thousand
+    is_known = isinstance(chosen, Collection) and all(
+        place in (known if isinstance(place, int) else complete) for place in chosen
+    )
     if not is_known or not len({int(place) for place in chosen}) == len(chosen) == demand.wanted:
         raise ValueError(
             f"`{type(schedule).__name__}.choose` returned {chosen!r:.200}: it has to return None, or `demand.wanted`, "
