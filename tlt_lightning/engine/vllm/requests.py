@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tlt_lightning.engine.vllm.executor import StepComparison
 
 
+_WAITING_PER_END = 1024  # requests that wait are ordered anew for each so many, a millisecond of the host
 _STEPS_PER_CHECK = 32  # of what the ranks of an engine have written; a check takes some 0.1 ms
 
 
@@ -91,7 +92,7 @@ class RequestWriter:
             self.pool.add(requests)
             self._order = RequestOrder()
             # Callers add and stop requests when they have had responses; new requests and free seats change the order.
-            may_have_asked, must_arrange, ended = True, False, 0.0
+            may_have_asked, must_arrange, num_ended, ended = True, False, 0, 0.0
             for number in count(1):
                 if not number % _STEPS_PER_CHECK:
                     self._compare()
@@ -109,6 +110,7 @@ class RequestWriter:
                     break
                 if must_arrange:
                     self._arrange(is_first=not ended)
+                    num_ended = 0
                 started = time.perf_counter()
                 pause = started - ended if is_async and ended else 0.0
                 with numbers.in_force():
@@ -117,7 +119,8 @@ class RequestWriter:
                 if speculative is not None:
                     speculative.controller.account(ended - started, pause)
                 finished = [self._ended(output) for output in outputs if output.finished]
-                must_arrange = bool(finished)
+                num_ended += len(finished)
+                must_arrange = bool(finished) and num_ended * _WAITING_PER_END >= len(self._scheduler.waiting)
                 yield finished
                 may_have_asked |= bool(finished) or self.pool.asks_alone  # the latter from `on_progress`
             if self._comparison is not None:

@@ -17,6 +17,8 @@ from tests.support.speculation_engines import (
     siblings,
 )
 from tlt_lightning.engine import Request, RolloutProgress, VLLMEngine
+from tlt_lightning.engine.vllm import requests as vllm_requests
+from tlt_lightning.engine.vllm.requests import RequestWriter
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Strategy
@@ -94,3 +96,19 @@ def test_those_that_wait_start_longest_expected_first(tmp_path: Path) -> None:
         order = [response.request_id for response in engine.generate(requests, GREEDY, seed=0)]
     # Nothing is known of group 2: one of its requests tells. Answers of 4 tokens lower what is expected of the others.
     assert order == [2, 1, 3, 5, 7, 6, 0, 4]
+
+
+def test_many_that_wait_are_not_ordered_anew_with_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    arrange = RequestWriter._arrange
+
+    def record(writer: RequestWriter, *, is_first: bool) -> None:
+        lengths.append(len(writer._scheduler.waiting))
+        arrange(writer, is_first=is_first)
+
+    monkeypatch.setattr(RequestWriter, "_arrange", record)
+    monkeypatch.setattr(vllm_requests, "_WAITING_PER_END", 2)
+    requests = [Request(id=i, prompt_ids=PROMPTS[i % 4], group=i % 4, max_tokens=4) for i in range(9)]
+    with engine_of(save_endless_policy(tmp_path / "policy"), None, max_num_seqs=1) as engine:
+        assert len(list(engine.generate(requests, GREEDY, seed=0))) == 9
+    assert lengths == [9, 6, 4, 2, 1]  # that wait: after the first, once half as many have ended
