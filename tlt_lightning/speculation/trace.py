@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
+_MOST_BYTES = 4096  # of two rows
+
 
 class StepTrace:
     """Appends one JSON object per engine step to a file.
@@ -21,8 +23,7 @@ class StepTrace:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        rows = self.path.read_text().splitlines() if self.path.is_file() else []
-        self._rollout, self._step = max((json.loads(row)["rollout"] for row in rows), default=-1), 0
+        self._rollout, self._step = _last_rollout(self.path), 0
         self._file: TextIO | None = None
 
     def begin_rollout(self) -> None:
@@ -47,3 +48,15 @@ class StepTrace:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _last_rollout(path: Path) -> int:
+    """Return the rollout of a file's last row, -1 without one, and cut off what a killed run has left of another."""
+    if not path.is_file() or not path.stat().st_size:
+        return -1
+    with path.open("r+b") as file:
+        file.seek(max(0, path.stat().st_size - _MOST_BYTES))  # a long run has millions of rows
+        begin, (rows, newline, _) = file.tell(), file.read().rpartition(b"\n")
+        last = json.loads(rows.rpartition(b"\n")[2])  # before anything is cut off: the file may be another
+        file.truncate(begin + len(rows) + len(newline))
+    return int(last["rollout"])

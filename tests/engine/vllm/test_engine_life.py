@@ -189,6 +189,20 @@ def test_a_trace_that_goes_on_numbers_rollouts_on(tmp_path: Path) -> None:
     ]
 
 
+def test_a_trace_reads_the_last_row_of_a_file_and_drops_what_a_killed_run_has_left_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text("not read\n" * 1000 + '{"rollout": 7, "step": 3}\n{"rollout": 7, "st')
+    trace = StepTrace(str(path))
+    trace.begin_rollout()
+    trace.write({})
+    trace.close()
+    assert path.read_text().splitlines()[999:] == [
+        "not read",
+        '{"rollout": 7, "step": 3}',
+        '{"rollout": 8, "step": 0}',
+    ]
+
+
 @pytest.mark.vllm
 def test_the_cache_is_as_large_as_planned(engine: VLLMEngine, policy_path: str) -> None:
     planned = planned_memory(VLLMEngine(dtype="float32"), policy_path, max_model_len=MAX_MODEL_LEN, device_bytes=2**40)
