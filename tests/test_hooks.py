@@ -11,8 +11,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
-from tlt_lightning import RolloutCallback
-from tlt_lightning.hooks import check_hooks
+from tlt_lightning import RLModule, RolloutCallback, RolloutDataModule, TransformersEngine
+from tlt_lightning.hooks import check_hooks, check_overrides
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.rewards import exact_match
 
 
 class Watcher(RolloutCallback):
@@ -207,3 +209,79 @@ def test_a_callback_takes_truncated_responses_out_of_the_loss(
     (num_finished,) = callback.finished
     assert callback.learned_from == [num_finished]
     assert 0 < num_finished < 16
+
+
+class NeverLoaded(TransformersEngine):
+    def setup(self, *_: Any, **__: Any) -> None:
+        pytest.fail("loaded")
+
+
+class Clears(RLModule):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Reports(RLModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("mine/step", 1.0)
+
+
+class Stops(RLModule):
+    def configure_callbacks(self) -> list[Any]:
+        return [EarlyStopping("reward/mean", mode="max")]
+
+
+class Manual(RLModule):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+
+class Forgets(RolloutDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Adds(RLModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.log("mine/step", 1.0)
+
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            [RLModule.on_train_start(self) for _ in range(1)]
+
+    def configure_optimizers(self) -> Any:  # may take the place of the module's own
+        assert self.policy is not None
+        return torch.optim.SGD(self.policy.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Clears, r"`Clears\.optimizer_zero_grad` takes the place of `RLModule\..*call `super\(\)"),
+        (Reports, r"`Reports\.on_before_optimizer_step` takes the place"),
+        (Stops, r"`Stops\.configure_callbacks` takes the place"),
+        (Manual, r"`Manual\.automatic_optimization` is False.*one optimizer with several parameter groups"),
+    ],
+)
+def test_a_module_that_hides_what_a_run_needs_is_refused_before_the_engine_loads(
+    kind: type[RLModule], message: str, paths: tuple[str, str, Path]
+) -> None:
+    policy_path, prompts_path, root = paths
+    data = make_data(prompts_path, NeverLoaded())
+    with pytest.raises(MisconfigurationException, match=message):
+        make_trainer(root).fit(kind(policy_path, GRPO()), data)
+
+
+def test_a_module_that_adds_to_what_a_run_needs_runs(paths: tuple[str, str, Path]) -> None:
+    policy_path, prompts_path, root = paths
+    trainer = make_trainer(root, max_epochs=1)
+    trainer.fit(Adds(policy_path, GRPO()), make_data(prompts_path))
+    assert {"mine/step", "train/loss"} <= trainer.callback_metrics.keys()
+
+
+def test_a_data_module_that_hides_its_state_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`Forgets\.state_dict` takes the place of `RolloutData"):
+        check_overrides(Forgets(TransformersEngine(), [exact_match]))  # type: ignore[list-item]
+    check_overrides(L.LightningDataModule())

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import check_hooks
+from tlt_lightning.hooks import check_hooks, check_overrides
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
@@ -57,6 +57,8 @@ def check_trainer(trainer: L.Trainer) -> None:
 
     `fast_dev_run` and `overfit_batches` are made to choose prompts instead, see `count_in_prompts`.
     """
+    for part in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        check_overrides(part)
     count_in_prompts(trainer)
     if trainer.max_steps != -1:
         raise MisconfigurationException(

@@ -6,9 +6,11 @@ every rank, on the main thread, between engine steps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import lightning as L
@@ -100,6 +102,10 @@ class RolloutCallback(L.Callback):
 
 ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))
 HOOK_PREFIXES = ("on_rollout", "on_iteration", "on_weight", "on_hidden", "on_engine")
+_MODULE = ("setup", "configure_callbacks", "configure_model", "optimizer_zero_grad")
+_DATA = ("setup", "teardown", "state_dict", "load_state_dict", "train_dataloader", "transfer_batch_to_device")
+KEPT = {*_MODULE, *_DATA}
+"""Methods beside those named `on_...` that a run needs of a module or data module of this package."""
 UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
 """Hooks that ranks call unequally often, in which no pass of a sharded policy can be made."""
 
@@ -135,3 +141,31 @@ def check_hooks(callback: L.Callback) -> None:
             check_method(callback, method, getattr(RolloutCallback, method))
         except TypeError as error:
             raise MisconfigurationException(str(error)) from error
+
+
+def check_overrides(part: object) -> None:
+    """Raise MisconfigurationException if a module's or data module's subclass hides a method that a run needs.
+
+    One that calls the method, as `super().setup(stage)` does, adds to it.
+    """
+    kinds = type(part).__mro__
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] == __name__.partition(".")[0]]
+    needed = {name for kind in own for name in vars(kind) if name.startswith("on_") or name in KEPT}
+    for kind in kinds[: kinds.index(own[0])] if own else ():
+        for name in sorted(needed & vars(kind).keys()):
+            code = getattr(inspect.unwrap(vars(kind)[name]), "__code__", None)
+            if code is not None and not _mentions(code, name):
+                raise MisconfigurationException(
+                    f"`{kind.__name__}.{name}` takes the place of `{own[0].__name__}.{name}`, without which a run "
+                    f"goes wrong: call `super().{name}(...)` in it, or move what it does into a callback."
+                )
+    if getattr(part, "automatic_optimization", True) is False and own:
+        raise MisconfigurationException(
+            f"`{type(part).__name__}.automatic_optimization` is False, and nobody would take the optimizer's steps: "
+            "leave it True. For several learning rates give one optimizer with several parameter groups."
+        )
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return name in code.co_names or any(_mentions(each, name) for each in inner)
