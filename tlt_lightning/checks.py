@@ -28,6 +28,7 @@ from tlt_lightning.hooks import check_hooks, check_overrides
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
+from tlt_lightning.training.monitors import look_when_known
 from tlt_lightning.training.networks import check_unchanged
 from tlt_lightning.training.optimization import build_with, check_accumulation, check_clipping
 
@@ -89,6 +90,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)
+        look_when_known(trainer, callback)
     if trainer.check_val_every_n_epoch == 0:
         raise MisconfigurationException(
             "`Trainer(check_val_every_n_epoch=0)` divides by zero behind the first iteration; leave it out, and for a "
@@ -203,11 +205,8 @@ def _check_callback(callback: L.Callback) -> None:
                 f"write the name out, as in `{metric[1].replace('/', '_')}={{{metric[1]}:.2f}}`, and set "
                 "`auto_insert_metric_name=False`."
             )
-        intervals = {
-            "every_n_train_steps": callback._every_n_train_steps or None,
-            "train_time_interval": callback._train_time_interval,
-        }
-        for name, value in intervals.items():
+        values = callback._every_n_train_steps or None, callback._train_time_interval
+        for name, value in zip(("every_n_train_steps", "train_time_interval"), values, strict=True):
             if value is not None:
                 raise MisconfigurationException(
                     f"`ModelCheckpoint({name}={value})` saves within iterations, before their metrics are known; give "

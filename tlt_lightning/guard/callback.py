@@ -24,6 +24,7 @@ from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.training.monitors import save_followed
 from tlt_lightning.training.resume import forget_unfinished, restart_validation
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class RunGuard(RolloutCallback):
             if isinstance(callback, ModelCheckpoint):
                 callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
                 callback._save_checkpoint = partial(save_behind, callback)  # type: ignore[method-assign]
+                callback._save_monitor_checkpoint = partial(save_followed, callback)  # type: ignore[method-assign]
         for logger in trainer.loggers:
             if trainer.is_global_zero and isinstance(logger, CSVLogger):
                 protect_rows(logger)

@@ -1,0 +1,93 @@
+"""Let callbacks and schedulers that follow a metric look at it where it is new."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+_OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
+_BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
+
+
+def is_of_iteration(metric: str | None) -> bool:
+    """Return True for a metric that each iteration logs where it ends, behind its validation."""
+    return metric is not None and metric.startswith(_OF_ITERATION)
+
+
+def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Let a ModelCheckpoint or EarlyStopping look where an iteration ends, unless it follows a validation.
+
+    Left to Lightning, it looks behind a validation wherever not every iteration has one, at what the iteration before
+    logged. Raise MisconfigurationException if its metric is not known where it is to look, or the wrong way round.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which has neither
+        return
+    if isinstance(callback, EarlyStopping):
+        argument, is_plain, metrics = "check_on_train_epoch_end", False, [callback.monitor]
+        has_limit = callback.stopping_threshold is not None or callback.divergence_threshold is not None
+    elif isinstance(callback, ModelCheckpoint):
+        argument, has_limit = "save_on_train_epoch_end", False
+        is_plain = callback.monitor is None and "{val/" not in str(callback.filename)
+        metrics = [] if callback.monitor is None else [callback.monitor]
+    else:
+        return
+    at_end = getattr(callback, f"_{argument}")
+    if at_end is None and (is_plain or any(map(is_of_iteration, metrics))):
+        setattr(callback, f"_{argument}", True)  # in a validation, too: EarlyStopping settles it in the first `setup`
+    name = type(callback).__name__
+    for metric in metrics if trainer.state.fn == "fit" else ():
+        check_followed(trainer, f"{name}(monitor={metric!r})", metric, callback.mode, has_limit=has_limit)
+        if at_end is False and is_of_iteration(metric):
+            raise MisconfigurationException(
+                f"`{name}({argument}=False)` looks behind a validation, where `{metric}` is that of the iteration "
+                f"before; leave `{argument}` out."
+            )
+        if at_end and metric.startswith("val/") and not _validates_always(trainer):
+            raise MisconfigurationException(
+                f"`{name}({argument}=True)` looks where each iteration ends, and `{metric}` is not known in all of "
+                f"them: leave `{argument}` out, or set `Trainer(check_val_every_n_epoch=1)`."
+            )
+
+
+def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_limit: bool = False) -> None:
+    """Raise MisconfigurationException if a run has no such metric, or `who` takes a lower reward for a better one."""
+    if metric.startswith("val/") and (reason := _why_no_validation(trainer)):
+        raise MisconfigurationException(
+            f"`{who}` follows a validation, and this run has none: {reason}. Follow `reward/mean`, or let it validate."
+        )
+    if mode == "min" and not has_limit and re.fullmatch(_BETTER_IF_HIGH, metric):
+        raise MisconfigurationException(
+            f"`{who}` has `mode` 'min', the default, and would take a lower `{metric}` for a better one; give "
+            "`mode='max'`."
+        )
+
+
+def _why_no_validation(trainer: L.Trainer) -> str:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    every, last = trainer.check_val_every_n_epoch, trainer.max_epochs
+    if data is not None and getattr(data, "val", True) is None:
+        return "`data.val` is not set"
+    if trainer.limit_val_batches == 0:
+        return "`Trainer(limit_val_batches=0)`"
+    if every is not None and last is not None and 0 <= last < every:
+        return f"`Trainer(check_val_every_n_epoch={every})` is more than `max_epochs` {last}"
+    return ""
+
+
+def _validates_always(trainer: L.Trainer) -> bool:
+    return trainer.check_val_every_n_epoch == 1 and getattr(trainer, "_val_check_time_interval", None) is None
+
+
+def save_followed(callback: ModelCheckpoint, trainer: L.Trainer, candidates: dict[str, Any]) -> None:
+    """Replace `ModelCheckpoint._save_monitor_checkpoint`, which would save nothing for want of its metric."""
+    metric = str(callback.monitor)
+    if metric not in candidates and (is_of_iteration(metric) or not sum(trainer.num_val_batches)):
+        raise MisconfigurationException(
+            f"`ModelCheckpoint(monitor={metric!r})` would save nothing, for the first iteration has not logged "
+            f"`{metric}`; choose one of {', '.join(sorted(candidates))}."
+        )
+    type(callback)._save_monitor_checkpoint(callback, trainer, candidates)
