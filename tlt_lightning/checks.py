@@ -30,7 +30,7 @@ from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
 from tlt_lightning.training.monitors import look_when_known
 from tlt_lightning.training.networks import check_unchanged
-from tlt_lightning.training.optimization import build_with, check_accumulation, check_clipping
+from tlt_lightning.training.optimization import check_accumulation, check_clipping, check_optimization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -85,8 +85,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "
             "each time: minutes at the start and at every new length. Give the module itself."
         )
-    if trainer.state.fn == "fit" and (build := getattr(trainer.lightning_module, "optimizer", None)) is not None:
-        build_with(build, [{"params": [torch.zeros(1, requires_grad=True)]}])
+    if trainer.state.fn == "fit" and hasattr(trainer.lightning_module, "lr_scheduler"):
+        check_optimization(trainer)
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_callback(callback)

@@ -150,7 +150,8 @@ class RLModule(L.LightningModule):
         self._optimizer_settings = optimization.settings_of(optimizer)
         own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
         self.save_hyperparameters({**own, "optimizer": made_of(optimizer, optimizer.defaults)})
-        return optimization.with_schedule(optimizer, self.lr_scheduler)
+        every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
+        return optimization.with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
 
     @override
     def configure_gradient_clipping(

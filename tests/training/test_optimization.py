@@ -1,15 +1,19 @@
 """Adam in one pass over the memory: where, and that each kind goes on from the other; learning rates that move."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.rl_runs import make_data, make_module, make_trainer
+from tlt_lightning import TransformersEngine
 from tlt_lightning.training.optimization import WarmupCosine, fuse_adam, fuse_on_gpu, settings_of, with_schedule
 
 
@@ -116,3 +120,57 @@ def test_the_steps_of_the_run_are_told_also_of_one_that_is_resumed() -> None:
         with pytest.raises(MisconfigurationException, match=r"WarmupCosine needs `num_steps`.*`Trainer\(max_epochs"):
             with_schedule(optimizer, build, number)
     assert with_schedule(optimizer, lambda each: WarmupCosine(each, 5))[1][0]["scheduler"].num_steps == 5
+
+
+class NeverLoaded(TransformersEngine):
+    def setup(self, *_: Any, **__: Any) -> None:
+        pytest.fail("loaded")
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": torch.optim.SparseAdam}, "SparseAdam cannot take the steps .*dense gradients.*Use for example"),
+        ({"optimizer": lambda groups: torch.optim.LBFGS(groups[0]["params"])}, "LBFGS cannot take .*'closure'. Use"),
+        ({"optimizer": lambda groups: torch.optim.AdamW(groups, differentiable=True)}, "AdamW cannot take the steps"),
+        ({"optimizer": lambda groups: [torch.optim.AdamW(groups)]}, "must be a Optimizer, got a list"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "has no way to name a metric"),
+        ({"lr_scheduler": lambda optimizer: {"scheduler": one_cycle(optimizer)}}, "must be a LRScheduler, got a dict"),
+        ({"lr_scheduler": one_cycle}, "`total_steps` 3 and fails .* iterations take 4 .* Give `total_steps=4`"),
+        ({"lr_scheduler": lambda each: ReduceLROnPlateau(each, "reward/mean")}, "'min', the default.*`reward/mean`"),
+        ({"lr_scheduler": lambda each: ReduceLROnPlateau(each, "val/reward")}, "this run has none: `Trainer.limit_val"),
+    ],
+)
+def test_what_cannot_move_the_policy_to_the_end_is_refused_before_the_engine_loads(
+    arguments: dict[str, Any], message: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises((MisconfigurationException, TypeError, ValueError), match=message):
+        trainer.fit(make_module(policy_path, **arguments), make_data(prompts_path, NeverLoaded()))
+
+
+def test_a_plateau_of_held_out_accuracy_is_looked_for_where_it_is_validated(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    seen: list[float] = []
+
+    class Plateau(ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: int | None = None) -> None:
+            seen.append(float(metrics))
+
+    module = make_module(policy_path, lr_scheduler=lambda each: Plateau(each, "val/reward", mode="max"))
+    trainer = make_trainer(tmp_path, max_epochs=5, check_val_every_n_epoch=2, limit_val_batches=1)
+    trainer.fit(module, make_data(prompts_path))
+    assert len(seen) == 2
+    assert seen[-1] == trainer.callback_metrics["val/reward"]
+
+
+def test_an_optimizer_may_move_matrices_alone(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    def muon(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([each for group in groups for each in group["params"] if each.ndim == 2])
+
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path, optimizer=muon), make_data(prompts_path))

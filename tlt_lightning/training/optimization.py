@@ -16,10 +16,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count, check_share, check_type
+from tlt_lightning.training.monitors import check_followed
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +123,18 @@ class WarmupCosine(LRScheduler):
             self.run_over(self.num_steps)  # the optimizer has the rate of the run that is resumed, perhaps 0
 
 
-def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None, num_steps: float | None = None) -> Any:
+def with_schedule(
+    optimizer: Optimizer,
+    build: LRSchedulerCallable | None,
+    num_steps: float | None = None,
+    *,
+    validates_every: int = 1,
+) -> Any:
     """Return the optimizer and a scheduler that moves once a step, as Lightning wants them.
 
     A `WarmupCosine` is told the run's `num_steps`, where they are known and it was not given its own. Raises
-    MisconfigurationException if it has none, or if the scheduler follows a metric and none is named.
+    MisconfigurationException if it has none, or if the scheduler follows a metric and none is named. One that follows a
+    metric moves once an epoch, or once in `validates_every` by a metric of the validation.
     """
     if build is None:
         return optimizer
@@ -146,7 +154,60 @@ def with_schedule(optimizer: Optimizer, build: LRSchedulerCallable | None, num_s
             "`lr_scheduler` torch.optim.lr_scheduler.ReduceLROnPlateau has no way to name a metric; use "
             "`lightning.pytorch.cli.ReduceLROnPlateau` with, for example, `monitor: reward/mean` and `mode: max`."
         )
-    return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "monitor": monitor}]
+    frequency = validates_every if monitor.startswith("val/") else 1
+    return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "frequency": frequency, "monitor": monitor}]
+
+
+def check_optimization(trainer: L.Trainer) -> None:
+    """Raise an error for an optimizer or a scheduler of `RLModule` that would end the run, or could not move it.
+
+    Both are built for small parameters, and an optimizer of PyTorch takes a step.
+    """
+    module: Any = trainer.lightning_module
+    shapes = ((2, 2), (2,))  # some move matrices alone
+    critic = module.critic_config
+    groups = [{"params": [torch.zeros(shape, requires_grad=True) for shape in shapes]} for _ in range(2)]
+    optimizer = built(module.optimizer, groups[:1] if critic is None else [groups[0], groups[1] | {"lr": critic.lr}])
+    _try_step(optimizer, trainer.strategy.root_device)
+    _, configs = made if isinstance(made := with_schedule(optimizer, module.lr_scheduler), tuple) else (made, [])
+    for config in configs:
+        scheduler = config["scheduler"]
+        if "monitor" in config:
+            who = f"lr_scheduler {type(scheduler).__name__}(monitor={config['monitor']!r})"
+            check_followed(trainer, who, config["monitor"], scheduler.mode)
+        if isinstance(scheduler, OneCycleLR):
+            _check_reaches_end(scheduler, trainer)
+
+
+def _try_step(optimizer: Optimizer, device: torch.device) -> None:
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return  # others may want to be told that training has begun
+    for group in optimizer.param_groups:
+        if device.type == "cuda" and "capturable" in group:
+            group["capturable"] = False  # which parameters on the CPU cannot be
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"`optimizer` {type(optimizer).__name__} cannot take the steps of a run, one by the dense gradient of each "
+            f"minibatch: {reason}. Use for example `torch.optim.AdamW` with its defaults."
+        ) from error
+
+
+def _check_reaches_end(scheduler: OneCycleLR, trainer: L.Trainer) -> None:
+    settings = getattr(trainer.datamodule, "_settings", None)  # type: ignore[attr-defined]
+    if settings is None or trainer.max_epochs in (None, -1):
+        return
+    num_steps = trainer.max_epochs * settings.num_steps
+    if num_steps > scheduler.total_steps:
+        raise MisconfigurationException(
+            f"`lr_scheduler` OneCycleLR has `total_steps` {scheduler.total_steps} and fails at the next one: "
+            f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {settings.num_steps} each "
+            f"(`data.num_minibatches` * `data.inner_epochs`). Give `total_steps={num_steps}`."
+        )
 
 
 def fuse_on_gpu(optimizer: Optimizer, device: torch.device) -> None:
