@@ -174,3 +174,9 @@ def test_an_optimizer_may_move_matrices_alone(policy_path: str, prompts_path: st
         return torch.optim.Muon([each for group in groups for each in group["params"] if each.ndim == 2])
 
     make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path, optimizer=muon), make_data(prompts_path))
+
+
+def test_a_learning_rate_may_be_a_tensor(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    module = make_module(policy_path, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))
+    make_trainer(tmp_path, max_epochs=1).fit(module, make_data(prompts_path))
+    assert module.hparams["optimizer"]["init_args"]["lr"] == 0.5

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from torch import nn
+from torch import Tensor, nn
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """Names the function by which `load_from_checkpoint` makes objects of their descriptions again."""
@@ -41,6 +41,8 @@ def describe(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, Tensor):  # such as a learning rate
+        return value.tolist()
     if isinstance(value, list | tuple):
         return [describe(item) for item in value]
     if isinstance(value, functools.partial):
