@@ -168,11 +168,13 @@ def count_in_prompts(trainer: L.Trainer) -> None:
 
 
 def check_has_data(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if the Trainer has no data module."""
-    if trainer.datamodule is None:  # type: ignore[attr-defined]
+    """Raise MisconfigurationException if the Trainer has no `RolloutDataModule`."""
+    data = getattr(trainer, "datamodule", None)
+    if not hasattr(data, "rewards"):
+        given, function = "none" if data is None else f"a {type(data).__name__}", trainer.state.fn.value  # type: ignore[union-attr]
         raise MisconfigurationException(
-            "`RLModule` learns from what a `RolloutDataModule` rolls out, and was given none: call "
-            "`trainer.fit(module, data)`."
+            f"`RLModule` reads what a `RolloutDataModule` rolls out, and was given {given}: call "
+            f"`trainer.{function}(module, data)`."
         )
 
 

@@ -121,12 +121,12 @@ class RLModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
+        check_has_data(self.trainer)
         check_trainer(self.trainer)
         self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
         CloseIteration.put_first(self.trainer)
         resume.Requeue.install(self.trainer)
         if stage == "fit":
-            check_has_data(self.trainer)
             self._saved = None  # read by a run that ended before it began to train
 
     @override

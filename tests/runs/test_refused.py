@@ -161,9 +161,26 @@ def test_a_validation_after_every_zero_iterations_is_refused(
         trainer.fit(make_module(policy_path), make_data(prompts_path))
 
 
-def test_fit_without_a_data_module_is_refused(policy_path: str, tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match="`RolloutDataModule`"):
-        make_trainer(tmp_path).fit(make_module(policy_path), train_dataloaders=[0])
+class Others(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return [0]
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        ("fit", {"train_dataloaders": [0]}, r"`RolloutDataModule` .* given none: call `trainer\.fit\(module, data\)`"),
+        ("fit", {"datamodule": Others()}, "`RolloutDataModule` .* was given a Others"),
+        ("validate", {"dataloaders": [0]}, r"call `trainer\.validate\(module, data\)`"),
+        ("validate", {}, "was given none"),
+        ("predict", {"dataloaders": [0]}, "was given none"),
+    ],
+)
+def test_a_run_without_its_data_module_is_refused(
+    function: str, given: dict[str, Any], message: str, policy_path: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        getattr(make_trainer(tmp_path), function)(make_module(policy_path), **given)
 
 
 def test_a_callback_that_is_a_class_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
