@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from math import isfinite
 from multiprocessing.context import get_spawning_popen
@@ -13,13 +12,7 @@ from typing import TYPE_CHECKING
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -27,8 +20,8 @@ from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_overrides
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
+from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
-from tlt_lightning.training.monitors import look_when_known
 from tlt_lightning.training.networks import check_unchanged
 from tlt_lightning.training.optimization import check_accumulation, check_clipping, check_optimization
 
@@ -89,7 +82,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         check_optimization(trainer)
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _check_callback(callback)
+        check_hooks(callback)
+        check_callback(trainer, callback)
         look_when_known(trainer, callback)
     if trainer.check_val_every_n_epoch == 0:
         raise MisconfigurationException(
@@ -185,35 +179,6 @@ def _check_no_classes(trainer: L.Trainer) -> None:
         callbacks[:] = [each for each in callbacks if not isinstance(each, type)]
         name = classes[0].__name__
         raise MisconfigurationException(f"`Trainer(callbacks=...)` has the class {name} itself; give `{name}()`.")
-
-
-def _check_callback(callback: L.Callback) -> None:
-    check_hooks(callback)
-    if isinstance(callback, StochasticWeightAveraging):
-        raise MisconfigurationException(
-            "`StochasticWeightAveraging` copies the module before the policy is loaded and would average nothing; use "
-            "`EMAWeightAveraging`, which averages the policy's weights."
-        )
-    if isinstance(callback, BatchSizeFinder | LearningRateFinder):
-        raise MisconfigurationException(
-            f"`Tuner` and `{type(callback).__name__}` try settings on fixed batches, and here the policy writes each "
-            "batch: compare short runs (`max_epochs`) with other values of `optimizer` and `data` instead."
-        )
-    if isinstance(callback, ModelCheckpoint):
-        metric = re.search(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
-        if metric and callback.auto_insert_metric_name:
-            raise MisconfigurationException(
-                f"`ModelCheckpoint(filename={callback.filename!r})` would make a folder of the slash in `{metric[1]}`; "
-                f"write the name out, as in `{metric[1].replace('/', '_')}={{{metric[1]}:.2f}}`, and set "
-                "`auto_insert_metric_name=False`."
-            )
-        values = callback._every_n_train_steps or None, callback._train_time_interval
-        for name, value in zip(("every_n_train_steps", "train_time_interval"), values, strict=True):
-            if value is not None:
-                raise MisconfigurationException(
-                    f"`ModelCheckpoint({name}={value})` saves within iterations, before their metrics are known; give "
-                    "`every_n_epochs` instead, one epoch is one policy iteration, or use `IterationCheckpoint`."
-                )
 
 
 def warn_of_filters(sampling: Sampling) -> None:

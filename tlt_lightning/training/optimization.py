@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count, check_share, check_type
-from tlt_lightning.training.monitors import check_followed
+from tlt_lightning.training.lightning_callbacks import check_followed
 
 log = logging.getLogger(__name__)
 

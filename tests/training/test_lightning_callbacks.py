@@ -1,13 +1,21 @@
-"""What follows a metric looks where it is new, or is refused before the engine loads."""
+"""Callbacks of Lightning work, those that follow a metric where it is new, or are refused before the engine loads."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
+from tests.support.rl_runs import Recorder, make_and_load, make_data, make_module, make_trainer, weights
 from tlt_lightning import TransformersEngine
 
 Paths = tuple[str, str, Path]
@@ -102,3 +110,33 @@ def test_a_checkpoint_by_a_metric_that_is_not_there_ends_the_run_at_once(paths: 
     with pytest.raises(MisconfigurationException, match=r"'reward_mean'.*would save nothing.*reward/mean"):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
     assert trainer.current_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (BackboneFinetuning(), r"`BackboneFinetuning` freezes layers before the policy is loaded.*`on_fit_start`"),
+        (ModelPruning("l1_unstructured"), "`ModelPruning` renames the weights"),
+        (LearningRateMonitor(), r"`LearningRateMonitor` logs, and `Trainer\(logger=False\)` has no logger"),
+        (DeviceStatsMonitor(), "`DeviceStatsMonitor` logs"),
+    ],
+)
+def test_a_callback_that_would_fail_behind_the_engine_is_refused(callback: Any, message: str, paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    with pytest.raises(MisconfigurationException, match=message):
+        make_trainer(root, callback).fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
+
+
+def test_a_callback_may_freeze_layers_where_a_fit_starts(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+
+    class Freeze(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.policy.get_input_embeddings().requires_grad_(False)
+
+    module, name = make_module(policy_path), "model.embed_tokens.weight"
+    before = make_and_load(policy_path)
+    make_trainer(root, Freeze(), max_epochs=1).fit(module, make_data(prompts_path))
+    moved = {each for each, tensor in weights(module).items() if not tensor.equal(before[each])}
+    assert name not in moved
+    assert moved

@@ -1,4 +1,4 @@
-"""Let callbacks and schedulers that follow a metric look at it where it is new."""
+"""Refuse callbacks of Lightning that policy iterations cannot honour; let those that follow a metric find it new."""
 
 from __future__ import annotations
 
@@ -6,16 +6,69 @@ import re
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 _OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
 _BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
 
+_LOGGING = DeviceStatsMonitor | LearningRateMonitor | ThroughputMonitor
+_UNFIT = {
+    BaseFinetuning: "freezes layers before the policy is loaded; freeze them in `on_fit_start` of a callback of your "
+    "own, as `pl_module.policy.get_input_embeddings().requires_grad_(False)` does, or train adapters (`model.lora`).",
+    ModelPruning: "renames the weights that it prunes, and the engine would not find them; drop the callback.",
+    StochasticWeightAveraging: "copies the module before the policy is loaded and would average nothing; use "
+    "`EMAWeightAveraging`, which averages the policy's weights.",
+}
+
 
 def is_of_iteration(metric: str | None) -> bool:
     """Return True for a metric that each iteration logs where it ends, behind its validation."""
     return metric is not None and metric.startswith(_OF_ITERATION)
+
+
+def check_callback(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Raise MisconfigurationException for a callback of Lightning that policy iterations cannot honour."""
+    name = type(callback).__name__
+    for kind, reason in _UNFIT.items():
+        if isinstance(callback, kind):
+            raise MisconfigurationException(f"`{name}` {reason}")
+    if isinstance(callback, _LOGGING) and trainer.state.fn == "fit" and not trainer.loggers:
+        raise MisconfigurationException(
+            f"`{name}` logs, and `Trainer(logger=False)` has no logger; give one, for example `CSVLogger(folder)`, or "
+            "drop the callback."
+        )
+    if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+        raise MisconfigurationException(
+            f"`Tuner` and `{name}` try settings on fixed batches, and here the policy writes each "
+            "batch: compare short runs (`max_epochs`) with other values of `optimizer` and `data` instead."
+        )
+    if isinstance(callback, ModelCheckpoint):
+        metric = re.search(r"\{([^{}:]*/[^{}:]*)", callback.filename or "")
+        if metric and callback.auto_insert_metric_name:
+            raise MisconfigurationException(
+                f"`ModelCheckpoint(filename={callback.filename!r})` would make a folder of the slash in `{metric[1]}`; "
+                f"write the name out, as in `{metric[1].replace('/', '_')}={{{metric[1]}:.2f}}`, and set "
+                "`auto_insert_metric_name=False`."
+            )
+        values = callback._every_n_train_steps or None, callback._train_time_interval
+        for argument, value in zip(("every_n_train_steps", "train_time_interval"), values, strict=True):
+            if value is not None:
+                raise MisconfigurationException(
+                    f"`ModelCheckpoint({argument}={value})` saves within iterations, before their metrics are known; "
+                    "give `every_n_epochs` instead, one epoch is one policy iteration, or use `IterationCheckpoint`."
+                )
 
 
 def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
