@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import save_policy
-from tests.support.rl_runs import evenness, make_data, make_module
+from tests.support.rl_runs import evenness, make_data, make_module, make_trainer
 from tlt_lightning import PartialRollout, RewardTerm, Sampling, TailBatching
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import load_policy
@@ -76,3 +76,12 @@ def test_checkpoint_of_another_module_is_refused(policy_path: str) -> None:
     saved = load_policy(policy_path).state_dict()
     with pytest.raises(ValueError, match="of another LightningModule than an RLModule, for example of `drafter fit`"):
         check_networks({"state_dict": saved}, None, saved)
+
+
+def test_weights_alone_are_validated_and_not_resumed(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    trainer, data = make_trainer(tmp_path, max_epochs=1, limit_val_batches=1), make_data(prompts_path)
+    trainer.fit(make_module(policy_path), data)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    trainer.validate(make_module(policy_path), data, ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+    with pytest.raises(ValueError, match=r"`ckpt_path` holds weights alone.*`export --ckpt_path` writes as `model"):
+        make_trainer(tmp_path).fit(make_module(policy_path), data, ckpt_path=tmp_path / "weights.ckpt")

@@ -89,8 +89,14 @@ def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
     The loops go on behind the last optimizer step that was taken, whatever Lightning has counted of one under way.
     Before the first step the iteration begins anew. In what is returned `is_within` says whether the update has begun,
-    and `is_updated` whether it is over.
+    and `is_updated` whether it is over. Raise ValueError for a checkpoint of weights alone.
     """
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "`ckpt_path` holds weights alone, as `save_weights_only=True` leaves them, and no run goes on without its "
+            "optimizer: resume from a whole checkpoint, or begin a run with the folder that `export --ckpt_path` "
+            "writes as `model.policy`."
+        )
     saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     if is_within(epochs):
