@@ -18,6 +18,9 @@ from tlt_lightning.arguments import (
     check_type,
     check_within,
 )
+from tlt_lightning.callbacks.completions_writer import CompletionsWriter
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
+from tlt_lightning.callbacks.run_report import RunReport
 
 
 @pytest.mark.parametrize(
@@ -107,3 +110,9 @@ def test_a_builtin_that_tells_no_signature_is_taken_as_a_method() -> None:
     def largest(self: Plugin, one: float, other: float) -> float: ...
 
     check_method(Plugin(), "largest", largest)
+
+
+@pytest.mark.parametrize("kind", [CompletionsWriter, IterationCheckpoint, RunReport])
+def test_a_folder_is_no_url(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"`dirpath` 'memory://run' is a URL.*`trainer\.default_root_dir`"):
+        kind("memory://run")

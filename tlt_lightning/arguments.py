@@ -125,6 +125,17 @@ def text_of(name: str, value: object, remedy: str) -> str:
     return str(text)
 
 
+def folder_of(name: str, value: object) -> str:
+    """Return argument `name`, a folder of this machine, as a text; raise ValueError for a URL."""
+    text = text_of(name, value, "Give a folder.")
+    if "://" in text:
+        raise ValueError(
+            f"`{name}` {text!r} is a URL, where no link can be made nor a file be replaced in one go: give a folder of "
+            "this machine, or one that is mounted, also as `trainer.default_root_dir`."
+        )
+    return text
+
+
 def check_list(name: str, values: object, kind: type, of: str) -> None:
     """Raise TypeError unless argument `name` is a list or tuple of objects of `kind`, in words `of`.
 

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
-from tlt_lightning.arguments import text_of
+from tlt_lightning.arguments import folder_of
 from tlt_lightning.guard.files import set_aside
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class CompletionsWriter(BasePredictionWriter):
 
     def __init__(self, dirpath: str) -> None:
         super().__init__(write_interval="batch")
-        self.dirpath = Path(text_of("dirpath", dirpath, "Give a folder."))
+        self.dirpath = Path(folder_of("dirpath", dirpath))
 
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

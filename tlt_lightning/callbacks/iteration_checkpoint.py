@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_count, text_of
+from tlt_lightning.arguments import check_at_least, check_count, folder_of
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
@@ -39,7 +39,7 @@ class IterationCheckpoint(ModelCheckpoint):
         check_at_least("every_minutes", every_minutes, 0)
         check_count("keep", keep)
         super().__init__(
-            text_of("dirpath", dirpath, "Give a folder."),
+            folder_of("dirpath", dirpath),
             "{epoch}",
             monitor="step",
             mode="max",

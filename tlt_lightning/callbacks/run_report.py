@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, text_of
+from tlt_lightning.arguments import check_count, folder_of
 from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.callbacks.report_page import columns, kept_details, page, rounded
@@ -72,7 +72,7 @@ class RunReport(RolloutCallback):
 
     def __init__(self, dirpath: str, num_completions: int = 8) -> None:
         check_count("num_completions", num_completions, 0)
-        self.dirpath = Path(text_of("dirpath", dirpath, "Give a folder."))
+        self.dirpath = Path(folder_of("dirpath", dirpath))
         self.num_completions = num_completions
         self._started = time.perf_counter()
         self._forget_run()
