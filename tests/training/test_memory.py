@@ -25,6 +25,7 @@ from tlt_lightning.training.memory.forecast import (
     check_fits,
     forecast,
 )
+from tlt_lightning.training.memory.optimizer_state import optimizer_bytes
 from tlt_lightning.training.memory.pass_size import choose_passes
 from tlt_lightning.training.memory.passes import Passes, kept_bytes
 from tlt_lightning.training.optimization import fuse_on_gpu
@@ -241,3 +242,10 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
     assert measured == pytest.approx(plan.update - CONTEXT, rel=0.1), f"{measured / GIB:.2f} GiB\n{plan.table()}"
+
+
+def test_an_optimizer_for_cuda_graphs_is_measured_on_the_cpu() -> None:
+    plain, captured = (
+        lambda groups, c=c: torch.optim.AdamW(groups, foreach=False, capturable=c) for c in (False, True)
+    )
+    assert optimizer_bytes(captured) == optimizer_bytes(plain)

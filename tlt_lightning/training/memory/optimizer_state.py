@@ -41,6 +41,8 @@ def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]
     parameter = nn.Parameter(torch.zeros(512, 512))  # some optimizers keep less of matrices
     parameter.grad = torch.ones_like(parameter)
     optimizer = build_with(build, [{"params": [parameter]}])
+    if "capturable" in optimizer.param_groups[0]:
+        optimizer.param_groups[0]["capturable"] = False  # which no parameter on the CPU can be
     fuse_adam(optimizer, parameter.device)
     with torch.compiler.set_stance("force_eager"):  # 8-bit ones would be compiled, for this one step
         optimizer.step()
