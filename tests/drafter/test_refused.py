@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
 from tests.support.drafters.draft_texts import make_drafter
+from tlt_lightning.drafter.data import DrafterDataModule
 from tlt_lightning.drafter.module import DrafterModule
 
 
@@ -42,6 +44,21 @@ from tlt_lightning.drafter.module import DrafterModule
 def test_mistakes_are_found_before_anything_is_loaded(policy_path: str, arguments: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         DrafterModule(**{"target": policy_path, **arguments})
+
+
+def test_a_subclass_that_hides_what_a_fit_needs_is_refused(policy_path: str, tmp_path: Path) -> None:
+    class Forgets(DrafterModule):
+        def on_fit_end(self) -> None:
+            self.ended = True
+
+    class Keeps(DrafterDataModule):
+        def on_exception(self, exception: BaseException) -> None:
+            self.error = exception
+
+    with pytest.raises(MisconfigurationException, match=r"`Forgets\.on_fit_end` takes the place of `DrafterModule\."):
+        Forgets(policy_path).setup("fit")
+    with pytest.raises(MisconfigurationException, match=r"`Keeps\.on_exception` .* call `super\(\)\."):
+        Keeps(str(tmp_path)).setup("fit")
 
 
 def test_heads_that_do_not_fit_are_refused(policy_path: str, tmp_path: Path) -> None:

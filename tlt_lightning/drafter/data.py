@@ -22,6 +22,7 @@ from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.guard.callback import protect
+from tlt_lightning.hooks import check_overrides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,6 +94,7 @@ class DrafterDataModule(L.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        check_overrides(self)
         if self.target is not None:
             return
         ignore_needless_warnings()
