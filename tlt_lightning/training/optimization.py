@@ -13,10 +13,11 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count, check_share, check_type
@@ -175,8 +176,7 @@ def check_optimization(trainer: L.Trainer) -> None:
         if "monitor" in config:
             who = f"lr_scheduler {type(scheduler).__name__}(monitor={config['monitor']!r})"
             check_followed(trainer, who, config["monitor"], scheduler.mode)
-        if isinstance(scheduler, OneCycleLR):
-            _check_reaches_end(scheduler, trainer)
+        _check_length(scheduler, trainer)
 
 
 def _try_step(optimizer: Optimizer, device: torch.device) -> None:
@@ -197,16 +197,25 @@ def _try_step(optimizer: Optimizer, device: torch.device) -> None:
         ) from error
 
 
-def _check_reaches_end(scheduler: OneCycleLR, trainer: L.Trainer) -> None:
+def _check_length(scheduler: LRScheduler, trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException if a scheduler fails before a run's end, warn if its rate rises there again."""
     settings = getattr(trainer.datamodule, "_settings", None)  # type: ignore[attr-defined]
     if settings is None or trainer.max_epochs in (None, -1):
         return
     num_steps = trainer.max_epochs * settings.num_steps
-    if num_steps > scheduler.total_steps:
+    taken = (
+        f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {settings.num_steps} each "
+        "(`data.num_minibatches` * `data.inner_epochs`)"
+    )
+    if isinstance(scheduler, OneCycleLR) and num_steps > scheduler.total_steps:
         raise MisconfigurationException(
-            f"`lr_scheduler` OneCycleLR has `total_steps` {scheduler.total_steps} and fails at the next one: "
-            f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {settings.num_steps} each "
-            f"(`data.num_minibatches` * `data.inner_epochs`). Give `total_steps={num_steps}`."
+            f"`lr_scheduler` OneCycleLR has `total_steps` {scheduler.total_steps} and fails at the next one: {taken}. "
+            f"Give `total_steps={num_steps}`."
+        )
+    if isinstance(scheduler, CosineAnnealingLR) and num_steps > scheduler.T_max:
+        rank_zero_warn(
+            f"`lr_scheduler` CosineAnnealingLR ends its descent at step {scheduler.T_max} (`T_max`), and the learning "
+            f"rate rises again: {taken}. Give `T_max={num_steps}`."
         )
 
 
