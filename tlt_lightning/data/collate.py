@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -12,8 +13,10 @@ from tlt_lightning.data.batch import Rollout, RolloutBatch
 
 def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> RolloutBatch:
     """Build the batch of `rollouts`, on the CPU, sequences right-padded with `pad_id`."""
-    sequences = [torch.tensor([*rollout.prompt.ids, *rollout.response.token_ids]) for rollout in rollouts]
-    logps = [torch.tensor(list(rollout.response.logps), dtype=torch.float32) for rollout in rollouts]
+    # NumPy reads a list of numbers in a sixth of the time that `torch.tensor` takes.
+    texts = ([*rollout.prompt.ids, *rollout.response.token_ids] for rollout in rollouts)
+    sequences = [torch.from_numpy(np.array(text, np.int64)) for text in texts]
+    logps = [torch.from_numpy(np.array(rollout.response.logps, np.float32)) for rollout in rollouts]
     return RolloutBatch(
         input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad_id),
         prompt_lengths=torch.tensor([len(rollout.prompt.ids) for rollout in rollouts]),
