@@ -20,8 +20,7 @@ from benchmarks.common.shapes import SHAPES
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.commands.starter import RECIPES, read_recipes
 from tlt_lightning.training.memory.forecast import GIB
-from tlt_lightning.training.memory.pass_size import choose, pass_sizes, planner
-from tlt_lightning.training.memory.passes import Passes
+from tlt_lightning.training.memory.pass_size import candidates_of, choose, pass_sizes, planner
 
 GPU_GIB = {80: 79.6, 141: 139.8}
 
@@ -55,25 +54,16 @@ def forecast_of(case: Case, folder: Path) -> dict[str, Any]:
     module.policy_path = str(folder)
     (folder / "config.json").write_text(json.dumps(SHAPES[case.shape]))
     longest = data.max_prompt_tokens + data.sampling.max_tokens
-    candidates = [
-        Passes(
-            micro_batch_tokens=size,
-            longest=longest,
-            is_autocast=cli.trainer.precision == "bf16-mixed",
-            is_checkpointed=module.gradient_checkpointing,
-            num_shards=cli.trainer.strategy.num_shards,
-        )
-        for size in pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)
-    ]
+    sizes = pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)
+    candidates = candidates_of(cli.trainer, module, sizes, longest=longest)
     engine = data.engine.planned_memory(str(folder), max_model_len=longest, device_bytes=room)
     passes, planned = choose(candidates, planner(module, engine, engine_sleeps=data.engine.sleeps), room)
-    parts = {**planned.held, **planned.activations, "optimizer step": planned.step, **planned.engine}
-    whole = {"update": planned.update, "rollout": planned.rollout}
     return {
         **case._asdict(),
         "micro_batch_tokens": passes.micro_batch_tokens,
-        **{name: size / GIB for name, size in whole.items()},
-        "parts": {name: size / GIB for name, size in parts.items()},
+        "update": planned.update / GIB,
+        "rollout": planned.rollout / GIB,
+        "parts": {name: size / GIB for name, size in planned.parts.items()},
     }
 
 

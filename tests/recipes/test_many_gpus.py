@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from benchmarks.common.shapes import SHAPES
 from tests.recipes.test_recipes import instantiate
 from tlt_lightning.training.memory.forecast import GIB
-from tlt_lightning.training.memory.pass_size import choose_passes, pass_sizes
-from tlt_lightning.training.memory.passes import Passes
+from tlt_lightning.training.memory.pass_size import candidates_of, choose_passes, pass_sizes
 
 H100, H200 = 79.6, 139.8  # GiB
 
@@ -23,16 +22,8 @@ def choose(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> 
     module.policy_path = str(folder)
     (folder / "config.json").write_text(json.dumps(shape))
     longest = data.max_prompt_tokens + data.sampling.max_tokens
-    candidates = [
-        Passes(
-            micro_batch_tokens=size,
-            longest=longest,
-            is_autocast=cli.trainer.precision == "bf16-mixed",
-            is_checkpointed=module.gradient_checkpointing,
-            num_shards=cli.trainer.strategy.num_shards,
-        )
-        for size in pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)
-    ]
+    sizes = pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)
+    candidates = candidates_of(cli.trainer, module, sizes, longest=longest)
     engine = data.engine.planned_memory(str(folder), max_model_len=longest, device_bytes=device_gib * GIB)
     room = device_gib * GIB
     passes = choose_passes(module, candidates, room, free=room, engine=engine, engine_sleeps=data.engine.sleeps)

@@ -33,6 +33,27 @@ def pass_sizes(given: int | None, longest: int, *, on_gpu: bool) -> list[int]:
     return sorted({max(size, longest) for size in sizes}, reverse=True) if given is None else [given]
 
 
+def candidates_of(trainer: L.Trainer, module: Any, sizes: Sequence[int], *, longest: int) -> list[Passes]:
+    """Return the passes of these sizes that a run's update would make.
+
+    Args:
+        trainer: Says how the run computes, and by its strategy over how many ranks it shards.
+        module: The `RLModule`.
+        sizes: Tokens of a pass.
+        longest: Tokens of the longest sequence to learn from.
+    """
+    return [
+        Passes(
+            micro_batch_tokens=size,
+            longest=longest,
+            is_autocast=trainer.precision == "bf16-mixed",
+            is_checkpointed=module.gradient_checkpointing,
+            num_shards=getattr(trainer.strategy, "num_shards", 1),
+        )
+        for size in sizes
+    ]
+
+
 def choose(
     candidates: Sequence[Passes], plan: Callable[[Passes], MemoryForecast], free: float
 ) -> tuple[Passes, MemoryForecast]:
@@ -135,16 +156,7 @@ def choose_on_device(
     strategy = trainer.strategy
     if strategy.root_device.type != "cuda":
         return sizes[-1]
-    candidates = [
-        Passes(
-            micro_batch_tokens=size,
-            longest=longest,
-            is_autocast=trainer.precision == "bf16-mixed",
-            is_checkpointed=module.gradient_checkpointing,
-            num_shards=getattr(strategy, "num_shards", 1),
-        )
-        for size in sizes
-    ]
+    candidates = candidates_of(trainer, module, sizes, longest=longest)
     free, total = torch.cuda.mem_get_info(strategy.root_device)
     free += torch.cuda.memory_reserved(strategy.root_device)  # by this process: an earlier run may have left it some
     planned = engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
