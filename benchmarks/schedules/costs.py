@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from benchmarks.schedules.worker import Array, Group
 PLAIN = "end_to_end_25m_schedules.json"
 """Results whose plain run tells what the 23M policy's steps cost."""
 MOST_RUNNING = 512
+Costs = Mapping[str, tuple[Array, float]]
+"""Milliseconds a token by requests that run, and a token that is read again, by policy."""
 
 
 def cost_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], tokens: Mapping[int, float]) -> Array:
@@ -50,25 +51,17 @@ def plain_cost(plain: Run) -> tuple[Array, dict[str, Any]]:
     return fitted_cost([row["lengths"] for row in rows], [row["metrics"]["rollout/seconds"] for row in rows])
 
 
-def reading_of(results: Path) -> dict[str, float]:
-    """Return milliseconds a token that is read, by policy: of the 7B's step with the most drafts; 0 of small ones.
-
-    The 23M policy's steps wait for launches, not for tokens.
-    """
-    runs = json.loads((results / "rollout_7b.json").read_text())["runs"]
-    most = max(NAMES)
-    batches, step_ms = step_curve([r for r in runs if r["arm"] == NAMES[most] and r["mode"] == "replayed"])
-    return defaultdict(float, dict.fromkeys(("7B, plain", "7B, head"), step_ms[-1] / (batches[-1] * (most + 1))))
-
-
-def costs_of(results: Path) -> dict[str, Array]:
-    """Return the costs by policy."""
+def costs_of(results: Path) -> Costs:
+    """Return the costs by policy; the 23M policy's steps wait for launches, and what it reads again costs nothing."""
     plain = next(run for run in read_runs(results / PLAIN) if run.arm == "plain")
-    costs = {"23M, plain": plain_cost(plain)[0]}
+    costs = {"23M, plain": (plain_cost(plain)[0], 0.0)}
     for size, name in (("25m", "23M"), ("7b", "7B")):
         runs = json.loads((results / f"rollout_{size}.json").read_text())["runs"]
         arms = {k: [r for r in runs if r["arm"] == arm and r["mode"] == "replayed"] for k, arm in NAMES.items()}
-        curves = {k: step_curve(arm) for k, arm in arms.items()}
-        costs |= {f"{name}, plain": cost_of({0: curves[0]}, {0: 1.0})} if size == "7b" else {}
-        costs[f"{name}, head"] = cost_of(curves, {k: tokens_per_step(arms[max(arms)], k) for k in arms})
+        curves, most = {k: step_curve(arm) for k, arm in arms.items()}, max(arms)
+        batches, step_ms = curves[most]
+        reading_ms = step_ms[-1] / (batches[-1] * (most + 1)) if size == "7b" else 0.0
+        costs |= {f"{name}, plain": (cost_of({0: curves[0]}, {0: 1.0}), reading_ms)} if size == "7b" else {}
+        tokens = {k: tokens_per_step(arms[most], k) for k in arms}
+        costs[f"{name}, head"] = cost_of(curves, tokens), reading_ms
     return costs

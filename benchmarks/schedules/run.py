@@ -20,7 +20,7 @@ once, and timed by each policy's steps. A long response has more than half the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -28,14 +28,12 @@ from benchmarks.common.arguments import RESULTS, parser_of
 from benchmarks.common.results import about, save
 from benchmarks.schedules.cases import EXTRAS, NUM_RESPONSES, Case, recorded_cases, resampled_cases
 from benchmarks.schedules.check import MEASURED, check
-from benchmarks.schedules.costs import costs_of, reading_of
+from benchmarks.schedules.costs import Costs, costs_of
 from benchmarks.schedules.report import report
-from benchmarks.schedules.worker import Array, Worker, log_values, seconds_of
+from benchmarks.schedules.worker import Worker, log_values, seconds_of
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
 
-Costs = Mapping[str, tuple[Array, float]]
-"""Milliseconds a token by requests that run, and a token that is read again, by policy."""
 ITERATIONS, SETTLE = 30, 5
 """Iterations of a simulation, which are whole cycles of each `TailBatching`, and those before them."""
 SHARES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -92,8 +90,7 @@ def against_synchronous(
 def main(arguments: Sequence[str]) -> None:
     """Simulate all cases, and write `schedules.json` and `.md`."""
     args = parser_of(__doc__).parse_args(arguments)
-    reading = reading_of(RESULTS)
-    costs = {name: (cost, reading[name]) for name, cost in costs_of(RESULTS).items()}
+    costs = costs_of(RESULTS)
     results: dict[str, Any] = {"about": about("recorded lengths", args.note, args.seed, on_cpu=True)}
     results["check"] = [check(RESULTS, each, repeats=1 if args.tiny else 10) for each in MEASURED]
     cases = recorded_cases(RESULTS, (1,) if args.tiny else (1, 2, 4))

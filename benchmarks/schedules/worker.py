@@ -59,7 +59,7 @@ class Worker:
             self.lengths.append(self.draw_group(self.random, iteration))
             groups.append(OpenGroup(prompt=draw, draw=draw, drawn=iteration, begun=iteration))
         course = RolloutCourse(self.backlog.schedule, demand, groups, len(self.lengths[0]))
-        read = sum(len(each.token_ids) for each in course.responses.values() if each.is_unfinished)
+        read = sum(group.num_unfinished_tokens for group in groups)
         tokens, running = write(course, self.lengths, iteration)
         self.backlog.end(course, log)
         taken = [course.responses[number] for number in course.taken]

@@ -39,6 +39,11 @@ class OpenGroup:
         """Tokens of all its responses."""
         return sum(len(response.token_ids) for response in self.responses)
 
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """Tokens of its responses that go on, which the next weights read again."""
+        return sum(len(response.token_ids) for response in self.responses if response.is_unfinished)
+
     def anew(self, iteration: int) -> OpenGroup:
         """Return the group with nothing written of it, begun in this iteration."""
         return replace(self, begun=iteration, responses=())

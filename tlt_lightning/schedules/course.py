@@ -235,8 +235,7 @@ class Backlog:
         if before:
             dropped = sum(group.num_tokens for group in before if group.draw in self._dropped)
             log.sum("schedule/tokens_thrown_away", dropped)
-            going_on = (each for group in groups for each in group.responses if each.is_unfinished)
-            log.sum("schedule/tokens_read_again", sum(len(each.token_ids) for each in going_on))
+            log.sum("schedule/tokens_read_again", sum(group.num_unfinished_tokens for group in groups))
         return groups, num_fresh
 
     def coming(self, course: RolloutCourse, demand: Demand) -> tuple[list[OpenGroup], int]:
