@@ -182,9 +182,9 @@ def check_optimization(trainer: L.Trainer) -> None:
 def _try_step(optimizer: Optimizer, device: torch.device) -> None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return  # others may want to be told that training has begun
+    if device.type == "cuda":
+        let_step_on_cpu(optimizer)
     for group in optimizer.param_groups:
-        if device.type == "cuda" and "capturable" in group:
-            group["capturable"] = False  # which parameters on the CPU cannot be
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     try:
@@ -195,6 +195,13 @@ def _try_step(optimizer: Optimizer, device: torch.device) -> None:
             f"`optimizer` {type(optimizer).__name__} cannot take the steps of a run, one by the dense gradient of each "
             f"minibatch: {reason}. Use for example `torch.optim.AdamW` with its defaults."
         ) from error
+
+
+def let_step_on_cpu(optimizer: Optimizer) -> None:
+    """Let an optimizer whose steps CUDA graphs may capture be tried on the CPU, where it would refuse."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = False
 
 
 def _check_length(scheduler: LRScheduler, trainer: L.Trainer) -> None:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
-from tlt_lightning.training.optimization import build_with, fuse_adam
+from tlt_lightning.training.optimization import build_with, fuse_adam, let_step_on_cpu
 
 
 def training_bytes(model: nn.Module, optimizer: OptimizerCallable) -> float:
@@ -41,8 +41,7 @@ def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]
     parameter = nn.Parameter(torch.zeros(512, 512))  # some optimizers keep less of matrices
     parameter.grad = torch.ones_like(parameter)
     optimizer = build_with(build, [{"params": [parameter]}])
-    if "capturable" in optimizer.param_groups[0]:
-        optimizer.param_groups[0]["capturable"] = False  # which no parameter on the CPU can be
+    let_step_on_cpu(optimizer)
     fuse_adam(optimizer, parameter.device)
     with torch.compiler.set_stance("force_eager"):  # 8-bit ones would be compiled, for this one step
         optimizer.step()
