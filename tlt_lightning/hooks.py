@@ -102,9 +102,10 @@ class RolloutCallback(L.Callback):
 
 ROLLOUT_HOOKS = tuple(name for name in vars(RolloutCallback) if name.startswith("on_"))
 HOOK_PREFIXES = ("on_rollout", "on_iteration", "on_weight", "on_hidden", "on_engine")
-_MODULE = ("setup", "configure_callbacks", "configure_model", "optimizer_zero_grad")
-_DATA = ("setup", "teardown", "state_dict", "load_state_dict", "train_dataloader", "transfer_batch_to_device")
-KEPT = {*_MODULE, *_DATA}
+KEPT = {
+    *("setup", "configure_callbacks", "configure_model", "optimizer_zero_grad"),
+    *("teardown", "state_dict", "load_state_dict", "train_dataloader", "transfer_batch_to_device"),
+}
 """Methods beside those named `on_...` that a run needs of a module or data module of this package."""
 UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
 """Hooks that ranks call unequally often, in which no pass of a sharded policy can be made."""

@@ -262,11 +262,11 @@ class RolloutDataModule(L.LightningDataModule):
     @property
     def _kept_settings(self) -> dict[str, int]:
         """Settings that a resumed run must not change to go on exactly."""
+        sizes = ("group_size", "prompts_per_iteration", "num_minibatches", "inner_epochs")
         return {
             "seed_everything": run_seed(),
             "number of workers": self._trainer.world_size,
-            **{f"data.{name}": getattr(self, name) for name in ("group_size", "prompts_per_iteration")},
-            **{f"data.{name}": getattr(self, name) for name in ("num_minibatches", "inner_epochs")},
+            **{f"data.{name}": getattr(self, name) for name in sizes},
             "number of training prompts": len(self.train_prompts),
             PROMPTS: self._checksum,
         }
