@@ -128,9 +128,14 @@ class LongTailIdleCallback(RolloutCallback):
         sampling = trainer.datamodule.sampling  # type: ignore[attr-defined]
         self.drafter.acceptance = self.drafter.acceptance.of(sampling)
         if self._trainer is None:
-            own: dict[str, Any] = {"pack_tokens": self.pack_tokens, "offload": self.offload}
-            own |= {"device": trainer.strategy.root_device, "num_workers": trainer.world_size}
-            self._trainer = DrafterTrainer(self.drafter, self.buffer, **own)
+            self._trainer = DrafterTrainer(
+                self.drafter,
+                self.buffer,
+                pack_tokens=self.pack_tokens,
+                device=trainer.strategy.root_device,
+                offload=self.offload,
+                num_workers=trainer.world_size,
+            )
             self._publisher = DrafterPublisher(self._trainer)
         self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
         if begins_run(trainer):
@@ -163,17 +168,16 @@ class LongTailIdleCallback(RolloutCallback):
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
         self._iteration, self._started = trainer.current_epoch, time.perf_counter()
-        publisher = self.publisher
         self.drafter.refresh_target(pl_module.policy)
         if self._plan.iteration != trainer.current_epoch:  # else the run was resumed within it
             self._plan = self._decide(trainer)
         pl_module.iteration_log.update(self._plan.metrics)
-        is_cold = self.drafter.head_path is None and publisher.version == 0
-        if not is_cold and (publisher.version > self._served.version or self._policy_rows_move(pl_module)):
-            self._served.push(publisher)
+        is_cold = self.drafter.head_path is None and self.publisher.version == 0
+        if not is_cold and (self.publisher.version > self._served.version or self._policy_rows_move(pl_module)):
+            self._served.push(self.publisher)
         pl_module.iteration_log.mean("drafter/version", self._served.version)
-        if publisher.data_version >= 0:
-            pl_module.iteration_log.mean("drafter/policy_lag", trainer.global_step - publisher.data_version)
+        if self.publisher.data_version >= 0:
+            pl_module.iteration_log.mean("drafter/policy_lag", trainer.global_step - self.publisher.data_version)
         pl_module.hidden_state_request = None
         if self._trains(trainer):
             # Nobody knows yet how much idle windows will take of the next iteration's.
@@ -233,9 +237,7 @@ class LongTailIdleCallback(RolloutCallback):
     def on_hidden_states(self, trainer: L.Trainer, pl_module: Any, texts: Sequence[PolicyText]) -> None:
         self.buffer.add(texts)
         self.training.begin(iteration_seed(trainer, "drafter", "scored"))
-        seconds = 0.0
-        if self._can_train(trainer):
-            seconds = self._train_rest(trainer, pl_module.iteration_log)
+        seconds = self._train_rest(trainer, pl_module.iteration_log) if self._can_train(trainer) else 0.0
         self.training.average()
         pl_module.iteration_log.mean("drafter/seconds_not_hidden", seconds)
         pl_module.iteration_log.lap("drafter")
