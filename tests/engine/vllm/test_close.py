@@ -66,5 +66,5 @@ def test_no_layer_outlives_an_engine_whose_model_was_compiled(kv_cache_gib: floa
     with nullcontext() if kv_cache_gib > 1e-5 else pytest.raises(ValueError, match="cache"):
         engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
         engine.close()
-    assert living_layers("QKVParallelLinear") == 0
+    assert [living_layers(kind) for kind in ("QKVParallelLinear", "RotaryEmbedding")] == [0, 0]
     assert not torch.distributed.is_initialized()

@@ -129,8 +129,6 @@ class VLLMEngine(RolloutEngine):
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
         check_split(policy, head_path, self.num_ranks)
         internals.set_environment()
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
         self._is_cpu = internals.is_cpu_build()
@@ -146,10 +144,11 @@ class VLLMEngine(RolloutEngine):
                 asleep_free.claim_sleep_mode()
                 undone_by_close.callback(asleep_free.release_sleep_mode)
             undone_by_close.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
-            freed = internals.freed_by(undone_by_close, keep_process_group=not self._owns_process_group)
             installed = nullcontext() if graphs is None else graphs.installed()
-            with EngineRandom(seed).in_force(), quiet_loading(), installed, freed:
-                self._engine = LLMEngine.from_engine_args(self._engine_args(policy, max_model_len, seed))
+            with EngineRandom(seed).in_force(), quiet_loading(), installed:
+                args = self._engine_args(policy, max_model_len, seed)
+                keeps_group = not self._owns_process_group
+                self._engine = internals.start(args, undone_by_close, keep_process_group=keeps_group)
             self._undone_by_close = undone_by_close.pop_all()
         check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tlt_lightning.engine.vllm.required.version import SUPPORTED, installed_version
 
 if TYPE_CHECKING:
+    from vllm import EngineArgs
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -104,27 +105,31 @@ def shut_down(engine: LLMEngine, *, keep_process_group: bool) -> None:
         reach(engine, "engine_core.shutdown")()
 
 
-@contextmanager
-def freed_by(stack: ExitStack, *, keep_process_group: bool) -> Iterator[None]:
-    """Let `stack` drop what would hold the models of the engine that is made within, and leave no groups if that fails.
+def start(args: EngineArgs, undone_by_close: ExitStack, *, keep_process_group: bool) -> LLMEngine:
+    """Return a new engine; if it fails to start, leave neither its model nor its groups.
 
-    Models are held by the hooks that vLLM's have in torch's compiler. A policy is held by frames of whoever imported
-    vLLM, which keeps errors of optional imports.
+    Let `undone_by_close` drop what would hold the model: hooks that it has in torch's compiler, and frames of whoever
+    imported vLLM, which keeps errors of optional imports.
     """
     from torch._dynamo.convert_frame import _bytecode_hooks as hooks
     from vllm.distributed import parallel_state
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.gpu import shutdown
 
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     earlier = set(hooks)
-    stack.callback(_forget_importers)
+    undone_by_close.callback(_forget_importers)
     try:
-        yield
+        return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
     except BaseException:
         with _process_group_kept(keep_process_group):
             reach(parallel_state, "cleanup_dist_env_and_memory")()
+        reach(shutdown, "free_before_shutdown")(config)  # the config is held by torch's compiler, and holds layers
         raise
     finally:
         for number in set(hooks) - earlier:
-            stack.callback(hooks.pop, number, None)
+            undone_by_close.callback(hooks.pop, number, None)
 
 
 @contextmanager

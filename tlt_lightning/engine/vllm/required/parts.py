@@ -24,9 +24,11 @@ _LAYERWISE = "model_executor.model_loader.reload.layerwise"
 REQUIRED: dict[str, str] = {
     # Modules and classes below `vllm`: their attributes, and their functions with all parameters but `self`.
     "v1.engine.llm_engine.LLMEngine": (
-        "engine_core; output_processor; vllm_config; from_engine_args; add_request; abort_request; collective_rpc; "
+        "engine_core; output_processor; vllm_config; from_vllm_config; add_request; abort_request; collective_rpc; "
         "reset_prefix_cache; sleep; wake_up; has_unfinished_requests(); step()"
     ),
+    "engine.arg_utils.EngineArgs": "create_engine_config(usage_context, headless); disable_log_stats",
+    "usage.usage_lib.UsageContext": "ENGINE_CONTEXT",
     "config.VllmConfig": "model_config; cache_config; parallel_config; scheduler_config; speculative_config; "
     "compilation_config; quant_config; additional_config; use_v2_model_runner",
     "config.ModelConfig": "model; dtype; max_model_len; get_vocab_size()",
@@ -57,6 +59,7 @@ REQUIRED: dict[str, str] = {
     "v1.kv_cache_interface.KVCacheGroupSpec": "layer_names",
     "distributed.parallel_state": "destroy_distributed_environment(); _WORLD; get_tp_group(); "
     "model_parallel_is_initialized(); cleanup_dist_env_and_memory(shutdown_ray)",
+    "v1.worker.gpu.shutdown": "free_before_shutdown(vllm_config)",
     "distributed.parallel_state.GroupCoordinator": "cpu_group; mq_broadcaster",
     "distributed.device_communicators.shm_broadcast.MessageQueue": "handle; _is_writer",
     "distributed.device_communicators.shm_broadcast.Handle": "local_subscribe_addr; local_notify_addr",
