@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.common.results import table
 from benchmarks.end_to_end.run import Run, read_runs
-from benchmarks.schedules.cases import NUM_RESPONSES, SIZE, groups_of
+from benchmarks.schedules.cases import groups_of
 from benchmarks.schedules.costs import plain_cost
 from benchmarks.schedules.worker import Array, Group, Worker, log_values, seconds_of
 from tlt_lightning.metrics import IterationLog
@@ -35,6 +35,7 @@ MEASURED = (
     Measured("25m_seeds", "plain+partial", PartialRollout(0.5), 1, seed=1),
     Measured("25m_two_gpus", "plain+partial", PartialRollout(0.5), 2),
     Measured("25m_forty", "plain+partial", PartialRollout(0.5), 1),
+    Measured("7b_schedules", "plain+partial", PartialRollout(0.5), 1),
 )
 
 
@@ -72,8 +73,8 @@ def check(folder: Path, measured: Measured, *, repeats: int) -> dict[str, Any]:
 def simulate(
     schedule: RolloutSchedule, num_workers: int, lengths: Sequence[Sequence[Group]], cost: Array, repeats: int
 ) -> Found:
-    """Simulate runs that draw their groups from `lengths`, by iteration."""
-    wanted, rows = NUM_RESPONSES // SIZE // num_workers, []
+    """Simulate runs whose workers draw, by iteration, as many groups as `lengths` has from them."""
+    wanted, rows = len(lengths[0]), list[list[float]]()
     for seed in range(0, repeats * num_workers, num_workers):
         workers = [
             Worker(schedule, wanted, lambda draw, at: draw.choice(lengths[at]), seed + rank)
