@@ -24,6 +24,7 @@ from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import RewardTerm, objectives
 from tlt_lightning.__main__ import main
 from tlt_lightning.commands.cli import run_cli
+from tlt_lightning.metrics.names import is_known
 from tlt_lightning.speculation import SelectorState
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,11 @@ def test_every_metric_that_the_package_logs_is_in_the_docs() -> None:
     made_of_parts = {"speculation/<>_<>", "rollout/length_p<>", "drafter/<>"}  # whose results are shown one by one
     elsewhere = {"mismatch/is_weight_square", "rollout/variety"}  # taken out before logging; the gallery's
     assert logged - shown - made_of_parts - elsewhere == set()
+    followed = {
+        name.replace("<>", "x") for name in logged | shown if re.match("(?:reward|rollout|train|mismatch)/", name)
+    }
+    parts = {"mismatch/is_weight_square", "rollout/length_px", "reward/x_x"}
+    assert {name for name in followed if not is_known(name, ["x"])} <= parts
 
 
 def test_the_page_on_objectives_names_all_of_them_and_what_exists() -> None:

@@ -1,7 +1,10 @@
 """Callbacks of Lightning work, those that follow a metric where it is new, or are refused before the engine loads."""
 
+import re
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch.callbacks import (
@@ -110,6 +113,34 @@ def test_a_checkpoint_by_a_metric_that_is_not_there_ends_the_run_at_once(paths: 
     with pytest.raises(MisconfigurationException, match=r"'reward_mean'.*would save nothing.*reward/mean"):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
     assert trainer.current_epoch == 0
+
+
+class Own(Callback):
+    """May log anything."""
+
+
+@pytest.mark.parametrize(
+    ("monitor", "own", "message"),
+    [
+        ("reward_mean", [Own()], r"`EarlyStopping\(monitor='reward_mean'\)` .* Do you mean `reward/mean`\?"),
+        ("reward/evennes", [], r"Do you mean `reward/evenness`\?"),
+        ("val_loss", [], r"`val_loss`, which nothing in this run is known to log.*docs/metrics\.md"),
+        ("rollout/longest", [Own()], None),
+        ("reward/evenness", [], None),
+        ("speculation/off_share", [], None),
+    ],
+)
+def test_a_metric_that_nothing_is_known_to_log_is_warned_of_before_the_engine_loads(
+    monitor: str, own: list[Any], message: str | None, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy_path, prompts_path, root = paths
+    monkeypatch.setattr(TransformersEngine, "setup", Mock(side_effect=InterruptedError))
+    trainer = make_trainer(root, EarlyStopping(monitor, mode="max"), *own)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(InterruptedError):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
+    texts = [str(each.message) for each in caught if "monitor=" in str(each.message)]
+    assert len(texts) == (message is not None)
+    assert message is None or re.search(message, texts[0])
 
 
 @pytest.mark.parametrize(

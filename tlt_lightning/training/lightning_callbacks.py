@@ -18,7 +18,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tlt_lightning.metrics.names import close_to, is_known
 
 _OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
 _BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
@@ -107,7 +110,11 @@ def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
 
 
 def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_limit: bool = False) -> None:
-    """Raise MisconfigurationException if a run has no such metric, or `who` takes a lower reward for a better one."""
+    """Raise MisconfigurationException if a run has no such metric, or `who` takes a lower reward for a better one.
+
+    Warn if nothing in the run is known to log it.
+    """
+    _warn_of_unknown(trainer, who, metric)
     if metric.startswith("val/") and (reason := _why_no_validation(trainer)):
         raise MisconfigurationException(
             f"`{who}` follows a validation, and this run has none: {reason}. Follow `reward/mean`, or let it validate."
@@ -116,6 +123,26 @@ def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_
         raise MisconfigurationException(
             f"`{who}` has `mode` 'min', the default, and would take a lower `{metric}` for a better one; give "
             "`mode='max'`."
+        )
+
+
+def _warn_of_unknown(trainer: L.Trainer, who: str, metric: str) -> None:
+    """Warn of a metric that is nearly one of the run, or that nobody but this package and Lightning could log."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    module: Any = trainer.lightning_module
+    rewards = [term.name for term in getattr(data, "rewards", [])]
+    if is_known(metric, rewards):
+        return
+    close = close_to(metric, rewards)
+    parts = [module, data, *trainer.callbacks]  # type: ignore[attr-defined]
+    parts += [getattr(module, "objective", None), *(getattr(data, name, None) for name in ("engine", "schedule"))]
+    origins = {type(part).__module__.partition(".")[0] for part in parts if part is not None}
+    if close or origins <= {"lightning", "tlt_lightning"}:
+        meant = f"Do you mean {' or '.join(f'`{name}`' for name in close)}? " if close else ""
+        rank_zero_warn(
+            f"`{who}` follows `{metric}`, which nothing in this run is known to log: it may look in vain from the "
+            f"first iteration on. {meant}docs/metrics.md lists what is logged; a callback logs more with "
+            "`pl_module.iteration_log.mean(name, value)`."
         )
 
 
