@@ -162,8 +162,9 @@ def count_in_prompts(trainer: L.Trainer) -> None:
 
 
 def check_has_data(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if the Trainer has no `RolloutDataModule`."""
-    data = getattr(trainer, "datamodule", None)
+    """Raise MisconfigurationException if this run, whatever an earlier one had, was given no `RolloutDataModule`."""
+    selector = trainer._data_connector._datahook_selector  # `trainer.datamodule` may be an earlier run's
+    data = getattr(selector, "datamodule", None)
     if not hasattr(data, "rewards"):
         given, function = "none" if data is None else f"a {type(data).__name__}", trainer.state.fn.value  # type: ignore[union-attr]
         raise MisconfigurationException(

@@ -117,11 +117,11 @@ class RLModule(L.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
+        check_has_data(self.trainer)
         return guards(self.trainer)
 
     @override
     def setup(self, stage: str) -> None:
-        check_has_data(self.trainer)
         check_trainer(self.trainer)
         self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
         CloseIteration.put_first(self.trainer)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -181,6 +182,19 @@ def test_a_run_without_its_data_module_is_refused(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         getattr(make_trainer(tmp_path), function)(make_module(policy_path), **given)
+
+
+def test_a_run_does_not_take_the_data_of_an_earlier_one(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    module, data, trainer = (
+        make_module(policy_path),
+        make_data(prompts_path),
+        make_trainer(tmp_path, limit_val_batches=1),
+    )
+    trainer.validate(module, data, verbose=False)
+    data.engine.setup = Mock()  # type: ignore[method-assign]
+    with pytest.raises(MisconfigurationException, match=r"was given none: call `trainer\.validate\(module, data\)`"):
+        trainer.validate(module)
+    data.engine.setup.assert_not_called()
 
 
 def test_a_callback_that_is_a_class_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
