@@ -237,6 +237,18 @@ class Manual(RLModule):
         self.automatic_optimization = False
 
 
+class Several(RLModule):
+    def configure_optimizers(self) -> Any:
+        assert self.policy is not None
+        weights = [*self.policy.parameters()]
+        return [torch.optim.SGD(weights[:1], lr=0.1), torch.optim.SGD(weights[1:], lr=0.2)]
+
+
+class Without(RLModule):
+    def configure_optimizers(self) -> Any:
+        super().configure_optimizers()  # and forgets to return it
+
+
 class Forgets(RolloutDataModule):
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -262,6 +274,8 @@ class Adds(RLModule):
         (Clears, r"`Clears\.optimizer_zero_grad` takes the place of `RLModule\..*call `super\(\)"),
         (Reports, r"`Reports\.on_before_optimizer_step` takes the place"),
         (Stops, r"`Stops\.configure_callbacks` takes the place"),
+        (Several, r"`Several\.configure_optimizers` returns 2 optimizers.*one with several parameter groups"),
+        (Without, r"`Without\.configure_optimizers` returns 0 optimizers"),
         (Manual, r"`Manual\.automatic_optimization` is False.*one optimizer with several parameter groups"),
     ],
 )

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import check_hooks, check_overrides
+from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
@@ -80,6 +80,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     if trainer.state.fn == "fit" and hasattr(trainer.lightning_module, "lr_scheduler"):
         check_optimization(trainer)
+        check_one_optimizer(trainer.lightning_module)
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         check_hooks(callback)

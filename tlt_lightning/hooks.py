@@ -14,12 +14,14 @@ from types import CodeType
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.arguments import check_method
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.policy import load_shapes
 from tlt_lightning.sharding.hook_call import HookCall
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
@@ -164,6 +166,30 @@ def check_overrides(part: object) -> None:
         raise MisconfigurationException(
             f"`{type(part).__name__}.automatic_optimization` is False, and nobody would take the optimizer's steps: "
             "leave it True. For several learning rates give one optimizer with several parameter groups."
+        )
+
+
+def check_one_optimizer(module: Any) -> None:
+    """Raise MisconfigurationException unless a subclass's `configure_optimizers` returns one.
+
+    It is asked with a policy without values; what it then lacks besides, it may have in the run.
+    """
+    configure, loaded = type(module).configure_optimizers, module.policy
+    if configure.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return
+    try:
+        if loaded is None:
+            module.policy = load_shapes(module.policy_path, module.lora)
+        made = module.configure_optimizers()
+        num_optimizers = 0 if made is None else len(_configure_optimizers(made)[0])
+    except Exception:
+        return
+    finally:
+        module.policy = loaded
+    if num_optimizers != 1:
+        raise MisconfigurationException(
+            f"`{type(module).__name__}.configure_optimizers` returns {num_optimizers} optimizers, and a run steps one: "
+            "return one with several parameter groups, as `AdamW([{'params': a, 'lr': 1e-6}, {'params': b}])`."
         )
 
 
