@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_choice, check_flag, check_optional, check_type, text_of
-from tlt_lightning.checks import HOW_TO_SAVE, check_has_data, check_not_spawned, check_trainer
+from tlt_lightning.checks import HOW_TO_SAVE, check_has_data, check_not_spawned
 from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
-from tlt_lightning.hooks import call_rollout_hook
+from tlt_lightning.hooks import call_rollout_hook, check_overrides
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
@@ -122,7 +122,7 @@ class RLModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        check_trainer(self.trainer)
+        check_overrides(self.trainer.datamodule)  # type: ignore[attr-defined]  # whose `setup` has checked all else
         self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
         CloseIteration.put_first(self.trainer)
         resume.Requeue.install(self.trainer)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import CriticConfig, RLModule, Sampling, TailBatching, TransformersEngine
+from tlt_lightning import CriticConfig, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.checks import check_lengths
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
@@ -182,6 +182,22 @@ def test_a_run_without_its_data_module_is_refused(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         getattr(make_trainer(tmp_path), function)(make_module(policy_path), **given)
+
+
+def test_a_fit_is_checked_once(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    build = Mock(side_effect=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path, optimizer=build), make_data(prompts_path))
+    assert build.call_count == 2  # for the check, and for the run
+
+
+def test_a_data_module_that_hides_its_setup_is_refused(policy_path: str, tmp_path: Path) -> None:
+    class Hides(RolloutDataModule):
+        def setup(self, stage: str) -> None: ...
+
+    with pytest.raises(
+        MisconfigurationException, match=r"`Hides\.setup` takes the place of `RolloutDataModule\.setup`"
+    ):
+        make_trainer(tmp_path).fit(make_module(policy_path), Hides(TransformersEngine(), [exact_match]))  # type: ignore[list-item]
 
 
 def test_a_run_does_not_take_the_data_of_an_earlier_one(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
