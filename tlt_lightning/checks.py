@@ -194,8 +194,12 @@ def warn_of_filters(sampling: Sampling) -> None:
         )
 
 
-def check_sizes(settings: IterationSettings, objective: PolicyObjective, *, num_ranks: int) -> None:
-    """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence."""
+def check_sizes(settings: IterationSettings, objective: PolicyObjective, trainer: L.Trainer) -> None:
+    """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
+
+    So does a validation after more steps than an iteration has.
+    """
+    num_ranks = trainer.world_size
     num_prompts, group_size, num_steps = settings.prompts_per_iteration, settings.group_size, settings.num_minibatches
     if num_prompts % num_ranks:
         raise MisconfigurationException(
@@ -208,6 +212,7 @@ def check_sizes(settings: IterationSettings, objective: PolicyObjective, *, num_
             f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
             f"{num_steps}, the optimizer steps that share them; choose one that divides them."
         )
+    _check_interval(trainer, settings.num_steps)
     max_tokens = settings.sampling.max_tokens
     if (longest := settings.max_prompt_tokens + max_tokens) > settings.micro_batch_tokens:
         raise MisconfigurationException(
@@ -225,6 +230,19 @@ def check_sizes(settings: IterationSettings, objective: PolicyObjective, *, num_
         raise MisconfigurationException(
             f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare the "
             f"responses to one prompt: use at least {objective.min_group_size}."
+        )
+
+
+def _check_interval(trainer: L.Trainer, num_steps: int) -> None:
+    every = getattr(trainer, "val_check_interval", None)  # which one in seconds is not
+    is_within = trainer.check_val_every_n_epoch is not None
+    if not isinstance(every, int) or trainer.limit_val_batches == 0:
+        return
+    if every < 1 or (is_within and every > num_steps):
+        raise MisconfigurationException(
+            f"`Trainer(val_check_interval={every})` counts optimizer steps, of which an iteration has {num_steps} "
+            "(`data.num_minibatches` * `data.inner_epochs`): leave it out to validate behind every iteration, or set "
+            f"`check_val_every_n_epoch={every or 1}` to do so behind every {every or 1}."
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import make_data, make_module, make_trainer
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import CriticConfig, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.checks import check_lengths
 from tlt_lightning.data.batch import RolloutBatch
@@ -182,6 +182,37 @@ def test_a_run_without_its_data_module_is_refused(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         getattr(make_trainer(tmp_path), function)(make_module(policy_path), **given)
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        ("fit", {"val_check_interval": 3}, r"val_check_interval=3\)` .* has 2 .*`check_val_every_n_epoch=3`"),
+        ("fit", {"val_check_interval": 0}, r"val_check_interval=0\)` counts optimizer steps"),
+        ("fit", {"val_check_interval": 0, "check_val_every_n_epoch": None}, "counts optimizer steps"),
+        ("fit", {"limit_val_batches": 0.1}, r"limit_val_batches=0\.1\)` leaves none of 9 .*`limit_val_batches=1`"),
+        ("test", {"limit_test_batches": 0.1}, "`limit_test_batches=1`"),
+        ("predict", {"limit_predict_batches": 0.1}, "`limit_predict_batches=1`"),
+    ],
+)
+def test_a_validation_that_never_comes_is_refused(
+    function: str, settings: dict[str, Any], message: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    data = make_data(prompts_path)
+    data.engine.setup = Mock(side_effect=AssertionError("loaded"))  # type: ignore[method-assign]
+    trainer = make_trainer(tmp_path, **{"limit_val_batches": 1, **settings})
+    with pytest.raises(MisconfigurationException, match=message):
+        getattr(trainer, function)(make_module(policy_path), data)
+
+
+def test_a_validation_may_come_within_iterations_or_behind_several(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    for interval, validations in ((1, 4), (3, 1), ("00:01:00:00", 0)):
+        recorder = Recorder()
+        every = {"check_val_every_n_epoch": None, "val_check_interval": interval, "limit_val_batches": 1}
+        make_trainer(tmp_path, recorder, **every).fit(make_module(policy_path), make_data(prompts_path))
+        assert [len(rollouts) for rollouts in recorder.rollouts].count(1) == validations
 
 
 def test_a_fit_is_checked_once(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 Item = TypeVar("Item")
 
@@ -42,6 +43,22 @@ def num_held_out_batches(trainer: L.Trainer) -> int:
     else:
         batches = trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches
     return int(batches[0])
+
+
+def check_held_out(trainer: L.Trainer, num_prompts: int) -> None:
+    """Raise MisconfigurationException if a rank has no held-out prompt, or the Trainer's share of them is none."""
+    num_ranks, function = trainer.world_size, trainer.state.fn.value  # type: ignore[union-attr]
+    if num_prompts < num_ranks:
+        raise MisconfigurationException(
+            f"`data.val` has {num_prompts} prompts, fewer than {num_ranks} ranks; give each one."
+        )
+    argument = f"limit_{function if function in ('test', 'predict') else 'val'}_batches"
+    limit, own = getattr(trainer, argument), num_prompts // num_ranks
+    if isinstance(limit, float) and 0 < limit * own < 1:
+        raise MisconfigurationException(
+            f"`Trainer({argument}={limit})` leaves none of {own} held-out prompts of a rank; give a number of them, as "
+            f"`{argument}=1`."
+        )
 
 
 def ignore_needless_warnings() -> None:

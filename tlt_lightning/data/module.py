@@ -30,7 +30,7 @@ from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.liveness import Liveness
-from tlt_lightning.data.loader import RolloutLoader, ignore_needless_warnings, num_held_out_batches
+from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, Sampling
@@ -193,7 +193,7 @@ class RolloutDataModule(L.LightningDataModule):
         check_models(module)
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if stage == "fit":
-            check_sizes(settings, module.objective, num_ranks=num_ranks)
+            check_sizes(settings, module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
             self.history.check(self.engine, num_ranks)
@@ -210,10 +210,8 @@ class RolloutDataModule(L.LightningDataModule):
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=self.max_prompt_tokens)
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
-        if name == "val" and len(prompts) < self._trainer.world_size:
-            raise MisconfigurationException(
-                f"`data.val` has {len(prompts)} prompts, fewer than {self._trainer.world_size} ranks; give each one."
-            )
+        if name == "val":
+            check_held_out(self._trainer, len(prompts))
         if name == "train":
             prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
             if needed:
