@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -70,6 +71,11 @@ def test_the_trainers_own_checkpoint_needs_no_validation(every: int, paths: Path
             {"check_val_every_n_epoch": 9},
             r"more than `max_epochs` 2",
         ),
+        (
+            EarlyStopping("val/reward", mode="max"),
+            {"check_val_every_n_epoch": None, "val_check_interval": 5},
+            r"has none: `val_check_interval` 5 is more than the 4 optimizer steps of 2 iterations",
+        ),
         (EarlyStopping("reward/mean"), {}, r"`EarlyStopping\(monitor='reward/mean'\)` has `mode` 'min'.*`mode='max'`"),
         (ModelCheckpoint(monitor="val/accuracy"), {"check_val_every_n_epoch": 1}, "take a lower `val/accuracy`"),
         (
@@ -91,6 +97,13 @@ def test_what_would_look_in_vain_is_refused(
     settings = settings and {"limit_val_batches": 1, **settings}
     trainer = make_trainer(root, callback, enable_checkpointing=True, **settings)
     with pytest.raises(MisconfigurationException, match=message):
+        trainer.fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
+
+
+def test_a_run_that_logs_nothing_is_not_followed(paths: Paths) -> None:
+    policy_path, prompts_path, _ = paths
+    trainer = L.Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[EarlyStopping("train/loss")])
+    with pytest.raises(MisconfigurationException, match=r"monitor='train/loss'\)` .* `Trainer\(barebones=True\)` logs"):
         trainer.fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
 
 

@@ -102,7 +102,8 @@ def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
                 f"`{name}({argument}=False)` looks behind a validation, where `{metric}` is that of the iteration "
                 f"before; leave `{argument}` out."
             )
-        if at_end and metric.startswith("val/") and not _validates_always(trainer):
+        validates_always = trainer.check_val_every_n_epoch == 1 and validates_by_iteration(trainer)
+        if at_end and metric.startswith("val/") and not validates_always:
             raise MisconfigurationException(
                 f"`{name}({argument}=True)` looks where each iteration ends, and `{metric}` is not known in all of "
                 f"them: leave `{argument}` out, or set `Trainer(check_val_every_n_epoch=1)`."
@@ -114,6 +115,10 @@ def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_
 
     Warn if nothing in the run is known to log it.
     """
+    if trainer.barebones:
+        raise MisconfigurationException(
+            f"`{who}` follows what is logged, and `Trainer(barebones=True)` logs nothing; leave one of them out."
+        )
     _warn_of_unknown(trainer, who, metric)
     if metric.startswith("val/") and (reason := _why_no_validation(trainer)):
         raise MisconfigurationException(
@@ -155,11 +160,17 @@ def _why_no_validation(trainer: L.Trainer) -> str:
         return "`Trainer(limit_val_batches=0)`"
     if every is not None and last is not None and 0 <= last < every:
         return f"`Trainer(check_val_every_n_epoch={every})` is more than `max_epochs` {last}"
+    settings, interval = getattr(data, "_settings", None), getattr(trainer, "val_check_interval", None)
+    if every is None and isinstance(interval, int) and settings is not None and last is not None:
+        num_steps = last * settings.num_steps
+        if 0 <= num_steps < interval:
+            return f"`val_check_interval` {interval} is more than the {num_steps} optimizer steps of {last} iterations"
     return ""
 
 
-def _validates_always(trainer: L.Trainer) -> bool:
-    return trainer.check_val_every_n_epoch == 1 and getattr(trainer, "_val_check_time_interval", None) is None
+def validates_by_iteration(trainer: L.Trainer) -> bool:
+    """Return True if a run's validations come with every so many iterations, not by steps over them or by the clock."""
+    return trainer.check_val_every_n_epoch is not None and not getattr(trainer, "_val_check_time_interval", None)
 
 
 def save_followed(callback: ModelCheckpoint, trainer: L.Trainer, candidates: dict[str, Any]) -> None:
