@@ -186,6 +186,16 @@ def test_a_plateau_of_held_out_accuracy_is_looked_for_where_it_is_validated(
     assert seen[-1] == trainer.callback_metrics["val/reward"]
 
 
+@pytest.mark.parametrize("interval", [3, "00:01:00:00"])
+def test_a_plateau_of_held_out_accuracy_needs_validations_of_whole_iterations(
+    interval: Any, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    module = make_module(policy_path, lr_scheduler=lambda each: ReduceLROnPlateau(each, "val/reward", mode="max"))
+    every = {"check_val_every_n_epoch": None, "val_check_interval": interval, "limit_val_batches": 1}
+    with pytest.raises(MisconfigurationException, match=r"ends of iterations.*check_val_every_n_epoch=1\)`"):
+        make_trainer(tmp_path, **every).fit(module, make_data(prompts_path, NeverLoaded()))
+
+
 def test_an_optimizer_may_move_matrices_alone(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     def muon(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.Muon([each for group in groups for each in group["params"] if each.ndim == 2])

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count, check_share, check_type
-from tlt_lightning.training.lightning_callbacks import check_followed
+from tlt_lightning.training.lightning_callbacks import check_followed, validates_by_iteration
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +176,11 @@ def check_optimization(trainer: L.Trainer) -> None:
         if "monitor" in config:
             who = f"lr_scheduler {type(scheduler).__name__}(monitor={config['monitor']!r})"
             check_followed(trainer, who, config["monitor"], scheduler.mode)
+            if config["monitor"].startswith("val/") and not validates_by_iteration(trainer):
+                raise MisconfigurationException(
+                    f"`{who}` looks at the ends of iterations, and this run validates elsewhere: leave "
+                    "`val_check_interval` out, and set `Trainer(check_val_every_n_epoch=1)`."
+                )
         _check_length(scheduler, trainer)
 
 
