@@ -59,6 +59,11 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"`Trainer(max_steps={trainer.max_steps})` counts optimizer steps and cannot resume an iteration exactly; "
             "give the number of policy iterations as `max_epochs` instead."
         )
+    if not isinstance(trainer.max_epochs, int | None):
+        raise MisconfigurationException(
+            f"`Trainer(max_epochs={trainer.max_epochs!r})` has to be a whole number of policy iterations, or -1 for a "
+            "run without an end."
+        )
     if trainer.precision not in PRECISIONS:
         raise MisconfigurationException(
             f"`Trainer(precision={trainer.precision!r})` is not supported: advantages and log-probs would be rounded. "

@@ -142,6 +142,8 @@ class Misnamed(L.Callback):
     ("trainer", "message"),
     [
         ({"max_steps": 5, "max_epochs": None}, r"`Trainer\(max_steps=5\)` .* `max_epochs`"),
+        ({"max_epochs": 1e3}, r"`Trainer\(max_epochs=1000\.0\)` .* whole number.*-1"),
+        ({"max_epochs": "3"}, r"max_epochs='3'\)`"),
         ({"precision": "bf16-true"}, "precision='bf16-true'.*bf16-mixed"),
         ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
         ({"strategy": "fsdp", "accelerator": "cpu"}, "strategy|FSDP"),
