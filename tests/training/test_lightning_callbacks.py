@@ -156,6 +156,17 @@ def test_a_metric_that_nothing_is_known_to_log_is_warned_of_before_the_engine_lo
     assert message is None or re.search(message, texts[0])
 
 
+def test_a_metric_in_the_name_of_a_checkpoint_that_nothing_is_known_to_log_is_warned_of(paths: Paths) -> None:
+    policy_path, prompts_path, root = paths
+    name = "{epoch}-{reward_mean:.2f}-{reward/mean:.2f}"
+    saver = ModelCheckpoint(root, name, auto_insert_metric_name=False)
+    with pytest.warns(UserWarning, match=r"filename=.* `reward_mean`, which .* mean `reward/mean`\?") as caught:
+        make_trainer(root, saver, enable_checkpointing=True, max_epochs=1).fit(
+            make_module(policy_path), make_data(prompts_path)
+        )
+    assert len([each for each in caught if "known to log" in str(each.message)]) == 1
+
+
 @pytest.mark.parametrize(
     ("callback", "message"),
     [

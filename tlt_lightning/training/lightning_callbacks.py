@@ -95,6 +95,9 @@ def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
     if at_end is None and (is_plain or any(map(is_of_iteration, metrics))):
         setattr(callback, f"_{argument}", True)  # in a validation, too: EarlyStopping settles it in the first `setup`
     name = type(callback).__name__
+    if isinstance(callback, ModelCheckpoint) and trainer.state.fn == "fit":
+        for metric in re.findall(r"\{([^{}:]+)", callback.filename or ""):
+            _warn_of_unknown(trainer, f"{name}(filename={callback.filename!r})", metric)
     for metric in metrics if trainer.state.fn == "fit" else ():
         check_followed(trainer, f"{name}(monitor={metric!r})", metric, callback.mode, has_limit=has_limit)
         if at_end is False and is_of_iteration(metric):
