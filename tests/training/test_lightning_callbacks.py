@@ -138,6 +138,10 @@ class Own(Callback):
         ("reward_mean", [Own()], r"`EarlyStopping\(monitor='reward_mean'\)` .* Do you mean `reward/mean`\?"),
         ("reward/evennes", [], r"Do you mean `reward/evenness`\?"),
         ("val_loss", [], r"`val_loss`, which nothing in this run is known to log.*docs/metrics\.md"),
+        ("val/pass@4", [Own()], r"Do you mean `val/pass@2`\?"),
+        ("val/pass@8", [], r"`data\.val_group_size`"),
+        ("val/pass@2", [], None),
+        ("train/value_loss", [], "`train/value_loss`, which nothing"),
         ("rollout/longest", [Own()], None),
         ("reward/evenness", [], None),
         ("speculation/off_share", [], None),
@@ -148,9 +152,9 @@ def test_a_metric_that_nothing_is_known_to_log_is_warned_of_before_the_engine_lo
 ) -> None:
     policy_path, prompts_path, root = paths
     monkeypatch.setattr(TransformersEngine, "setup", Mock(side_effect=InterruptedError))
-    trainer = make_trainer(root, EarlyStopping(monitor, mode="max"), *own)
+    trainer = make_trainer(root, EarlyStopping(monitor, mode="max"), *own, limit_val_batches=1)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(InterruptedError):
-        trainer.fit(make_module(policy_path), make_data(prompts_path))
+        trainer.fit(make_module(policy_path), make_data(prompts_path, val_group_size=2))
     texts = [str(each.message) for each in caught if "monitor=" in str(each.message)]
     assert len(texts) == (message is not None)
     assert message is None or re.search(message, texts[0])

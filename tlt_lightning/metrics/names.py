@@ -1,10 +1,8 @@
-"""List the metrics that a run may log, by name."""
+"""List the metrics that a run logs, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from typing import Any
 
 _OF_ROOMS = {
     "mismatch": "effective_sample_size is_weight_mean kl logp_abs_diff ratio_max surprise truncated",
@@ -16,21 +14,18 @@ _OF_ROOMS = {
     "val": "accuracy length reward",
 }
 NAMES = [f"{room}/{name}" for room, names in _OF_ROOMS.items() for name in names.split()]
-FAMILIES = ["drafter/*", "idle/*", "memory/*", "schedule/*", "speculation/*", "time/*", "val/pass@*", "lr-*"]
-"""Patterns of names that depend on the run; a LearningRateMonitor logs the last."""
-_OF_LIGHTNING = ["epoch", "step"]
+FAMILIES = ["drafter/*", "idle/*", "memory/*", "schedule/*", "speculation/*", "time/*", "lr-*", "epoch", "step"]
+"""Patterns of names that cannot be told beforehand, and names of Lightning and its LearningRateMonitor."""
 
 
-def is_known(name: str, rewards: Sequence[str]) -> bool:
-    """Return True for a metric that a run with these rewards may log by itself."""
-    return any(fnmatchcase(name, each) for each in (*NAMES, *_of(rewards), *FAMILIES, *_OF_LIGHTNING))
-
-
-def close_to(name: str, rewards: Sequence[str]) -> list[str]:
-    """Return metrics of a run with these rewards whose names are nearly `name`, the closest first."""
-    return get_close_matches(name, [*NAMES, *_of(rewards)], cutoff=0.8)
-
-
-def _of(rewards: Sequence[str]) -> list[str]:
-    names = [f"reward/{name}" for name in rewards]
-    return [name + kind for name in names for kind in ("", "_errors", "_timeouts")]
+def names_of(module: Any, data: Any) -> list[str]:
+    """Return the names that a fit of an `RLModule` with a `RolloutDataModule` logs, but for those of `FAMILIES`."""
+    objective = module.objective
+    comes = {"train/kl": objective.needs_reference}
+    comes |= dict.fromkeys(("train/value_loss", "train/explained_variance"), objective.needs_critic)
+    dynamic = ("rollout/groups_drawn", "rollout/groups_without_signal_kept")
+    comes |= dict.fromkeys(dynamic, data.dynamic_sampling is not None)
+    rewards = [f"reward/{term.name}" for term in data.rewards]
+    rewards = [name + kind for name in rewards for kind in ("", "_errors", "_timeouts")]
+    powers = [f"val/pass@{1 << each}" for each in range(1, int(data.val_group_size).bit_length())]
+    return [*(name for name in NAMES if comes.get(name, True)), *rewards, *powers]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import lightning as L
@@ -21,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tlt_lightning.metrics.names import close_to, is_known
+from tlt_lightning.metrics.names import FAMILIES, names_of
 
 _OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
 _BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
@@ -138,15 +140,15 @@ def _warn_of_unknown(trainer: L.Trainer, who: str, metric: str) -> None:
     """Warn of a metric that is nearly one of the run, or that nobody but this package and Lightning could log."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     module: Any = trainer.lightning_module
-    rewards = [term.name for term in getattr(data, "rewards", [])]
-    if is_known(metric, rewards):
+    names = names_of(module, data)
+    if any(fnmatchcase(metric, each) for each in (*names, *FAMILIES)):
         return
-    close = close_to(metric, rewards)
-    parts = [module, data, *trainer.callbacks]  # type: ignore[attr-defined]
-    parts += [getattr(module, "objective", None), *(getattr(data, name, None) for name in ("engine", "schedule"))]
+    close = get_close_matches(metric, names, cutoff=0.8)
+    parts = [module, module.objective, data, data.engine, data.schedule, *trainer.callbacks]  # type: ignore[attr-defined]
     origins = {type(part).__module__.partition(".")[0] for part in parts if part is not None}
     if close or origins <= {"lightning", "tlt_lightning"}:
         meant = f"Do you mean {' or '.join(f'`{name}`' for name in close)}? " if close else ""
+        meant += f"`data.val_group_size` is {data.val_group_size}. " if metric.startswith("val/pass@") else ""
         rank_zero_warn(
             f"`{who}` follows `{metric}`, which nothing in this run is known to log: it may look in vain from the "
             f"first iteration on. {meant}docs/metrics.md lists what is logged; a callback logs more with "
