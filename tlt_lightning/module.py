@@ -247,6 +247,8 @@ class RLModule(L.LightningModule):
             self.policy.zero_grad()
         if gradients := [p.grad for p in self.policy.parameters() if p.grad is not None]:
             self.iteration_log.mean("train/grad_norm", norm_of(gradients))
+        if (lr := optimizer.param_groups[0].get("lr")) is not None:
+            self.iteration_log.mean("train/lr", lr)
 
     @override
     def on_train_start(self) -> None:

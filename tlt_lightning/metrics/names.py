@@ -9,7 +9,7 @@ _OF_ROOMS = {
     "reward": "mean std zero_std_groups",
     "rollout": "groups_drawn groups_without_signal_kept length_max length_mean length_p50 length_p90 length_p99 "
     "seconds tail_share tokens tokens_per_s truncated variety",
-    "train": "approx_kl clip_fraction entropy explained_variance grad_norm kl loss mfu passes tflop tokens "
+    "train": "approx_kl clip_fraction entropy explained_variance grad_norm kl loss lr mfu passes tflop tokens "
     "tokens_per_s value_loss",
     "val": "accuracy length reward",
 }
