@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning_utilities.core.imports import RequirementCache
 
 import tlt_lightning
@@ -51,6 +52,13 @@ def test_a_saved_config_run_elsewhere_leaves_the_first_run_alone(
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
     assert (second / "checkpoints" / "last.ckpt").is_file()
     assert json.loads((second / "summary.json").read_text())["iterations"] == 1
+
+
+@pytest.mark.slow
+def test_a_recipe_takes_a_callback_that_copies_the_module(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    cli = run_cli(["fit", *options(policy_path, prompts_path, tmp_path), "--trainer.callbacks+=EMAWeightAveraging"])
+    saved = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["current_model_state"].keys() == cli.model.state_dict().keys()
 
 
 @pytest.mark.parametrize(

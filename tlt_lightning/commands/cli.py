@@ -112,6 +112,10 @@ def _options(parser: LightningArgumentParser) -> set[str]:
 
 
 class _CLI(LightningCLI):
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CLI:
+        # A callback that averages weights copies the module, whose `optimizer` holds this, and with it the whole run.
+        return self
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return Lightning's subcommands without `test`: `validate` measures held-out prompts."""
