@@ -150,6 +150,7 @@ def test_functions_of_trl_are_called_for_one_response() -> None:
     turns = [{"role": "user", "content": "question"}]
     assert terms[1].function("question", "four", {"prompt": turns}) == 1.0
     assert terms[1].function("question", "skip", {"prompt": turns}) == 0.0
+    assert terms[1].function("question", "four", {"notes": [], "prompt": "other", "messages": turns}) == 1.0
     pool = RewardPool(terms)
     pool.submit(0, "question", "four", {"prompt": turns, "answer": 0})
     assert pool.collect() == {0: {"trl_length": 2.0, "trl_conversations": 1.0, "trl_async": 2.0}}

@@ -82,20 +82,25 @@ def taken(function: Any) -> frozenset[str] | None:
 def score_like_trl(function: Any, names: frozenset[str] | None, prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Score one response by a function of lists; a score of None is no part of the sum.
 
-    As in TRL, prompt and completion are messages where the row's `prompt` is a conversation. Of `prompts` and the
-    row's columns it gets those in `names`, None being all.
+    As in TRL, prompt and completion are messages where the prompt is a conversation, in whichever column of the row.
+    Of `prompts` and the row's columns it gets those in `names`, None being all.
     """
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "prompts", "completions")}
-    asked = row.get("prompt")
-    is_chat = isinstance(asked, list)
-    completion = [{"role": "assistant", "content": response}] if is_chat else response
-    given = {**columns, "prompts": [asked if is_chat else prompt], "completions": [completion]}
+    asked = next((value for value in row.values() if ends_in(value, prompt)), None)
+    completion = response if asked is None else [{"role": "assistant", "content": response}]
+    given = {**columns, "prompts": [prompt if asked is None else asked], "completions": [completion]}
     scores = function(**given if names is None else {name: given[name] for name in given.keys() & names})
 
     async def wait() -> float | None:
         return first(await scores)
 
     return wait() if inspect.isawaitable(scores) else first(scores)
+
+
+def ends_in(value: Any, prompt: str) -> bool:
+    """Return True for a conversation whose last message is `prompt`."""
+    last = value[-1] if isinstance(value, list) and value else None
+    return isinstance(last, dict) and "role" in last and last.get("content") == prompt
 
 
 def first(scores: Any) -> Any:
