@@ -179,6 +179,15 @@ def test_a_method_that_cannot_be_the_hook_it_looks_like_is_refused(name: str, me
     check_hooks(hook_of("on_something_of_its_own", None))
 
 
+def test_a_hook_that_logs_as_lightnings_do_is_told_where_numbers_go(paths: tuple[str, str, Path]) -> None:
+    class Logging(Watcher):
+        def on_rollout_scored(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+            pl_module.log("mine/rows", 1.0)
+
+    with pytest.raises(MisconfigurationException, match=r"`Logging.on_rollout_scored` calls `log`.*iteration_log.mean"):
+        run(Logging(), paths)
+
+
 def test_an_async_hook_is_refused() -> None:
     async def wait(*_: Any) -> None: ...
 

@@ -124,7 +124,15 @@ def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
             hook = getattr(callback, name, None)
             if hook is not None:
                 call.callback = type(callback).__name__
-                returned = hook(trainer, trainer.lightning_module, *args)
+                try:
+                    returned = hook(trainer, trainer.lightning_module, *args)
+                except MisconfigurationException as error:
+                    if "`self.log()`" not in str(error):
+                        raise
+                    raise MisconfigurationException(
+                        f"`{call.callback}.{name}` calls `log`, which Lightning's own hooks alone can: write "
+                        "`pl_module.iteration_log.mean(name, value)`, or `max` or `sum`."
+                    ) from error
                 if returned is not None:
                     raise TypeError(
                         f"`{call.callback}.{name}` returned a {type(returned).__name__}, which nothing reads: change "
