@@ -241,8 +241,8 @@ def test_a_key_is_used_once(make_pool) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"terms": []}, "`terms` must hold at least one"),
-        ({"terms": [RewardTerm(function=length)] * 2}, "`terms` must have different names"),
+        ({"terms": []}, "`rewards` is empty"),
+        ({"terms": [length, length]}, "`rewards` holds 2 of the name 'length'"),
         ({"timeout": float("nan")}, "`timeout` must be a positive"),
         ({"timeout": float("inf")}, "`timeout` must be a positive"),
     ],

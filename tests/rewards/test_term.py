@@ -222,6 +222,8 @@ def test_what_is_no_list_of_rewards_is_refused() -> None:
         as_terms(["exact_match"])
     with pytest.raises(ValueError, match="`rewards` is empty"):
         as_terms([])
+    with pytest.raises(ValueError, match=r"`rewards` holds 2 of the name 'exact_match'.*; set `name`"):
+        as_terms([exact_match, exact_match])
 
 
 def test_every_public_name_exists() -> None:

@@ -10,7 +10,7 @@ import reprlib
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any, SupportsFloat
 
 from tlt_lightning.arguments import check_at_least
-from tlt_lightning.rewards.term import RewardTerm
+from tlt_lightning.rewards.term import RewardTerm, as_terms
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +72,9 @@ class RewardPool:
     """
 
     def __init__(self, terms: Sequence[RewardTerm], num_workers: int = 4, timeout: float = 10.0) -> None:
-        names = Counter(term.name for term in terms)
-        if not names:
-            raise ValueError("`terms` must hold at least one reward, got none.")
-        if max(names.values()) > 1:
-            raise ValueError(f"`terms` must have different names, got {list(names.elements())}; set `name`.")
         check_at_least("num_workers", num_workers, 1)
         check_seconds("timeout", timeout)
-        self.terms = tuple(terms)
+        self.terms = as_terms(terms)
         self.timeout = timeout
         self.stats: dict[str, int] = {}
         """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that

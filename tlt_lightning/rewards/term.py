@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +115,16 @@ def first(scores: Any) -> Any:
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
-    """Return rewards as terms; raise TypeError unless they are a list, ValueError if empty."""
+    """Return rewards as terms; raise TypeError unless they are a list, ValueError if empty or two have one name."""
     if not isinstance(rewards, list | tuple):
         raise TypeError(f"`rewards` must be a list of functions or `RewardTerm`s, got {rewards!r}; put it into a list.")
     if not rewards:
         raise ValueError("`rewards` is empty; give at least one reward function.")
-    return [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]
+    terms = [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]
+    name, count = Counter(term.name for term in terms).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"`rewards` holds {count} of the name {name!r}, under which each is logged; set `name`.")
+    return terms
 
 
 COMPARING = (countdown, exact_match, math_equivalence, multiple_choice)
