@@ -10,13 +10,13 @@ def expected_answer(row: dict[str, Any]) -> str:
     answer = row.get("answer")
     if answer is None or not str(answer).strip():
         raise ValueError(
-            f"This reward compares with `row['answer']`, which is {answer!r} here; set the data module's answer column "
-            f"to one of {sorted(row)}."
+            f"This reward compares with `row['answer']`, which is {answer!r} here; fill it in, or set `answer_column` "
+            f"to another of the row's columns: {', '.join(sorted(row.keys() - {'answer'})) or 'there is none'}."
         )
     if isinstance(answer, (dict, list)):
         raise ValueError(
             f"This reward compares with `row['answer']`, which is a {type(answer).__name__} here, {answer!r}, not text "
-            "or a number; set the data module's answer column to another, or write a reward that reads `row` itself."
+            "or a number; set `answer_column` to another, or write a reward that reads `row` itself."
         )
     return str(answer).strip()
 
