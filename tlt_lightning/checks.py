@@ -207,8 +207,10 @@ def check_sizes(settings: IterationSettings, objective: PolicyObjective, trainer
     num_ranks = trainer.world_size
     num_prompts, group_size, num_steps = settings.prompts_per_iteration, settings.group_size, settings.num_minibatches
     if num_prompts % num_ranks:
+        nearest = max(1, round(num_prompts / num_ranks)) * num_ranks
         raise MisconfigurationException(
-            f"`data.prompts_per_iteration` {num_prompts} is not divisible by {num_ranks} ranks."
+            f"`data.prompts_per_iteration` {num_prompts} is not divisible by {num_ranks} ranks, which share them; "
+            f"give {nearest}, or another number of `trainer.devices`."
         )
     num_sequences = num_prompts // num_ranks * group_size
     if num_sequences % num_steps:

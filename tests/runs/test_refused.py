@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import CriticConfig, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
-from tlt_lightning.checks import check_lengths
+from tlt_lightning.checks import check_lengths, check_sizes
 from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
 from tlt_lightning.rewards import exact_match
@@ -41,6 +42,13 @@ def test_unfit_data_settings_are_refused(
 ) -> None:
     with pytest.raises((MisconfigurationException, ValueError), match=message):
         make_trainer(tmp_path).fit(make_module(policy_path), make_data(prompts_path, **arguments))
+
+
+@pytest.mark.parametrize(("num_prompts", "nearest"), [(4, 3), (32, 33), (1, 3)])
+def test_prompts_that_ranks_cannot_share_are_refused_with_the_nearest_number(num_prompts: int, nearest: int) -> None:
+    settings: Any = SimpleNamespace(prompts_per_iteration=num_prompts, group_size=2, num_minibatches=1)
+    with pytest.raises(MisconfigurationException, match=rf" {num_prompts} is not divisible by 3 .*; give {nearest},"):
+        check_sizes(settings, GRPO(), Mock(world_size=3))
 
 
 @pytest.mark.parametrize(
