@@ -137,7 +137,7 @@ def sentence_of(error: Exception) -> str | None:
     if room == "omegaconf" and any(frame.startswith("jsonargparse") for frame in frames):  # a recipe's `${...}`
         reason, *_ = str(error).splitlines()
         return f"`{getattr(error, 'full_key', None)}` cannot be resolved: {reason}"
-    is_users |= isinstance(error, RuntimeError) and room == "tlt_lightning"  # of a reward, or a policy that is broken
+    is_users |= isinstance(error, RuntimeError) and room in ("tlt_lightning", "lightning")  # of rewards, metrics
     is_sentence = "`" in str(error) or (is_about_settings and room == "lightning")
     if not (is_users and is_sentence and room in ("tlt_lightning", "jsonargparse", "lightning")):
         return None

@@ -202,6 +202,10 @@ def test_a_path_in_the_place_of_a_source_is_told_its_key(
         ("--model.policy=${trainer", "error: `fit.model.policy` cannot be resolved: "),
         ("--trainer.accelerator=gpus", "error: You selected an invalid accelerator name: `accelerator='gpus'`."),
         (
+            '--trainer.callbacks+={"class_path": "EarlyStopping", "init_args": {"monitor": "reward/mena"}}',
+            "error: Early stopping conditioned on metric `reward/mena` which is not available. Pass in",
+        ),
+        (
             "--trainer.logger=lightning.pytorch.loggers.WandbLogger",
             "error: Problem with given class_path 'lightning.pytorch.loggers.WandbLogger': Requirement 'wandb-nowhere' "
             "not met. HINT: Try running `pip install -U 'wandb-nowhere'`\n",
