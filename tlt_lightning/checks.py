@@ -264,8 +264,8 @@ def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float
         if not isfinite(value):
             raise RuntimeError(
                 f"`{name}` is {value} in iteration {module.current_epoch + 1}: the update has broken the policy. "
-                "Resume from the last checkpoint, which is older, with a lower learning rate, or clip gradients "
-                "(`trainer.gradient_clip_val`)."
+                "Lower the learning rate or clip gradients (`trainer.gradient_clip_val`), and resume from the last "
+                "checkpoint, which is older, or begin anew."
             )
 
 

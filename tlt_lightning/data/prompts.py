@@ -127,7 +127,7 @@ class PromptSource:
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
             raise ValueError(
-                f"must hold text or a list of messages, each with the texts `role` and `content`, got "
+                f"must hold text or a list of messages, each with `role` and `content` as text (no images), got "
                 f"{prompt!r:.200}; fill it in, or leave the row out of the data (rows count from 0)"
             )
         if prompt[-1]["role"] == "assistant":
