@@ -73,6 +73,8 @@ def test_plain_numbers_need_no_child(response: str, answer: object, score: float
         ("<think>42</think> <answer></answer>", "42", 0.0),
         ("", "7", 0.0),
         (r"\boxed{\frac{1}{", "7", 0.0),
+        ("The answer is 42. Taking 2 gives 40", "42", 1.0),
+        ("It is 42. Taking 2 gives 40", "42", 0.0),
     ],
 )
 def test_expressions_are_compared(response: str, answer: str, score: float) -> None:

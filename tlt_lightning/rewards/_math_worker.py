@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def compare(gold: str, text: str, time_limit: float) -> bool:
-    """Return True if the last expression equals `gold`; die of SIGALRM after `time_limit` s."""
+    """Return True if the answer in `text` equals `gold`; die of SIGALRM after `time_limit` s."""
     from math_verify import parse, verify
 
     # Left at its default action: the kernel ends the process even while an arithmetic operation holds the interpreter.

@@ -29,8 +29,9 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     r"""Return 1 if the final answer equals the expected one as a mathematical object, else 0.
 
     Within the last `<answer>` block, or everywhere without one, the final answer is the last `\boxed{...}`, or what
-    follows the last `####` (the form of GSM8K; a heading is none), or else the last expression or number near the end.
-    The answer column may hold LaTeX, a number, or a whole GSM8K solution.
+    follows the last `####` (the form of GSM8K; a heading is none), or else what math-verify takes near the end: what
+    follows the last "answer is", even if the text goes on, or the last expression or number. The answer column may hold
+    LaTeX, a number, or a whole GSM8K solution.
 
     Raises:
         TimeoutError: If the comparison takes longer than `TIME_LIMIT`.
@@ -78,7 +79,7 @@ class Verifier:
         )
 
     def equal(self, gold: str, text: str) -> bool:
-        """Return True if the last expression in `text` equals `gold`; on errors the child is gone."""
+        """Return True if the answer that math-verify finds in `text` equals `gold`; on errors the child is gone."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -103,7 +104,7 @@ IDLE: deque[Verifier] = deque()
 
 
 def verify(gold: str, text: str) -> bool:
-    """Return True if the last expression equals `gold`, by an idle or new child; thread-safe."""
+    """Return True if the answer in `text` equals `gold`, by an idle or new child; thread-safe."""
     try:
         verifier = IDLE.pop()
     except IndexError:
