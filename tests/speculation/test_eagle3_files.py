@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from tlt_lightning.speculation.eagle3_files import check_head, read_head
 
@@ -53,3 +53,26 @@ def test_a_head_as_the_first_were_published_is_read_and_one_without_weights_is_r
     head = read_head(str(tmp_path))
     assert head.tensors == {"midlayer.hidden_norm.weight": (16,), "d2t": (24,)}
     check_head(head, str(policy))
+
+
+WHOLE = save({"norm.weight": torch.zeros(16)})
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": b'{"architectures": '},
+        {"config.json": b"[1]"},
+        {"config.json": json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}).encode()},
+        {"model.safetensors": WHOLE[:-8]},
+        {"model.safetensors": b""},
+        {"model.safetensors": b"version https://git-lfs.github.com/spec/v1"},
+        {"pytorch_model.bin": b"version https://git-lfs.github.com/spec/v1"},
+    ],
+)
+def test_broken_files_of_a_head_are_refused_with_its_place(files: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"`speculation\.head` '{tmp_path}' cannot be read: .*download it again\.$"):
+        read_head(str(tmp_path))

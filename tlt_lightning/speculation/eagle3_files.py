@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,25 +35,41 @@ def read_head(path: str) -> HeadShape:
     config_path = Path(path) / "config.json"
     if not config_path.is_file():
         raise ValueError(f"`speculation.head` {path!r} has no config.json; give the directory of an EAGLE-3 head.")
-    config = json.loads(config_path.read_text())
-    architectures = config.get("architectures") or []
+    with _readable(path):
+        config = json.loads(config_path.read_text())
+        architectures = config.get("architectures") or []
     if not any("eagle3" in name.lower() for name in architectures):
         raise ValueError(
             f"`speculation.head` {path!r} holds {architectures}, not an EAGLE-3 head (LlamaForCausalLMEagle3, or "
             "Eagle3DraftModel as `speculators` saves it)."
         )
-    layer = config.get("transformer_layer_config", config)  # `speculators` nests the Llama part
-    vocab_size = int(layer["vocab_size"])
-    nested = config.get("eagle_config") or {}
-    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or ()
-    return HeadShape(
-        path=path,
-        vocab_size=vocab_size,
-        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
-        target_hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
-        layer_ids=tuple(int(index) for index in layer_ids),
-        tensors=_tensor_shapes(path),
-    )
+    with _readable(path):
+        layer = config.get("transformer_layer_config", config)  # `speculators` nests the Llama part
+        vocab_size = int(layer["vocab_size"])
+        nested = config.get("eagle_config") or {}
+        own = config.get("eagle_aux_hidden_state_layer_ids")
+        layer_ids = own or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+        return HeadShape(
+            path=path,
+            vocab_size=vocab_size,
+            draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+            target_hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
+            layer_ids=tuple(int(index) for index in layer_ids),
+            tensors=_tensor_shapes(path),
+        )
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Raise ValueError for whatever readers of JSON and of weights raise at files that are cut short or others."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition(".")[0]  # torch goes on to advise reading the file without any check
+        raise ValueError(
+            f"`speculation.head` {path!r} cannot be read: its config.json or its weights are broken "
+            f"({type(error).__name__}: {reason}). Copy or download it again."
+        ) from error
 
 
 def check_head(head: HeadShape, policy: str) -> None:
