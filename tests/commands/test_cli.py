@@ -309,6 +309,7 @@ def test_a_place_that_cannot_be_written_to_needs_no_traceback(error: OSError, se
         ),
         (["recipes", "quickstart"], "error: unrecognized arguments: quickstart"),
         (["drafter", "fit"], "error: the following arguments are required: model.target, data.completions\n"),
+        (["drafter", "predict"], "invalid choice: 'predict' (choose from 'fit', 'validate')\n"),
         (
             ["fit"],
             "error: the following arguments are required: model.policy, model.objective, data.engine, data.rewards\n"

@@ -31,7 +31,7 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
     from tlt_lightning.data.module import RolloutDataModule
     from tlt_lightning.module import RLModule
 
-    return _run("python -m tlt_lightning", RLModule, RolloutDataModule, args, run)
+    return _run("python -m tlt_lightning", RLModule, RolloutDataModule, args, run, _CLI)
 
 
 def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -40,15 +40,20 @@ def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> Light
     from tlt_lightning.drafter.module import DrafterModule
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # they are the command line's
-    return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, args, run)
+    return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, args, run, _DrafterCLI)
 
 
 def _run(
-    prog: str, module: type[L.LightningModule], data: type[L.LightningDataModule], args: list[str] | None, run: bool
+    prog: str,
+    module: type[L.LightningModule],
+    data: type[L.LightningDataModule],
+    args: list[str] | None,
+    run: bool,
+    cli: type[_CLI],
 ) -> LightningCLI:
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-    return _CLI(
+    return cli(
         module,
         data,
         args=args,
@@ -138,6 +143,13 @@ class _CLI(LightningCLI):
             check_readable(path)
         except (OSError, ValueError) as error:
             self.parser.error(str(error))
+
+
+class _DrafterCLI(_CLI):
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands without `predict`: a head alone writes nothing."""
+        return {name: skipped for name, skipped in _CLI.subcommands().items() if name != "predict"}
 
 
 def follow_root(config: str, root: str) -> str:
