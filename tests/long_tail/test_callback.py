@@ -50,9 +50,10 @@ def test_an_engine_that_cannot_serve_the_drafter_is_refused(engine: RolloutEngin
         set_up(make_callback(), engine, policy)
 
 
-def test_a_schedule_of_the_learning_rate_is_refused_beside_a_policy() -> None:
-    drafter = DrafterModule(POLICY, lr_scheduler=WarmupCosine)
-    with pytest.raises(MisconfigurationException, match=r"`drafter\.lr_scheduler` is for `drafter fit`"):
+@pytest.mark.parametrize(("name", "value"), [("lr_scheduler", WarmupCosine), ("export_dir", "head")])
+def test_what_a_warm_up_alone_has_is_refused_beside_a_policy(name: str, value: Any) -> None:
+    drafter = DrafterModule(POLICY, **{name: value})
+    with pytest.raises(MisconfigurationException, match=rf"`drafter\.{name}` is for `drafter fit`"):
         set_up(LongTailIdleCallback(drafter), make_engine(fixed()))
 
 

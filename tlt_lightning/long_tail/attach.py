@@ -96,6 +96,11 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             "`drafter.lr_scheduler` is for `drafter fit`, which knows its steps; beside a policy the learning rate "
             "rises at first and then stays: leave it out."
         )
+    if drafter.export_dir is not None:
+        raise MisconfigurationException(
+            "`drafter.export_dir` is for `drafter fit`; beside a policy the head goes to `final` in the callback's "
+            "`dirpath`: leave it out."
+        )
     if not _learned_arms(engine, speculation):
         raise MisconfigurationException(
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
