@@ -262,6 +262,16 @@ def test_the_drafter_of_an_earlier_run_is_kept(
         assert (tmp_path / folder / "model.safetensors").is_file()
 
 
+def test_a_run_that_never_published_says_that_it_leaves_no_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(make_callback(dirpath=str(tmp_path)))
+    loop.trainer.is_global_zero = True
+    loop.callback.on_train_end(loop.trainer, loop.module)
+    assert not (tmp_path / "final").exists()
+    assert f"There is no head to write to {tmp_path / 'final'}: " in caplog.text
+
+
 def test_a_resumed_run_states_the_quality_of_the_head_that_was_published_before(
     random_head: str, tmp_path: Path
 ) -> None:

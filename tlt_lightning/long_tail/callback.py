@@ -20,7 +20,6 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.vocabulary import count_tokens
 from tlt_lightning.engine.base import RolloutEngine
-from tlt_lightning.guard.files import set_aside
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import IdleWindow, RolloutCallback
@@ -282,11 +281,8 @@ class LongTailIdleCallback(RolloutCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.drafter.refresh_target(pl_module.policy)
         self.publisher.publish_if_better()
-        if trainer.is_global_zero and (self.drafter.head_path is not None or self.publisher.version > 0):
-            folder = self.dirpath or Path(trainer.default_root_dir) / "drafter"
-            set_aside(folder, [folder / "final"], "the drafter")
-            with self.publisher.loaded() as drafter:
-                drafter.export(folder / "final", self.publisher.quality)
+        if trainer.is_global_zero:
+            self.publisher.export(self.dirpath or Path(trainer.default_root_dir) / "drafter")
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

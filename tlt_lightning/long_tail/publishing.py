@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from math import inf, sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PACK_MULTIPLE, fill_pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.engine.host_copy import HostCopy
+from tlt_lightning.guard.files import set_aside
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import prompt_key, text_key
 from tlt_lightning.long_tail.publication import Publication
@@ -164,6 +166,19 @@ class DrafterPublisher:
             yield self.trainer.drafter
         finally:
             self.trainer.load_weights(self._candidate.tensors)
+
+    def export(self, folder: Path) -> None:
+        """Write the published head to `folder`/final, or warn that there is none; an earlier one is set aside."""
+        if self.trainer.drafter.head_path is None and not self.version:
+            log.warning(
+                "There is no head to write to %s: the drafter began with random weights, and was not trained enough to "
+                "draft at all. Train for more iterations, or with a larger `budget`.",
+                folder / "final",
+            )
+            return
+        set_aside(folder, [folder / "final"], "the drafter")
+        with self.loaded() as drafter:
+            drafter.export(folder / "final", self.quality)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an exact resume needs, tensors and primitives, the same on all workers."""
