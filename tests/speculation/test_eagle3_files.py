@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from tlt_lightning.speculation.eagle3_files import check_head, read_head
+from tlt_lightning.speculation.eagle3_files import HEAD_PARTS, check_head, read_head
 
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 40, "hidden_size": 16}
+NAMES = [f"{part.replace('layers.0.', 'midlayer.')}.weight" for part in HEAD_PARTS]
 
 
 @pytest.mark.parametrize(("named", "draft_vocab_size"), [({}, 40), ({"draft_vocab_size": 24}, 24)])
@@ -27,7 +28,7 @@ def test_a_head_of_the_whole_vocabulary_fits_and_a_larger_one_does_not(tmp_path:
     (policy / "config.json").write_text(
         json.dumps({"model_type": "qwen2", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 8})
     )
-    save_file({"norm.weight": torch.zeros(16)}, tmp_path / "model.safetensors")
+    save_file({name: torch.zeros(16) for name in NAMES}, tmp_path / "model.safetensors")
     for draft_vocab_size in (40, 41):
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"draft_vocab_size": draft_vocab_size}))
         head = read_head(str(tmp_path))
@@ -48,10 +49,10 @@ def test_a_head_as_the_first_were_published_is_read_and_one_without_weights_is_r
     torch.save({"not": "weights"}, tmp_path / "training_args.bin")
     with pytest.raises(ValueError, match=r"no weights in \*\.safetensors or pytorch_model\*\.bin"):
         check_head(read_head(str(tmp_path)), str(policy))
-    tensors = {"midlayer.hidden_norm.weight": torch.ones(16).half(), "d2t": torch.zeros(24, dtype=torch.long)}
+    tensors = {name: torch.ones(16).half() for name in NAMES} | {"d2t": torch.zeros(24, dtype=torch.long)}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     head = read_head(str(tmp_path))
-    assert head.tensors == {"midlayer.hidden_norm.weight": (16,), "d2t": (24,)}
+    assert head.tensors == dict.fromkeys(NAMES, (16,)) | {"d2t": (24,)}
     check_head(head, str(policy))
 
 

@@ -134,7 +134,7 @@ def build_head(settings: HeadSettings, config: PretrainedConfig, seed: int) -> E
 def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
     """Load the head at `path`, in vLLM's format or that of `speculators`, as float32.
 
-    ValueError means that it is of a kind that is not trained here, or lacks weights.
+    ValueError means that it is of a kind that is not trained here, or holds other weights than its configuration says.
     """
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
@@ -157,12 +157,14 @@ def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
     if head.use_draft_vocab and "t2d" not in own:
         own["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool)
         own["t2d"][drafted_tokens(own["d2t"])] = True
-    result = head.load_state_dict(own, strict=False)
-    missing = [name for name in result.missing_keys if not name.startswith(_TARGETS_OWN)]
-    if missing or result.unexpected_keys:
+    try:
+        unknown = head.load_state_dict(own, strict=False).unexpected_keys
+    except RuntimeError as error:  # of other shapes
+        unknown = [" ".join(str(error).split())]
+    if unknown:
         raise ValueError(
-            f"`head` {path!r} does not hold the weights its config.json speaks of: missing {missing}, unknown "
-            f"{result.unexpected_keys}."
+            f"`head` {path!r} does not hold the weights that its config.json speaks of, but others: "
+            f"{', '.join(unknown)}."
         )
     return head
 

@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+HEAD_PARTS = (
+    *(f"layers.0.self_attn.{part}_proj" for part in "qkvo"),
+    *(f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *(f"layers.0.{part}" for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+    "norm",
+    "fc",
+)
+"""Those of every head that have weights. vLLM leaves the ones that are in no file at random numbers, without a word."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -86,6 +95,8 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append("no weights in *.safetensors or pytorch_model*.bin")
     elif head.draft_vocab_size < head.vocab_size and "d2t" not in head.tensors:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens without `d2t`, the map back to tokens")
+    elif missing := sorted({f"{part}.weight" for part in HEAD_PARTS} - set(map(canonical_name, head.tensors))):
+        faults.append(f"its files lack {', '.join(missing)}")
     if biases := sorted(name for name in head.tensors if name.endswith(".bias")):
         faults.append(f"biases, which `update_drafter` does not know: {', '.join(biases)}")
     layers = config["num_hidden_layers"]

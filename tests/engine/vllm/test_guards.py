@@ -106,6 +106,15 @@ def test_a_head_with_biases_is_refused(policy: str, tmp_path: Path) -> None:
         check_head(read_head(path), policy)
 
 
+def test_a_head_without_some_of_its_weights_is_refused(policy: str, tmp_path: Path) -> None:
+    path = save_head(make_head(policy), tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    parts = {name: tensor for name, tensor in load_file(file).items() if "fc." not in name and "up_proj" not in name}
+    save_file(parts, file, metadata={"format": "pt"})  # as if one of several files had not been copied
+    with pytest.raises(ValueError, match=r"its files lack fc\.weight, layers\.0\.mlp\.up_proj\.weight"):
+        check_head(read_head(path), policy)
+
+
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
