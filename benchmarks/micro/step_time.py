@@ -36,6 +36,7 @@ from tlt_lightning.engine import Request, RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation import BucketedGraphPool
+from tlt_lightning.speculation.eagle3_files import HEAD_PARTS
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 
 KS = (0, 1, 3, 5, 7)
@@ -103,7 +104,9 @@ class SetLength(StrategySelector):
 
 
 def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
-    """Write configurations of a policy, with a one-word tokenizer, and head; return the paths."""
+    """Write configurations of a policy, with a one-word tokenizer, and head, whose weights are names; return paths."""
+    import torch
+    from safetensors.torch import save_file
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -121,6 +124,7 @@ def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
     for name, config in (("policy", shape), ("head", head)):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
+    save_file({f"{part}.weight": torch.zeros(1) for part in HEAD_PARTS}, path / "head" / "model.safetensors")
     words = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "word": 2}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(path / "policy")

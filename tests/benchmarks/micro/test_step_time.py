@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks.micro import step_time
-from benchmarks.micro.step_time import TINY_SCALE, render, step_table
+from benchmarks.micro.step_time import TINY_SCALE, render, save_configs, step_table
+from tlt_lightning.speculation.eagle3_files import check_head, read_head
+
+
+def test_the_head_that_is_measured_fits_its_policy(tmp_path: Path) -> None:
+    policy, head = save_configs(TINY_SCALE.shape, tmp_path)
+    check_head(read_head(head), policy)
 
 
 def test_failed_parts_are_named_and_missing_cells_are_dashes() -> None:
