@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
+from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
 from tlt_lightning import RLModule, RolloutCallback, RolloutDataModule, TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_overrides
 from tlt_lightning.objectives import GRPO
@@ -218,11 +218,6 @@ def test_a_callback_takes_truncated_responses_out_of_the_loss(
     (num_finished,) = callback.finished
     assert callback.learned_from == [num_finished]
     assert 0 < num_finished < 16
-
-
-class NeverLoaded(TransformersEngine):
-    def setup(self, *_: Any, **__: Any) -> None:
-        pytest.fail("loaded")
 
 
 class Clears(RLModule):

@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import LoRA, RLModule, TransformersEngine
+from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_engine, make_module, make_trainer, weights
+from tlt_lightning import LoRA, RLModule
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.checks import check_trainer
@@ -33,13 +33,6 @@ Paths = tuple[str, str, Path]
 def paths(policy_path: str, prompts_path: str, tmp_path: Path) -> Paths:
     L.seed_everything(11)
     return policy_path, prompts_path, tmp_path
-
-
-class NeverLoaded(TransformersEngine):
-    """Fails when it is loaded."""
-
-    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        raise AssertionError("the engine was loaded")
 
 
 # What works

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
+from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
 from tlt_lightning import CriticConfig, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.checks import check_lengths, check_sizes
 from tlt_lightning.data.batch import RolloutBatch
@@ -122,11 +122,6 @@ def test_data_arguments_of_another_type_are_refused_in_words(arguments: dict, me
 def test_a_model_may_be_a_path() -> None:
     assert RLModule(Path("some/model"), GRPO()).policy_path == "some/model"  # type: ignore[arg-type]
     assert CriticConfig(path=Path("some/model")).path == "some/model"  # type: ignore[arg-type]
-
-
-class NeverLoaded(TransformersEngine):
-    def setup(self, *_: Any, **__: Any) -> None:
-        pytest.fail("loaded")
 
 
 @pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="flash attention may be there")

@@ -21,6 +21,13 @@ from tlt_lightning.engine import RolloutEngine
 from tlt_lightning.objectives import GRPO
 
 
+class NeverLoaded(TransformersEngine):
+    """Fails when it is loaded."""
+
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        raise AssertionError("the engine was loaded")
+
+
 def evenness(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Even numbers among the first eight words: something that differs between responses and can be learned."""
     return sum(word.isdigit() and int(word) % 2 == 0 for word in response.split()[:8]) / 8

@@ -19,15 +19,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import Recorder, make_and_load, make_data, make_module, make_trainer, weights
+from tests.support.rl_runs import NeverLoaded, Recorder, make_and_load, make_data, make_module, make_trainer, weights
 from tlt_lightning import TransformersEngine
 
 Paths = tuple[str, str, Path]
-
-
-class NeverLoaded(TransformersEngine):
-    def setup(self, *_: Any, **__: Any) -> None:
-        pytest.fail("loaded")
 
 
 def test_a_reward_is_read_where_its_iteration_ends_though_few_are_validated(paths: Paths) -> None:

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import TransformersEngine
+from tests.support.rl_runs import NeverLoaded, make_data, make_module, make_trainer
 from tlt_lightning.training.optimization import WarmupCosine, fuse_adam, fuse_on_gpu, settings_of, with_schedule
 
 
@@ -122,11 +121,6 @@ def test_the_steps_of_the_run_are_told_also_of_one_that_is_resumed() -> None:
         with pytest.raises(MisconfigurationException, match=r"WarmupCosine needs `num_steps`.*`Trainer\(max_epochs"):
             with_schedule(optimizer, build, number)
     assert with_schedule(optimizer, lambda each: WarmupCosine(each, 5))[1][0]["scheduler"].num_steps == 5
-
-
-class NeverLoaded(TransformersEngine):
-    def setup(self, *_: Any, **__: Any) -> None:
-        pytest.fail("loaded")
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
