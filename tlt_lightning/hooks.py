@@ -160,7 +160,7 @@ def check_overrides(part: object) -> None:
     One that calls the method, as `super().setup(stage)` does, adds to it.
     """
     kinds = type(part).__mro__
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] == __name__.partition(".")[0]]
+    own = [kind for kind in kinds if _is_ours(kind)]
     needed = {name for kind in own for name in vars(kind) if name.startswith("on_") or name in KEPT}
     for kind in kinds[: kinds.index(own[0])] if own else ():
         for name in sorted(needed & vars(kind).keys()):
@@ -182,8 +182,8 @@ def check_one_optimizer(module: Any) -> None:
 
     It is asked with a policy without values; what it then lacks besides, it may have in the run.
     """
-    configure, loaded = type(module).configure_optimizers, module.policy
-    if configure.__module__.partition(".")[0] == __name__.partition(".")[0]:
+    loaded = module.policy
+    if _is_ours(type(module).configure_optimizers):
         return
     try:
         if loaded is None:
@@ -199,6 +199,10 @@ def check_one_optimizer(module: Any) -> None:
             f"`{type(module).__name__}.configure_optimizers` returns {num_optimizers} optimizers, and a run steps one: "
             "return one with several parameter groups, as `AdamW([{'params': a, 'lr': 1e-6}, {'params': b}])`."
         )
+
+
+def _is_ours(thing: Any) -> bool:
+    return bool(thing.__module__.partition(".")[0] == __name__.partition(".")[0])
 
 
 def _mentions(code: CodeType, name: str) -> bool:
