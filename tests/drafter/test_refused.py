@@ -75,6 +75,9 @@ def test_heads_that_do_not_fit_are_refused(policy_path: str, tmp_path: Path) -> 
         make_drafter(drafter.target, head=str(head))
     (head / "config.json").write_text(json.dumps(config))
     tensors = load_file(head / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, head / "model.safetensors")
+    with pytest.raises(ValueError, match=r"files lack fc\.weight"):
+        make_drafter(drafter.target, head=str(head))
     for name, tensor in (("fc.weight", tensors["fc.weight"][:, :-1]), ("foo.weight", torch.zeros(3))):
         save_file(tensors | {name: tensor.contiguous()}, head / "model.safetensors")
         with pytest.raises(ValueError, match=f"config\\.json speaks of, but others: .*{name}"):

@@ -16,7 +16,7 @@ HEAD_PARTS = (
     "norm",
     "fc",
 )
-"""Those of every head that have weights. vLLM leaves the ones that are in no file at random numbers, without a word."""
+"""Layers whose weights every head has in its files; vLLM starts with random ones, in silence, where files lack some."""
 
 
 @dataclass(frozen=True, slots=True)
