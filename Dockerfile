@@ -7,6 +7,7 @@ FROM vllm/vllm-openai:v0.32.0
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE source/
 COPY recipes source/recipes
+COPY callbacks source/callbacks
 COPY tlt_lightning source/tlt_lightning
 # vLLM is in the image, and so is the one torch it works with: the build fails rather than replaces it.
 RUN uv pip freeze --system | grep '^torch==' > torch.txt \
@@ -17,5 +18,6 @@ RUN useradd --create-home tlt && install --directory --owner=tlt /home/tlt/outpu
 USER tlt
 WORKDIR /home/tlt
 COPY --chown=tlt recipes recipes
+COPY --chown=tlt callbacks callbacks
 ENTRYPOINT ["python3", "-m", "tlt_lightning"]
 CMD ["--help"]

@@ -10,10 +10,10 @@ from torch import nn
 from tests.support.rl_runs import make_data, make_trainer
 from tests.test_policy import make_batch
 from tlt_lightning import LoRA, RLModule, RolloutCallback
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.hidden_states import HiddenStateRequest, HiddenStateTap, PolicyText, choose_rows
 from tlt_lightning.objectives import GRPO, K3, KLPenalty
 from tlt_lightning.policy import causal_lm
+from tlt_lightning.rollout import RolloutBatch
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,11 +10,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.support.architectures import save_architecture
 from tests.test_policy import make_batch
 from tlt_lightning import LoRA
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.engine.architectures import ARCHITECTURES
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.packed_pass import VARLEN, Pack, can_pack, register_varlen
 from tlt_lightning.policy import causal_lm, load_policy, response_logps
+from tlt_lightning.rollout import RolloutBatch
 
 WINDOW = 16
 WINDOWED = {"mistral": {"sliding_window": WINDOW}, "olmo3": {"sliding_window": WINDOW}}

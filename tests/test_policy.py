@@ -7,7 +7,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import save_architecture
 from tests.support.tensor_sizes import LargestOfWidth, MostAtOnceOfWidth
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import (
     LoRA,
     PolicyWeights,
@@ -18,6 +17,7 @@ from tlt_lightning.policy import (
     response_logps,
     token_logps,
 )
+from tlt_lightning.rollout import RolloutBatch
 
 
 def make_batch(prompt_lengths: list[int], response_lengths: list[int], vocab_size: int = 32) -> RolloutBatch:

@@ -13,26 +13,19 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.callbacks.progress_bar import RolloutProgressBar as RolloutProgressBar
     from tlt_lightning.callbacks.run_report import RunReport as RunReport
     from tlt_lightning.commands.export import export_policy as export_policy
-    from tlt_lightning.data.batch import Prompt as Prompt
-    from tlt_lightning.data.batch import Rollout as Rollout
-    from tlt_lightning.data.batch import RolloutBatch as RolloutBatch
     from tlt_lightning.data.dynamic_sampling import DynamicSampling as DynamicSampling
     from tlt_lightning.data.module import RolloutDataModule as RolloutDataModule
     from tlt_lightning.data.prompts import PromptSource as PromptSource
     from tlt_lightning.drafter.data import DrafterDataModule as DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule as DrafterModule
-    from tlt_lightning.engine.base import Request as Request
-    from tlt_lightning.engine.base import Response as Response
     from tlt_lightning.engine.base import RolloutEngine as RolloutEngine
     from tlt_lightning.engine.base import RolloutProgress as RolloutProgress
-    from tlt_lightning.engine.base import Sampling as Sampling
     from tlt_lightning.engine.transformers import TransformersEngine as TransformersEngine
     from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
     from tlt_lightning.engine.vllm.quantization.settings import Quantization as Quantization
     from tlt_lightning.engine.vllm.speculation import Speculation as Speculation
     from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
     from tlt_lightning.hidden_states import PolicyText as PolicyText
-    from tlt_lightning.hooks import IdleWindow as IdleWindow
     from tlt_lightning.hooks import RolloutCallback as RolloutCallback
     from tlt_lightning.long_tail.callback import LongTailIdleCallback as LongTailIdleCallback
     from tlt_lightning.metrics import IterationLog as IterationLog
@@ -41,7 +34,14 @@ if TYPE_CHECKING:  # read below, too, so that each public name is written once
     from tlt_lightning.objectives.base import ObjectiveOutput as ObjectiveOutput
     from tlt_lightning.objectives.base import PolicyObjective as PolicyObjective
     from tlt_lightning.policy import LoRA as LoRA
+    from tlt_lightning.ranks.idle_windows import IdleWindow as IdleWindow
     from tlt_lightning.rewards import RewardTerm as RewardTerm
+    from tlt_lightning.rollout import Prompt as Prompt
+    from tlt_lightning.rollout import Request as Request
+    from tlt_lightning.rollout import Response as Response
+    from tlt_lightning.rollout import Rollout as Rollout
+    from tlt_lightning.rollout import RolloutBatch as RolloutBatch
+    from tlt_lightning.rollout import Sampling as Sampling
     from tlt_lightning.schedules.base import Demand as Demand
     from tlt_lightning.schedules.base import OpenGroup as OpenGroup
     from tlt_lightning.schedules.base import RolloutSchedule as RolloutSchedule

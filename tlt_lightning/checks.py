@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from tlt_lightning.data.iteration import IterationSettings
-    from tlt_lightning.engine.base import Sampling
     from tlt_lightning.module import RLModule
     from tlt_lightning.objectives.base import PolicyObjective
+    from tlt_lightning.rollout import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.packed_pass import can_pack
 from tlt_lightning.policy import causal_lm
+from tlt_lightning.rollout import RolloutBatch
 
 _NUM_STRATA = 4  # classes of length that `choose_rows` serves alike; each holds as many tokens as any other
 

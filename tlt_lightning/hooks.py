@@ -7,9 +7,8 @@ every rank, on the main thread, between engine steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -18,25 +17,13 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.arguments import check_method
-from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.policy import load_shapes
+from tlt_lightning.ranks.idle_windows import IdleWindow
+from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.hook_call import HookCall
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class IdleWindow:
-    """Tells a worker whose rollout is done about the workers that still write.
-
-    Args:
-        is_open: Cheap to call and safe to call often; False once the last worker has finished.
-        num_waiting_for: Workers still rolling out when the window opened.
-    """
-
-    is_open: Callable[[], bool]
-    num_waiting_for: int
 
 
 class RolloutCallback(L.Callback):

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_choice, check_count, check_list, check_positive
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, chunk_size_of, is_frozen_linear
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
+from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from tlt_lightning.engine import Request, RolloutProgress, Sampling, VLLMEngine
+from tlt_lightning.engine import RolloutProgress, VLLMEngine
+from tlt_lightning.rollout import Request, Sampling
 
 WITHOUT_WEIGHTS = {"load_format": "dummy", "enable_prefix_caching": False}
 """Arguments of an engine whose weights are random: only what its steps cost can be asked of it."""
@@ -71,7 +72,7 @@ class BenchEngine(VLLMEngine):
                     raise EndOfScript from end
 
         try:
-            asked = requests if self._writer.pool.agreement.is_first else []  # ranks of one engine pool theirs
+            asked = requests if self._writer.pool.engine_ranks.is_first else []  # ranks of one engine pool theirs
             for _ in self.generate(asked, Sampling(max_tokens=max_tokens), seed=0, on_progress=move_on):
                 pass
         except EndOfScript:

@@ -18,15 +18,14 @@ from benchmarks.common.results import hardware
 from benchmarks.end_to_end.work import Diary, Work, score
 from tlt_lightning import RLModule, RolloutDataModule
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
-from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.prompts import PromptSource
-from tlt_lightning.engine import Request, Response, Sampling
 from tlt_lightning.engine.base import OnProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
+from tlt_lightning.rollout import Request, Response, Rollout, Sampling
 from tlt_lightning.schedules import EarlierAnswers, PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
 

@@ -9,10 +9,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
-from tlt_lightning.data.collate import collate
-from tlt_lightning.engine.base import Response
 from tlt_lightning.policy import response_logps
+from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
 
 Written = Sequence[tuple[list[int], list[float]]]
 """Tokens and log-probs of each response."""

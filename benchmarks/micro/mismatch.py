@@ -22,9 +22,10 @@ from benchmarks.common.results import about, heading, note_of, save, table
 from benchmarks.lossless.checks import agreement, score
 from tlt_lightning import PromptSource
 from tlt_lightning.data.prompts import load_prompts
-from tlt_lightning.engine import Quantization, Request, Sampling, VLLMEngine
+from tlt_lightning.engine import Quantization, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.settings import FUSED, linear_layers
 from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer, policy_shapes
+from tlt_lightning.rollout import Request, Sampling
 
 KV_GIB = 4.0
 """Cache of a row's engine on a GPU, where rows run side by side."""

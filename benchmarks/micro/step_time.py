@@ -32,9 +32,10 @@ from benchmarks.common.full_graph_pool import FullGraphPool
 from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
 from benchmarks.common.shapes import SHAPES
-from tlt_lightning.engine import Request, RolloutProgress
+from tlt_lightning.engine import RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import policy_shapes
+from tlt_lightning.rollout import Request
 from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.eagle3_files import HEAD_PARTS
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
@@ -156,7 +157,7 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
     if (controller := engine.inspect().controller) is not None and engine.num_ranks > 1:
         began = time.perf_counter()
         for _ in range(1000):
-            controller.agreement.decide(lambda: OFF)
+            controller.engine_ranks.decide(lambda: OFF)
         result["agreement_ms"] = time.perf_counter() - began
     result |= engine.describe()
     engine.close()

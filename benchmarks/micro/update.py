@@ -26,13 +26,13 @@ from benchmarks.common.results import about, heading, save, table
 from benchmarks.common.shapes import SHAPES
 from benchmarks.lossless.checks import as_batch
 from tlt_lightning import policy as package
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
+from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.training.memory.forecast import CONTEXT, GIB, TrainedModel, forecast
 from tlt_lightning.training.memory.passes import Passes
 from tlt_lightning.training.micro_batches import cut_micro_batches

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tlt_lightning.engine import Request, Sampling
 from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rollout import Request, Sampling
 
 SLACK = 64  # beyond the longest sequence: near the end of the positions an engine drafts less
 GIVEN = ("num_prompts", "group_size", "max_tokens", "kv_cache_gib")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_lightning.engine import Response
 from tlt_lightning.metrics import IterationLog
+from tlt_lightning.rollout import Response
 from tlt_lightning.schedules import RolloutSchedule
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse

@@ -56,9 +56,10 @@ def run_head(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
 
 def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     """Sample responses to held-out questions at temperature 1: lengths and accuracy."""
-    from tlt_lightning.engine import Request, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+    from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
     from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
     from tlt_lightning.rewards.countdown import countdown
+    from tlt_lightning.rollout import Request, Sampling
 
     path = str(args.models / "policy")
     policy, tokenizer = load_policy(path).to(args.device), load_tokenizer(path)

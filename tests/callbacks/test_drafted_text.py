@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.rollout_loop import make_rollout
 from tlt_lightning.callbacks.drafted_text import MAX_CHARS, MAX_TOKENS, completion, pieces, spans
-from tlt_lightning.engine.base import Response, VerifiedDraft
+from tlt_lightning.rollout import Response, VerifiedDraft
 
 
 def response(length: int, drafts: Sequence[VerifiedDraft] = ()) -> Response:

@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import LoRA, export_policy
 from tlt_lightning.commands.export import run_export
-from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rollout import Request, Sampling
 
 IDS = torch.arange(3, 11)[None]
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from tlt_lightning import PartialRollout, RewardTerm
-from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.weight_sync import WeightSync
-from tlt_lightning.engine import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.engine import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import num_written
-from tlt_lightning.hooks import ROLLOUT_HOOKS, IdleWindow
+from tlt_lightning.hooks import ROLLOUT_HOOKS
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.rewards import Format, RewardPool
+from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import RolloutCourse
 from tlt_lightning.training.fsdp2 import FSDP2Strategy

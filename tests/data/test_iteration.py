@@ -10,12 +10,11 @@ import torch
 
 from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling, TailBatching
 from tlt_lightning.data import iteration
-from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.prompts import PromptCursor
-from tlt_lightning.engine import Request, Response
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch
 from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.training.fsdp2 import FSDP2Strategy

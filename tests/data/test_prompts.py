@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser
 
-from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
 from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rollout import Prompt
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }} = {{ m.content }} {% endfor %}:"
 

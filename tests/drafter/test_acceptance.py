@@ -9,9 +9,9 @@ from tests.support.drafters.draft_texts import make_drafter, pack, quality_on, r
 from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy, write
 from tlt_lightning import Sampling
 from tlt_lightning.drafter.quality import AcceptanceRule
-from tlt_lightning.engine import Request
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.rollout import Request
 from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

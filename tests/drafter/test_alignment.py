@@ -23,10 +23,11 @@ from tlt_lightning.drafter.packing import plan_packs
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.drafter.vocabulary import drafted_tokens
-from tlt_lightning.engine import Request, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request
 from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = pytest.mark.vllm

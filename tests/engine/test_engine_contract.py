@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tlt_lightning.engine import Request, Response, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.policy import PolicyWeights, causal_lm, load_policy, load_tokenizer
+from tlt_lightning.rollout import Request, Response, Sampling
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
 MAX_MODEL_LEN = 96

@@ -7,8 +7,9 @@ import torch
 from transformers import GenerationConfig
 
 from tests.conftest import save_policy
-from tlt_lightning.engine import Request, Sampling, TransformersEngine
+from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request, Sampling
 
 PROMPT = [12, 13, 3, 15, 4]
 

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 from tlt_lightning.hooks import RolloutCallback
 
-GALLERY = Path(__file__).parents[2] / "tlt_lightning/gallery"
+GALLERY = Path(__file__).parents[2] / "callbacks"
 NAMES = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "__init__")
 
 

@@ -20,12 +20,12 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
+from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
 from tlt_lightning.training.optimization import WarmupCosine
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from tests.test_policy import make_batch
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.long_tail.policy_drift import PolicyDrift
+from tlt_lightning.rollout import RolloutBatch
 
 
 def test_the_drift_is_the_kl_on_the_first_answers_and_survives_a_checkpoint() -> None:

@@ -2,9 +2,8 @@ from itertools import combinations
 
 import pytest
 
-from tlt_lightning.data.batch import Prompt, Rollout
-from tlt_lightning.engine import Response
 from tlt_lightning.metrics.held_out import HeldOutMetrics, PassAtK, pass_at_k
+from tlt_lightning.rollout import Prompt, Response, Rollout
 
 
 @pytest.mark.parametrize(("num_samples", "num_correct", "k"), [(4, 1, 2), (5, 3, 2), (6, 0, 3), (4, 4, 4)])

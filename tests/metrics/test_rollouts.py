@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from tlt_lightning.data.batch import Prompt, Rollout
-from tlt_lightning.engine import Response
 from tlt_lightning.metrics.iteration_log import IterationLog, combine
 from tlt_lightning.metrics.rollouts import log_rollouts, tail_share
+from tlt_lightning.rollout import Prompt, Response, Rollout
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:

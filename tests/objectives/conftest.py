@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.rollout import RolloutBatch
 
 
 def batch_of(mask: Tensor, **tensors: Any) -> RolloutBatch:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, MaskedImportance, TruncatedImportance
+from tlt_lightning.rollout import RolloutBatch
 
 
 def gradient(first: torch.Tensor, second: torch.Tensor, old_first: torch.Tensor, correction: Any) -> torch.Tensor:

@@ -13,24 +13,25 @@ PACKAGE = ROOT / "tlt_lightning"
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
+    if "gallery" not in path.parts  # a link to the researchers' callbacks/, which import public names alone
 }
 # From the ground up; a room is a folder or a file of the package's root. Arrows go down or stay on their floor.
 FLOORS = [
-    {"arguments", "seeds", "ranks"},
+    {"arguments", "seeds", "ranks", "host_copy"},
     {"speculation"},
+    {"rollout"},
     {"fused"},
     {"policy", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
     {"engine"},
     {"hooks", "metrics", "checks", "training", "schedules"},
-    {"data", "guard"},
-    {"module", "tasks"},
+    {"guard"},
+    {"module"},
+    {"data", "tasks"},
     {"drafter", "callbacks"},
     {"long_tail"},
     {"gallery"},
     {"commands", "__main__"},
 ]
-# Arrows that run up, by what they point at; docs/architecture.md has a sentence for each.
-UP = {"tlt_lightning.data.batch", "tlt_lightning.data.dynamic_sampling"}
 MAX_FILES = 13
 
 
@@ -70,16 +71,13 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
-def test_imports_run_down_but_for_the_arrows_that_the_docs_explain() -> None:
+def test_imports_run_down() -> None:
     up = set()
     for name, path in MODULES.items():
         for target in imports_of(path, lazy=True) & MODULES.keys():
             if "tlt_lightning" not in {name, target} and floor(target) > floor(name):
                 up.add((name, target))
-    assert {target for _, target in up} <= UP, sorted(arrow for arrow in up if arrow[1] not in UP)
-    text = (ROOT / "docs/architecture.md").read_text()
-    for target in UP:
-        assert f"`{target.removeprefix('tlt_lightning.').replace('.', '/')}.py`" in text.split("## Arrows")[1]
+    assert sorted(up) == []
 
 
 def test_every_room_has_a_clause_in_the_docs() -> None:

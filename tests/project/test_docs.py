@@ -29,7 +29,7 @@ from tlt_lightning.speculation import SelectorState
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-GALLERY = ROOT / "tlt_lightning/gallery"
+GALLERY = ROOT / "callbacks"
 FOLDERS = ("docs", "tlt_lightning", "recipes", "benchmarks")
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
 SOURCE = "\n".join(path.read_text() for path in (ROOT / "tlt_lightning").rglob("*.py"))

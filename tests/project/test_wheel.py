@@ -17,7 +17,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel into a new environment, which sees the other packages of this one."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy: building leaves folders behind, and takes up those of an earlier build
-    for name in ("tlt_lightning", "recipes"):
+    for name in ("tlt_lightning", "recipes", "callbacks"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):

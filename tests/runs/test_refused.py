@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
 from tlt_lightning import CriticConfig, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.checks import check_lengths, check_sizes
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives import GRPO, DrGRPO
 from tlt_lightning.rewards import exact_match
+from tlt_lightning.rollout import RolloutBatch
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch
 
 from tests.support.ranks.rank_processes import Ended, run_ranks
 from tests.support.report_pages import read_page
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.objectives import ReinforcePlusPlus
 from tlt_lightning.policy import load_policy, response_logps
+from tlt_lightning.rollout import RolloutBatch
 
 SCRIPT = Path(__file__).parents[1] / "support/ranks/two_ranks.py"
 

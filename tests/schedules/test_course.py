@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tlt_lightning import PartialRollout, SynchronousSchedule, TailBatching
-from tlt_lightning.engine import Response
 from tlt_lightning.metrics import IterationLog
+from tlt_lightning.rollout import Response
 from tlt_lightning.schedules.base import Demand, OpenGroup, choice_of
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
 

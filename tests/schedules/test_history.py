@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlt_lightning import EarlierAnswers, TransformersEngine
-from tlt_lightning.engine import Response
+from tlt_lightning.rollout import Response
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import RolloutCourse, response_seed
 from tlt_lightning.schedules.history import Answered, AnswerHistory

@@ -22,8 +22,8 @@ from tlt_lightning import (
     TailBatching,
     VLLMEngine,
 )
-from tlt_lightning.data.batch import Rollout
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.rollout import Rollout
 from tlt_lightning.speculation import FixedSelector
 
 RUNS = [

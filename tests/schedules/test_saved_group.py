@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tlt_lightning.engine import Response
+from tlt_lightning.rollout import Response
 from tlt_lightning.schedules.base import OpenGroup
 from tlt_lightning.schedules.saved_group import pack, unpack
 

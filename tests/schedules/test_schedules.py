@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tlt_lightning import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
-from tlt_lightning.engine import Response, Sampling, TransformersEngine
+from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.rollout import Response, Sampling
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse
 

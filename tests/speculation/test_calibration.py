@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.speculation import CostModelSelector, FixedSelector, calibration
-from tlt_lightning.speculation.agreement import Agreement
 from tlt_lightning.speculation.calibration import (
     LEAST_ERROR,
     CalibrationSelector,
@@ -143,7 +143,7 @@ def test_warming_up_ends_at_half_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("num_steps", [[3], [2, 0, 4]])
 def test_ranks_that_follow_take_the_steps_of_the_one_that_measures(num_steps: list[int]) -> None:
-    class Shared(Agreement):
+    class Shared(EngineRanks):
         """Hands what the first rank decides to the second."""
 
         def __init__(self, index: int) -> None:

@@ -16,9 +16,9 @@ from tlt_lightning import (
     TransformersEngine,
     VLLMEngine,
 )
-from tlt_lightning.data.batch import Rollout, RolloutBatch
 from tlt_lightning.engine import RolloutEngine
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.rollout import Rollout, RolloutBatch
 
 
 class NeverLoaded(TransformersEngine):

@@ -11,11 +11,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.data.batch import Prompt, Rollout
-from tlt_lightning.engine.base import Response, RolloutProgress
+from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.rollouts import log_rollouts
+from tlt_lightning.rollout import Prompt, Response, Rollout
 
 MakeRollouts = Callable[[int], Sequence[Rollout]]
 

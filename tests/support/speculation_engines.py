@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head, train_head
-from tlt_lightning.engine import Quantization, Request, Response, RolloutProgress, Sampling, VLLMEngine
+from tlt_lightning.engine import Quantization, RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 MAX_MODEL_LEN = 128

@@ -9,8 +9,8 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
-from tlt_lightning.data.idle import IdleWindows
-from tlt_lightning.data.liveness import Liveness
+from tlt_lightning.ranks.idle_windows import IdleWindows
+from tlt_lightning.ranks.liveness import Liveness
 
 
 def make_trainers(patience: float = 60.0) -> list[Any]:

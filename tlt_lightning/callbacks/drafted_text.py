@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tlt_lightning.callbacks.report_page import in_five_digits
-from tlt_lightning.data.batch import Rollout
-from tlt_lightning.engine.base import Response
+from tlt_lightning.rollout import Response, Rollout
 
 MAX_TOKENS, MAX_CHARS = 1600, 4000
 """Most tokens that are shown of a response, and characters of its prompt and of its answer."""

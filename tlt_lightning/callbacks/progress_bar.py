@@ -24,9 +24,9 @@ from tlt_lightning.callbacks.rollout_text import (
     rollout_label,
     summary_line,
 )
-from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.rollout import Rollout
 
 LINE_SECONDS = 10.0
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import lightning as L
 
-from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.rewards.term import RESERVED_NAMES
+from tlt_lightning.rollout import Rollout
 
 MAX_SHOWN_CHARS = 400
 """Characters that are shown of a completion, three times as many as of its prompt."""

@@ -25,10 +25,10 @@ from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.callbacks.report_page import columns, kept_details, page, rounded
 from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, worker_timeline
 from tlt_lightning.callbacks.run_facts import configuration, facts
-from tlt_lightning.data.batch import Rollout
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.guard.files import part_of, set_aside
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.rollout import Rollout
 from tlt_lightning.seeds import given_seed
 from tlt_lightning.training.resume import begins_run, held_by
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 
-from tlt_lightning.data.batch import Prompt, Rollout
 from tlt_lightning.data.weight_sync import WeightSync
-from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import checked
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.rewards.pool import RewardPool
+from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.course import RolloutCourse
 from tlt_lightning.training.fsdp2 import agreement
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tlt_lightning.data.engine_probe import EngineProbe
-    from tlt_lightning.data.idle import IdleWindows
-    from tlt_lightning.hooks import IdleWindow
+    from tlt_lightning.ranks.idle_windows import IdleWindow, IdleWindows
 
 
 class RolloutCollector:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlt_lightning.arguments import check_at_least
-from tlt_lightning.data.batch import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +20,3 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         check_at_least("dynamic_sampling.max_rounds", self.max_rounds, 2, "Drop `dynamic_sampling` to roll out once.")
-
-
-def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Return the rollouts by group, groups and rollouts in their order."""
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return list(groups.values())
-
-
-def has_spread(group: Sequence[Rollout]) -> bool:
-    """Return True if a group's rewards differ, so that some advantages do (DAPO, Eq. 11).
-
-    What an objective adds to the rewards, such as DAPO's overlong punishment, does not count.
-    """
-    return len({rollout.reward for rollout in group}) > 1

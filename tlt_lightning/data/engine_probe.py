@@ -11,11 +11,10 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
-from tlt_lightning.data.batch import Rollout
-from tlt_lightning.data.collate import collate
-from tlt_lightning.engine.base import RolloutEngine, Sampling
+from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import EIGHT_BIT, check_agreement
 from tlt_lightning.policy import response_logps
+from tlt_lightning.rollout import Rollout, Sampling, collate
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.arguments import check_count, check_optional
-from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
-from tlt_lightning.data.collate import collate
-from tlt_lightning.data.dynamic_sampling import DynamicSampling, has_spread, split_groups
-from tlt_lightning.engine.base import Request, Sampling
+from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
 from tlt_lightning.objectives.base import advantages_of
 from tlt_lightning.objectives.ppo import explained_variance
-from tlt_lightning.ranks import gather_over_ranks, sum_over_ranks
+from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
+from tlt_lightning.rollout import Prompt, Request, Rollout, RolloutBatch, Sampling, collate, has_spread, split_groups
 from tlt_lightning.schedules.base import Demand, OpenGroup
 from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed, texts_by_seed
 from tlt_lightning.schedules.deal import deal
@@ -36,8 +34,8 @@ from tlt_lightning.training.optimization import check_accumulation
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
     from tlt_lightning.data.prompts import PromptCursor
-    from tlt_lightning.hooks import IdleWindow
     from tlt_lightning.module import RLModule
+    from tlt_lightning.ranks.idle_windows import IdleWindow
     from tlt_lightning.training.networks import Scoring
 
 

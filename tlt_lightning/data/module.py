@@ -23,24 +23,24 @@ from tlt_lightning.checks import (
     check_trainer,
     warn_of_filters,
 )
-from tlt_lightning.data.batch import Prompt, Rollout, RolloutBatch
 from tlt_lightning.data.collector import RolloutCollector
-from tlt_lightning.data.dynamic_sampling import DynamicSampling, split_groups
+from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.data.engine_probe import EngineProbe
-from tlt_lightning.data.idle import IdleWindows
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
-from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
-from tlt_lightning.engine.base import RolloutEngine, Sampling
+from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
-from tlt_lightning.ranks import gather_over_ranks
+from tlt_lightning.ranks.idle_windows import IdleWindows
+from tlt_lightning.ranks.liveness import Liveness
+from tlt_lightning.ranks.reduce import gather_over_ranks
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import check_seconds
 from tlt_lightning.rewards.term import as_terms, check_rows
+from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
 from tlt_lightning.schedules.base import RolloutSchedule
 from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.arguments import check_flag, check_optional, check_type, text_of
-from tlt_lightning.data.batch import Prompt
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
+from tlt_lightning.rollout import Prompt
 
 if TYPE_CHECKING:
     from jinja2 import Template

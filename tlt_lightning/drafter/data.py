@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count, check_flag, check_number, check_optional, check_text, text_of
-from tlt_lightning.data.liveness import Liveness
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
@@ -23,6 +22,7 @@ from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.guard.callback import protect
 from tlt_lightning.hooks import check_overrides
+from tlt_lightning.ranks.liveness import Liveness
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

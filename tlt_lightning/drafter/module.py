@@ -29,7 +29,7 @@ from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, d
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.hooks import check_overrides
 from tlt_lightning.policy import end_token_ids, load_tokenizer
-from tlt_lightning.ranks import sum_over_ranks
+from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.optimization import check_builds, check_schedules, with_schedule
 
 if TYPE_CHECKING:

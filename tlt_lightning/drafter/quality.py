@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_lightning.fused.compiled import compiled_on_gpu
 
 if TYPE_CHECKING:
-    from tlt_lightning.engine.base import Sampling
+    from tlt_lightning.rollout import Sampling
 
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 _TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices

@@ -1,6 +1,6 @@
 """Offer the rollout engines, which write responses."""
 
-from tlt_lightning.engine.base import Request, Response, RolloutEngine, RolloutProgress, Sampling
+from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.engine.vllm.engine import EngineParts, VLLMEngine
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
@@ -9,11 +9,8 @@ from tlt_lightning.engine.vllm.speculation import Speculation
 __all__ = [
     "EngineParts",
     "Quantization",
-    "Request",
-    "Response",
     "RolloutEngine",
     "RolloutProgress",
-    "Sampling",
     "Speculation",
     "TransformersEngine",
     "VLLMEngine",

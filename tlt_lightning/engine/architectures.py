@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_lightning.ranks.joined_ranks import count_ranks
+
 WAY_OUT = (
     "`data.engine: tlt_lightning.TransformersEngine` rolls out with the trainer's own model, slower, if its logits are "
     "the output of its head alone"
@@ -126,3 +128,14 @@ def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
                         f"`policy` {policy!r}: its config.json makes {name!r} {tuple(shapes[name])}, but {path.name} "
                         f"holds {held}; config and weights are not of one model."
                     )
+
+
+def check_split(policy: str, head: str | None, num_ranks: int) -> None:
+    """Raise ValueError unless the run's ranks, the policy and its head (paths) split into engines of `num_ranks`."""
+    world_size = count_ranks()
+    if world_size % num_ranks:
+        raise ValueError(
+            f"`tensor_parallel` {num_ranks} makes one engine of so many neighbouring ranks, and does not divide the "
+            f"{world_size} of this run: start more (`Trainer(devices=..., strategy='ddp')`), or choose a divisor."
+        )
+    check_divides(policy, head, num_ranks)

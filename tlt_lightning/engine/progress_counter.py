@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from tlt_lightning.engine.base import Response, RolloutProgress
+from tlt_lightning.engine.base import RolloutProgress
+from tlt_lightning.rollout import Response
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
 

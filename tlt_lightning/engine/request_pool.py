@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tlt_lightning.engine.base import Request, Response
-from tlt_lightning.speculation.agreement import Agreement
+from tlt_lightning.ranks.engine_ranks import EngineRanks
+from tlt_lightning.rollout import Request, Response
 
 
 class RequestPool:
@@ -16,11 +16,11 @@ class RequestPool:
     of requests and groups are told apart by the rank: ``number * ranks + rank``.
 
     Args:
-        agreement: Of the ranks.
+        engine_ranks: Whose callers they are.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
+    def __init__(self, engine_ranks: EngineRanks) -> None:
+        self.engine_ranks = engine_ranks
         self._added: list[Request] = []
         self._stopped: set[int] = set()
 
@@ -40,15 +40,15 @@ class RequestPool:
     @property
     def asks_alone(self) -> bool:
         """True if a lone rank asks for something; several meet only where a response has ended."""
-        return self.agreement.num_ranks == 1 and bool(self._added or self._stopped)
+        return self.engine_ranks.num_ranks == 1 and bool(self._added or self._stopped)
 
     def meet(self) -> tuple[list[Request], set[int]]:
         """Return requests and stops that all ranks have asked for since they last met, the same on all of them."""
         coming: list[Request] = []
         leaving: set[int] = set()
-        ranks = self.agreement.num_ranks
-        if self.agreement.is_any(bool(self._added or self._stopped)):
-            for rank, (added, stopped) in enumerate(self.agreement.gather((self._added, self._stopped))):
+        ranks = self.engine_ranks.num_ranks
+        if self.engine_ranks.is_any(bool(self._added or self._stopped)):
+            for rank, (added, stopped) in enumerate(self.engine_ranks.gather((self._added, self._stopped))):
                 coming += [replace(each, id=each.id * ranks + rank, group=each.group * ranks + rank) for each in added]
                 leaving |= {number * ranks + rank for number in stopped}
         self.clear()
@@ -56,12 +56,12 @@ class RequestPool:
 
     def own(self, ids: Collection[int]) -> list[int]:
         """Return those of the pooled ids that are this rank's, by its own numbers."""
-        ranks, rank = self.agreement.num_ranks, self.agreement.index
+        ranks, rank = self.engine_ranks.num_ranks, self.engine_ranks.index
         return [number // ranks for number in ids if number % ranks == rank]
 
     def own_responses(self, responses: Sequence[Response]) -> list[Response]:
         """Return this rank's of the responses to pooled requests, by its own numbers."""
-        ranks, rank = self.agreement.num_ranks, self.agreement.index
+        ranks, rank = self.engine_ranks.num_ranks, self.engine_ranks.index
         mine = [each for each in responses if each.request_id % ranks == rank]
         return mine if ranks == 1 else [replace(each, request_id=each.request_id // ranks) for each in mine]
 

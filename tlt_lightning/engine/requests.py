@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tlt_lightning.engine.base import FINISH_REASONS, Request, Response, RolloutEngine, Sampling
+from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.rollout import FINISH_REASONS, Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count
-from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
+from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests, joined, limit_of, noise_of, not_begun, num_written, text_of
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.policy import end_token_ids, load_tokenizer
+from tlt_lightning.rollout import Request, Response, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
-from tlt_lightning.data.liveness import SIGTERM_STATUS, Liveness
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers, save_behind
 from tlt_lightning.guard.folder_lock import FolderLock
@@ -24,6 +23,7 @@ from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.ranks.liveness import SIGTERM_STATUS, Liveness
 from tlt_lightning.training.lightning_callbacks import save_followed
 from tlt_lightning.training.resume import forget_unfinished, restart_validation
 

@@ -20,11 +20,11 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.guard.background import Background
 from tlt_lightning.guard.files import PART, part_of, write_whole
 from tlt_lightning.guard.parts import OWN, TOKEN, missing_parts, read_part, remove_lost_parts, remove_parts
 from tlt_lightning.guard.shards import SHARDS, make_whole, put_together
+from tlt_lightning.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from tlt_lightning.data.liveness import Liveness
+from tlt_lightning.ranks.liveness import Liveness
 
 NOTE = "\nEnding at the next engine or optimizer step, to write a checkpoint; Ctrl-C again ends at once.\n"
 

@@ -15,14 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_flag, check_positive, check_type, text_of
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.vocabulary import count_tokens
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.hooks import IdleWindow, RolloutCallback
+from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.attach import ServedHead
 from tlt_lightning.long_tail.budget import TrainingBudget
@@ -34,7 +33,9 @@ from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
-from tlt_lightning.ranks import sum_over_ranks
+from tlt_lightning.ranks.idle_windows import IdleWindow
+from tlt_lightning.ranks.reduce import sum_over_ranks
+from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.memory.optimizer_state import training_bytes
 from tlt_lightning.training.resume import begins_run, is_within

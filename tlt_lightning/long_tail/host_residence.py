@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.engine.host_copy import HostCopy
+from tlt_lightning.host_copy import HostCopy
 
 
 class HostResidence:

@@ -11,10 +11,10 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.hidden_states import choose_rows
 from tlt_lightning.objectives.kl import k3
 from tlt_lightning.policy import response_logps
+from tlt_lightning.rollout import RolloutBatch
 
 _MAX_TOKENS = 2048  # scored anew in each iteration; a thousandth of an iteration of a run worth speeding up
 

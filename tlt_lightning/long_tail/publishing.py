@@ -23,9 +23,9 @@ from torch import Tensor
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PACK_MULTIPLE, fill_pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
-from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.long_tail.buffer import prompt_key, text_key
 from tlt_lightning.long_tail.publication import Publication
 from tlt_lightning.long_tail.trainer import DrafterTrainer

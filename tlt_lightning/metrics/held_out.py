@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
-from tlt_lightning.data.batch import Rollout
+from tlt_lightning.rollout import Rollout
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

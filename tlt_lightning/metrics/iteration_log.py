@@ -13,7 +13,7 @@ import lightning as L
 from torch import Tensor
 
 from tlt_lightning.metrics.peak_memory import PeakMemory
-from tlt_lightning.ranks import gather_over_ranks
+from tlt_lightning.ranks.reduce import gather_over_ranks
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tlt_lightning.data.batch import Rollout
-from tlt_lightning.data.dynamic_sampling import has_spread, split_groups
 from tlt_lightning.metrics.iteration_log import IterationLog
+from tlt_lightning.rollout import Rollout, has_spread, split_groups
 
 
 def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:

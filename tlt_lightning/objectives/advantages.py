@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tlt_lightning.arguments import check_within
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.base import Advantages, Reduce, fill, require, upcast
+from tlt_lightning.rollout import RolloutBatch
 
 
 def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:

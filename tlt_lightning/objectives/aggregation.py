@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tlt_lightning.arguments import check_at_least
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.base import fill
+from tlt_lightning.rollout import RolloutBatch
 
 
 def sequence_sum(x: Tensor, mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tlt_lightning.data.batch import RolloutBatch
+from tlt_lightning.rollout import RolloutBatch
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks; the identity on one."""

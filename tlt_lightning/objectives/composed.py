@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.arguments import check_at_least, check_optional, check_type
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import AdvantageEstimator
 from tlt_lightning.objectives.aggregation import Aggregation, token_mean
 from tlt_lightning.objectives.base import (
@@ -27,6 +26,7 @@ from tlt_lightning.objectives.base import (
 from tlt_lightning.objectives.correction import Level, MismatchCorrection, importance_weights
 from tlt_lightning.objectives.kl import KLPenalty, k3
 from tlt_lightning.objectives.surrogates import Surrogate
+from tlt_lightning.rollout import RolloutBatch
 
 
 @dataclass(kw_only=True)

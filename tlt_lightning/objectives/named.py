@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.arguments import check_count, check_type, check_within
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import (
     AdvantageEstimator,
     GroupCentred,
@@ -28,6 +27,7 @@ from tlt_lightning.objectives.aggregation import (
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
 from tlt_lightning.objectives.surrogates import CappedRatio, ClippedRatio, SequenceRatio, SoftGate, Surrogate
+from tlt_lightning.rollout import RolloutBatch
 
 
 @dataclass(kw_only=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.arguments import check_positive
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.objectives.advantages import GAE, AdvantageEstimator, global_moments
 from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
 from tlt_lightning.objectives.base import ObjectiveOutput, Reduce, fill, require
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
 from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
+from tlt_lightning.rollout import RolloutBatch
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

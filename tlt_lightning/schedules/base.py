@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from tlt_lightning.engine.base import Response
+    from tlt_lightning.rollout import Response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tlt_lightning.arguments import check_optional
-from tlt_lightning.engine.base import Request, Response
 from tlt_lightning.objectives.composed import ComposedObjective
+from tlt_lightning.rollout import Request, Response
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule, begin_of, choice_of
 from tlt_lightning.schedules.saved_group import pack, unpack
 from tlt_lightning.schedules.synchronous import SynchronousSchedule
 from tlt_lightning.seeds import run_seed, seed_of
 
 if TYPE_CHECKING:
-    from tlt_lightning.engine.base import RolloutEngine, Sampling
+    from tlt_lightning.engine.base import RolloutEngine
     from tlt_lightning.metrics import IterationLog
     from tlt_lightning.objectives.base import PolicyObjective
+    from tlt_lightning.rollout import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tlt_lightning.engine.base import Response
+from tlt_lightning.rollout import Response
 from tlt_lightning.schedules.base import OpenGroup
 
 

@@ -21,7 +21,7 @@ from statistics import median
 
 from typing_extensions import override
 
-from tlt_lightning.speculation.agreement import Agreement
+from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
 from tlt_lightning.speculation.selectors.fixed import FixedSelector
@@ -103,27 +103,27 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs})
 
 
-def lead(decode: Decode, agreement: Agreement) -> Decode:
+def lead(decode: Decode, engine_ranks: EngineRanks) -> Decode:
     """Return `decode` for the rank that measures: it tells the other ranks, which `follow`, of every batch and step."""
 
     def led(number: int) -> Generator[object, None, None]:
-        agreement.decide(lambda: number)
+        engine_ranks.decide(lambda: number)
         with closing(decode(number)) as steps:
             try:
                 while True:
-                    agreement.decide(lambda: True)
+                    engine_ranks.decide(lambda: True)
                     yield next(steps, None)
             finally:
-                agreement.decide(lambda: False)  # in the rollout, as it is for those that follow: meetings are counted
+                engine_ranks.decide(lambda: False)  # in the rollout, as for those that follow: meetings are counted
 
     return led
 
 
-def follow(decode: Decode, agreement: Agreement) -> None:
+def follow(decode: Decode, engine_ranks: EngineRanks) -> None:
     """Decode the batches of the rank that measures, step by step, until it tells of a batch of none."""
-    while number := agreement.decide(lambda: 0):
+    while number := engine_ranks.decide(lambda: 0):
         with closing(decode(number)) as steps:
-            while agreement.decide(lambda: False):
+            while engine_ranks.decide(lambda: False):
                 next(steps, None)
 
 

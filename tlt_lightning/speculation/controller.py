@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tlt_lightning.speculation.agreement import ALONE, Agreement
+from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, LookupDrafter, Source
@@ -72,7 +72,7 @@ class StrategyController:
         alarm: Silences the head when its acceptance collapses.
         trace: Takes one row a step; None keeps none.
         is_cold: The head has no weights worth trying before the first `weights_changed` that names them.
-        agreement: Of the ranks that are the engine: the first one's selector chooses for all. Every rank's selector
+        engine_ranks: The ranks that are the engine: the first one's selector chooses for all. Every rank's selector
             learns, by the rank's own clock, so that a run can be resumed with the ranks in other places.
         compute_dtype: Type that the engine computes in; what a selector learned of steps in another is not restored.
     """
@@ -86,7 +86,7 @@ class StrategyController:
         alarm: AcceptanceAlarm | None = None,
         trace: StepTrace | None = None,
         is_cold: bool = False,
-        agreement: Agreement = ALONE,
+        engine_ranks: EngineRanks = ALONE,
         compute_dtype: str = "bfloat16",
     ) -> None:
         self.selector = selector
@@ -95,7 +95,7 @@ class StrategyController:
         self.alarm = alarm or AcceptanceAlarm()
         self.trace = trace
         self.is_cold = is_cold
-        self.agreement = agreement
+        self.engine_ranks = engine_ranks
         self.compute_dtype = compute_dtype
         self.drafter_version = -1
         self.counters = SpeculationCounters()
@@ -139,7 +139,7 @@ class StrategyController:
         )
         verifies = self.strategy
         if self._steps_left == 0:
-            choice = self.agreement.decide(partial(self._choose, state))
+            choice = self.engine_ranks.decide(partial(self._choose, state))
             self._choice = OFF if choice.is_off else choice
             self._steps_left = self.steps_per_choice
         self._steps_left -= 1

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.arguments import check_count, check_optional, check_positive, text_of
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
+from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding, as_forward
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.policy import load_policy, response_logps
+from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 
 

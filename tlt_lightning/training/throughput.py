@@ -10,10 +10,10 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
+from tlt_lightning.rollout import RolloutBatch
 
 DENSE_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12, "NVIDIA H100 NVL": 835e12, "NVIDIA B200": 2250e12}
 """Peaks in bfloat16, from NVIDIA's data sheets, of devices that Lightning lacks or gives with sparsity."""

@@ -11,9 +11,10 @@ import torch
 
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, save_endless_policy, siblings, write
-from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation import CostModelSelector, FixedSelector, calibration
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, Strategy
 

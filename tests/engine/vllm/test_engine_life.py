@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.support.speculation_engines import MAX_MODEL_LEN, engine_of, siblings, write
-from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.planned_memory import BLOCK, planned_memory
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.trace import StepTrace
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning.engine import Request
 from tlt_lightning.engine.vllm import runner
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner, num_admissible
 from tlt_lightning.engine.vllm.runner_v1 import step_plainly_without_drafts
+from tlt_lightning.rollout import Request
 from tlt_lightning.speculation.controller import StepResult, StrategyController
 from tlt_lightning.speculation.lookup import LEARNED
 from tlt_lightning.speculation.strategy import Strategy

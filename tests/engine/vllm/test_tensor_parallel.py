@@ -25,9 +25,10 @@ from tests.support.speculation_engines import (
     save_trained_head,
     siblings,
 )
-from tlt_lightning.engine import Sampling, rank_group
+from tlt_lightning.engine import architectures
 from tlt_lightning.engine.vllm.requests import RequestWriter
-from tlt_lightning.speculation.agreement import Agreement
+from tlt_lightning.ranks.engine_ranks import EngineRanks
+from tlt_lightning.rollout import Sampling
 
 pytestmark = pytest.mark.vllm
 
@@ -117,7 +118,7 @@ def test_closed_engines_leave_no_sockets_behind(ranks: list[dict[str, Any]]) -> 
     assert ranks[0]["sockets"] == []
 
 
-class Meetings(Agreement):
+class Meetings(EngineRanks):
     """The meetings of one of four ranks, and which of them none may be late to."""
 
     num_ranks = 4
@@ -190,6 +191,6 @@ def test_what_does_not_split_is_refused_before_it_loads(
 ) -> None:
     policy = save_policy(tmp_path, **{"hidden_size": 24 if num_ranks == 3 else 64, **overrides})
     if overrides or num_ranks == 4:
-        monkeypatch.setattr(rank_group, "count_ranks", lambda: 12)
+        monkeypatch.setattr(architectures, "count_ranks", lambda: 12)
     with pytest.raises(ValueError, match=message):
-        rank_group.check_split(str(policy), None, num_ranks)
+        architectures.check_split(str(policy), None, num_ranks)

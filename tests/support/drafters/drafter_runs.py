@@ -9,12 +9,13 @@ import torch
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.engine import Request, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rewards import countdown
+from tlt_lightning.rollout import Request
 from tlt_lightning.speculation.strategy import OFF, Strategy, StrategySelector
 
 ASSETS = Path(__file__).parents[3] / "recipes" / "assets" / "countdown"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.test_policy import make_batch
-from tlt_lightning.data.batch import RolloutBatch
 from tlt_lightning.hooks import UNEVEN_HOOKS, call_rollout_hook
 from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
+from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding import hook_call
 from tlt_lightning.sharding.units import Sharding, norm_of, units_of
 from tlt_lightning.training.critic import Critic, CriticConfig

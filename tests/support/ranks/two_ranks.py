@@ -19,7 +19,7 @@ from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, R
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.engine import TransformersEngine, VLLMEngine
 from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
-from tlt_lightning.ranks import sum_over_ranks
+from tlt_lightning.ranks.reduce import sum_over_ranks
 
 
 def evenness(prompt: str, response: str, row: dict) -> float:

@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from tests.support.rl_runs import make_data
 from tlt_lightning import RewardTerm, RLModule, RolloutCallback
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
-from tlt_lightning.data import liveness
 from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.ranks import liveness
 
 
 def length(prompt: str, response: str, row: dict) -> float:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.engine.base import NamedTensors
-from tlt_lightning.engine.host_copy import HostCopy
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.policy_weights import quiet_loading
-from tlt_lightning.speculation.agreement import ALONE, Agreement
+from tlt_lightning.host_copy import HostCopy
+from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.speculation.eagle3_files import canonical_name
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ class HeadWeights:
         engine: The live engine.
         head: The head's module in it.
         shapes: Names and shapes of the tensors the head was saved with.
-        agreement: Of the ranks that are the engine.
+        engine_ranks: The ranks that are the engine.
     """
 
     def __init__(
-        self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]], agreement: Agreement = ALONE
+        self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]], engine_ranks: EngineRanks = ALONE
     ) -> None:
-        self.engine, self.head, self.shapes, self.agreement = engine, head, shapes, agreement
+        self.engine, self.head, self.shapes, self.engine_ranks = engine, head, shapes, engine_ranks
         self._kept, self._is_kept = HostCopy(), False
 
     @property
@@ -51,7 +51,7 @@ class HeadWeights:
     @property
     def shares_output(self) -> bool:
         """True if the head's output layer is the policy's own; a rank that holds padding alone cannot tell."""
-        return self.agreement.decide(lambda: self.head.lm_head is getattr(self._policy, "lm_head", None))
+        return self.engine_ranks.decide(lambda: self.head.lm_head is getattr(self._policy, "lm_head", None))
 
     def update(self, named_tensors: NamedTensors) -> None:
         """Replace the trainable weights in place.

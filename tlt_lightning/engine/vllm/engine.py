@@ -14,11 +14,10 @@ import torch
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_choice, check_count, check_flag, check_number, check_optional, check_positive
-from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size
-from tlt_lightning.engine.base import NamedTensors, OnProgress, Request, Response, RolloutEngine, Sampling
+from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size, check_split
+from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.planned_memory import gpu_bytes, planned_memory, step_tokens
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.rank_group import check_split
 from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
@@ -32,6 +31,7 @@ from tlt_lightning.engine.vllm.required.version import check_version, installed_
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
+from tlt_lightning.rollout import Request, Response, Sampling
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -153,11 +153,11 @@ class VLLMEngine(RolloutEngine):
         check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = tokenizer  # for stop strings
-        agreement, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
+        engine_ranks, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
         if self.speculation is not None:
-            self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, agreement)
+            self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, engine_ranks)
             self.drafts_may_share_noise = self._speculative.shares_noise
-        self._writer = RequestWriter(self._engine, self._speculative, agreement, comparison)
+        self._writer = RequestWriter(self._engine, self._speculative, engine_ranks, comparison)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", installed_version(), time.perf_counter() - started)
 

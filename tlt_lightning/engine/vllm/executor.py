@@ -15,9 +15,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tlt_lightning.engine.rank_group import RankGroup
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach, scheduler_of
-from tlt_lightning.speculation.agreement import ALONE, Agreement
+from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.ranks.joined_ranks import JoinedRanks
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -64,8 +64,8 @@ class RankExecutor(UniProcExecutor):
 
     def join(
         self, engine: LLMEngine, graphs: PlannedGraphs | None, compare: bool
-    ) -> tuple[Agreement, StepComparison | None]:
-        """Return the agreement of a started engine's ranks, and with `compare` what compares their steps.
+    ) -> tuple[EngineRanks, StepComparison | None]:
+        """Return the ranks of a started engine, and with `compare` what compares their steps.
 
         Raises:
             RuntimeError: The ranks have not equal caches and plans of CUDA graphs.
@@ -101,16 +101,16 @@ class RankExecutor(UniProcExecutor):
         return [min(pair) for pair in zip(free, usable, strict=True)]
 
 
-def _group() -> RankGroup:
+def _group() -> JoinedRanks:
     """Return the ranks that are this engine, once it has started."""
-    return RankGroup(_group_of_vllm().cpu_group)
+    return JoinedRanks(_group_of_vllm().cpu_group)
 
 
 def _group_of_vllm() -> Any:
     return reach(parallel_state, "get_tp_group")()
 
 
-def _note(group: RankGroup, output: SchedulerOutput) -> None:
+def _note(group: JoinedRanks, output: SchedulerOutput) -> None:
     """Note the tokens of a step that begins by request, and which of them are drafts."""
     drafts = output.scheduled_spec_decode_tokens.values()
     group.note((*output.num_scheduled_tokens.values(), *map(len, drafts)))
@@ -125,7 +125,7 @@ class StepComparison:
         group: The ranks.
     """
 
-    def __init__(self, scheduler: Any, group: RankGroup) -> None:
+    def __init__(self, scheduler: Any, group: JoinedRanks) -> None:
         self._group, self._scheduler = group, scheduler
 
     def step(self, output: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.engine.base import Request, Response, RolloutProgress, Sampling, VerifiedDraft
+from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
@@ -16,7 +16,8 @@ from tlt_lightning.engine.requests import joined, limit_of, noise_of, not_begun,
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm.internals import abort, reach, scheduler_of
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
-from tlt_lightning.speculation.agreement import ALONE, Agreement
+from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.rollout import Request, Response, Sampling, VerifiedDraft
 from tlt_lightning.speculation.calibration import PROMPT_LENGTH, random_prompts
 from tlt_lightning.speculation.strategy import OFF
 
@@ -38,7 +39,7 @@ class RequestWriter:
     Args:
         engine: vLLM's own, with current weights whenever something is written.
         speculative: Runner of drafts in that engine; None writes plainly.
-        agreement: Of the ranks that are the engine: they write the requests of all their callers.
+        engine_ranks: The ranks that are the engine: they write the requests of all their callers.
         comparison: Compares what they do; None trusts them.
     """
 
@@ -46,13 +47,13 @@ class RequestWriter:
         self,
         engine: LLMEngine,
         speculative: SpeculativeRunner | None,
-        agreement: Agreement = ALONE,
+        engine_ranks: EngineRanks = ALONE,
         comparison: StepComparison | None = None,
     ) -> None:
         self._engine, self._speculative = engine, speculative
         self._scheduler: Any = scheduler_of(engine)
         self._comparison = comparison
-        self.pool = RequestPool(agreement)  # what callers ask for, until it is handed to the engine
+        self.pool = RequestPool(engine_ranks)  # what callers ask for, until it is handed to the engine
         self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
@@ -80,15 +81,15 @@ class RequestWriter:
 
         They are those of all ranks of the engine, by their numbers in the pool.
         """
-        engine, speculative, agreement = self._engine, self._speculative, self.pool.agreement
+        engine, speculative, engine_ranks = self._engine, self._speculative, self.pool.engine_ranks
         self._version = policy_version
-        numbers = EngineRandom(agreement.decide(lambda: seed))
+        numbers = EngineRandom(engine_ranks.decide(lambda: seed))
         is_async = engine.vllm_config.scheduler_config.async_scheduling
         if speculative is not None:
             speculative.begin_rollout()
         try:
             self._compare()  # waits for all: a broadcast of `decide` may leave out ranks that are not here yet
-            agreement.enter_rollout()
+            engine_ranks.enter_rollout()
             self.pool.add(requests)
             self._order = RequestOrder()
             # Callers add and stop requests when they have had responses; new requests and free seats change the order.
@@ -130,14 +131,14 @@ class RequestWriter:
 
     def _compare(self) -> None:
         """Raise RuntimeError if the ranks of the engine differ in the last tokens of their requests."""
-        agreement = self.pool.agreement
-        if agreement.num_ranks > 1:
-            agreement.note(request.all_token_ids[-1] for request in self._scheduler.running)
-            agreement.is_any(False)
+        engine_ranks = self.pool.engine_ranks
+        if engine_ranks.num_ranks > 1:
+            engine_ranks.note(request.all_token_ids[-1] for request in self._scheduler.running)
+            engine_ranks.is_any(False)
 
     def _leave(self) -> None:
         """End a rollout, also one that the caller gave up or an exception passed through."""
-        self.pool.agreement.leave_rollout()
+        self.pool.engine_ranks.leave_rollout()
         if self._running:
             self._engine.abort_request([str(number) for number in self._running])
         for held in (self.pool, self._running, self._before):
@@ -151,7 +152,7 @@ class RequestWriter:
         params = sampling_params(Sampling(max_tokens=min(room, 256)), Request(id=0, prompt_ids=()), ())
         params.ignore_eos = True
         requests = [Request(id=i, prompt_ids=ids) for i, ids in enumerate(random_prompts(number))]
-        requests = requests if self.pool.agreement.is_first else []
+        requests = requests if self.pool.engine_ranks.is_first else []
         return self.steps(requests, lambda _: params, seed=0, policy_version=0)
 
     def progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
@@ -189,7 +190,7 @@ class RequestWriter:
         drafts = {} if self._speculative is None else self._speculative.verified_for
         request = self._running.pop(int(output.request_id))
         response = joined(request, response_of(output, self._version, drafts))
-        self.pool.agreement.note(response.token_ids)
+        self.pool.engine_ranks.note(response.token_ids)
         if not response.is_unfinished:
             self._order.end(request.group, len(response.token_ids))
         return response

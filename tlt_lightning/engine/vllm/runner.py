@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tlt_lightning.engine.base import Request, VerifiedDraft
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
+from tlt_lightning.rollout import Request, VerifiedDraft
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.calibration import (
     CalibrationSelector,
@@ -108,29 +108,29 @@ class SpeculativeRunner(ABC):
     @property
     def wants_calibration(self) -> bool:
         """True while measured steps would help the selector."""
-        return self.controller.agreement.decide(lambda: self.controller.selector.wants_calibration)
+        return self.controller.engine_ranks.decide(lambda: self.controller.selector.wants_calibration)
 
     def calibrate(self, decode: Decode, max_num_seqs: int) -> None:
         """Measure steps of `decode`, up to `max_num_seqs` requests; leave only keys and values."""
         mine, graphs = self.controller, self.graphs
-        agreement, steps = mine.agreement, []
+        engine_ranks, steps = mine.engine_ranks, []
         dial = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses())
         self.controller = StrategyController(
             dial,
             steps_per_choice=1,
             lookups=FillerDrafter(siblings=True, ngram=True),
             alarm=AcceptanceAlarm(window=sys.maxsize),  # random texts are not what the head was trained on
-            agreement=agreement,
+            engine_ranks=engine_ranks,
         )
         try:
-            if agreement.is_first:
-                steps = measure_steps(dial, lead(decode, agreement), mine.selector, max_num_seqs)
-                agreement.decide(lambda: 0)
+            if engine_ranks.is_first:
+                steps = measure_steps(dial, lead(decode, engine_ranks), mine.selector, max_num_seqs)
+                engine_ranks.decide(lambda: 0)
             else:
-                follow(decode, agreement)
+                follow(decode, engine_ranks)
         finally:
             self.controller = mine
-        steps = agreement.decide(lambda: steps)
+        steps = engine_ranks.decide(lambda: steps)
         if steps:
             mine.selector.calibrate(steps)
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tlt_lightning.arguments import check_choice, check_count, check_flag, check_optional, check_type, text_of
-from tlt_lightning.engine.base import Sampling
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
-from tlt_lightning.speculation.agreement import ALONE, Agreement
+from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool, GraphPool, arms_by_batch
@@ -177,7 +177,7 @@ class Speculation:
         compute_dtype: str,
         head: HeadShape | None,
         graphs: PlannedGraphs | None,
-        agreement: Agreement = ALONE,
+        engine_ranks: EngineRanks = ALONE,
     ) -> SpeculativeRunner:
         """Speculate in a live engine for as long as it lives.
 
@@ -186,7 +186,7 @@ class Speculation:
             compute_dtype: Type it computes in.
             head: The head's shape, from `check`.
             graphs: The graphs it captured by plan; None if it has none.
-            agreement: Of the ranks that are the engine.
+            engine_ranks: The ranks that are the engine.
         """
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -200,9 +200,9 @@ class Speculation:
             self.selector,
             steps_per_choice=self.steps_per_choice,
             lookups=LookupDrafter(siblings=self.siblings, ngram=self.ngram) if looks_up else None,
-            trace=None if self.trace is None or not agreement.is_first else StepTrace(self.trace),
+            trace=None if self.trace is None or not engine_ranks.is_first else StepTrace(self.trace),
             is_cold=self.cold_head,
-            agreement=agreement,
+            engine_ranks=engine_ranks,
             compute_dtype=compute_dtype,
         )
         model_runner, has_head = internals.model_runner_of(engine), head is not None
@@ -212,7 +212,7 @@ class Speculation:
             else RunnerV1(model_runner, controller, has_head=has_head)
         )
         if head is not None:
-            runner.weights = HeadWeights(engine, runner.head, head.tensors, agreement)
+            runner.weights = HeadWeights(engine, runner.head, head.tensors, engine_ranks)
         if graphs is not None and graphs.plan is not None:
             graphs.attach(model_runner)
             log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
-from tlt_lightning.engine import Request, Response, Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.lookup import LookupScores
 from tlt_lightning.speculation.strategy import Drafter, Strategy

@@ -20,8 +20,9 @@ from tests.support.speculation_engines import (
     write,
     write_in_pieces,
 )
-from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 pytestmark = pytest.mark.vllm

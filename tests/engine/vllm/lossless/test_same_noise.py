@@ -20,11 +20,12 @@ from tests.support.speculation_engines import (
     write,
     write_in_pieces,
 )
-from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.runner_v2 import keep_drawn
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.strategy import Strategy
 

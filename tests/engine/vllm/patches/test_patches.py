@@ -15,7 +15,7 @@ import torch
 
 from tests.support.architectures import save_architecture
 from tests.support.speculation_engines import PROMPTS, greedy_gap
-from tlt_lightning.engine import Request, Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import engine as engine_module
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import (
@@ -32,6 +32,7 @@ from tlt_lightning.engine.vllm.patches import (
 from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
 from tlt_lightning.engine.vllm.patches.patch import Patch, replace
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request, Sampling
 
 
 def named(patch: Patch) -> str:

@@ -34,10 +34,11 @@ from tests.support.speculation_engines import (
     siblings,
     write,
 )
-from tlt_lightning.engine import Quantization, Request, Response, Sampling, VLLMEngine
+from tlt_lightning.engine import Quantization, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes
+from tlt_lightning.rollout import Request, Response, Sampling
 
 pytestmark = pytest.mark.vllm
 

@@ -16,11 +16,12 @@ from tests.support.speculation_engines import (
     save_endless_policy,
     siblings,
 )
-from tlt_lightning.engine import Request, RolloutProgress, VLLMEngine
+from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm import requests as vllm_requests
 from tlt_lightning.engine.vllm.requests import RequestWriter
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request
 from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = pytest.mark.vllm

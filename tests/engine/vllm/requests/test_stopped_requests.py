@@ -22,10 +22,11 @@ from tests.support.speculation_engines import (
     siblings,
     write_in_pieces,
 )
-from tlt_lightning.engine import Request, Response, RolloutProgress, VLLMEngine
+from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Request, Response
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
 pytestmark = pytest.mark.vllm

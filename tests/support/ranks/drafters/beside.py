@@ -25,12 +25,13 @@ from tests.support.drafters.drafter_runs import fixed
 from tlt_lightning import RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.engine import Request, Response, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.ranks.idle_windows import IdleWindow
+from tlt_lightning.rollout import Request, Response
 
 SHORT, LONG = 16, 48
 NUM_STEPS, NUM_ITERATIONS = 4, 4

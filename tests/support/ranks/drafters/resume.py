@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from tests.support.ranks.drafters.beside import make_data, make_module, make_trainer
 from tlt_lightning import RolloutCallback
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.hooks import IdleWindow
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
+from tlt_lightning.ranks.idle_windows import IdleWindow
 
 NUM_SAVED, NUM_ITERATIONS = 2, 3
 

@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
-from tlt_lightning.engine import RolloutProgress, Sampling, VLLMEngine, rank_group
-from tlt_lightning.engine.rank_group import RankGroup
+from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm import requests
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.ranks import joined_ranks
+from tlt_lightning.ranks.engine_ranks import ALONE
+from tlt_lightning.ranks.joined_ranks import JoinedRanks
+from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation import calibration
-from tlt_lightning.speculation.agreement import ALONE
 from tlt_lightning.speculation.strategy import MeasuredStep, Strategy
 
 
@@ -100,7 +102,7 @@ def part(policy: str, rank: int) -> dict[str, Any]:
     engine.close()
     found["late"] = be_late(policy, rank)
     found["left"] = leave(policy, rank)
-    group = RankGroup(torch.distributed.group.WORLD)
+    group = JoinedRanks(torch.distributed.group.WORLD)
     group.note([rank])
     try:
         group.decide(lambda: rank)
@@ -114,9 +116,9 @@ def be_late(policy: str, rank: int) -> dict[str, Any]:
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(PolicyWeights(load_policy(policy)), 0)
-    rank_group._STEP_SECONDS = 1.0
+    joined_ranks._STEP_SECONDS = 1.0
     warnings = list[str]()
-    rank_group.log.warning = lambda message, *values: warnings.append(message % values)  # type: ignore[method-assign]
+    joined_ranks.log.warning = lambda message, *values: warnings.append(message % values)  # type: ignore[method-assign]
     held = iter([rank == 1])
 
     def hold(progress: RolloutProgress) -> None:
@@ -133,7 +135,7 @@ def leave(policy: str, rank: int) -> str:
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(PolicyWeights(load_policy(policy)), 0)
-    rank_group._STEP_SECONDS = 1.0
+    joined_ranks._STEP_SECONDS = 1.0
     requests.limit_of = lambda request, sampling: 9 - rank
     try:
         write(engine, siblings()[:1])
@@ -176,7 +178,7 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     found["stopped"] = stop_one(engine, rank)
     controller = engine.inspect().controller
     assert controller is not None
-    controller.agreement = ALONE
+    controller.engine_ranks = ALONE
     selector.script = lambda state: Strategy(2 + rank)
     try:
         write(engine, siblings(), GREEDY)

@@ -9,9 +9,10 @@ import torch
 
 from tests.engine.vllm.lossless.test_distribution import HORIZON, Setup, cycle, draw
 from tests.support.speculation_engines import MAX_MODEL_LEN, ScriptedSelector
-from tlt_lightning.engine import Sampling, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.strategy import Drafter
 
 DRAFTERS: tuple[Drafter, ...] = ("learned", "sibling", "ngram", "mixed")

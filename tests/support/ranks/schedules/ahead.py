@@ -17,8 +17,9 @@ import lightning as L
 from tests.support.ranks.drafters.beside import make_trainer
 from tests.support.rl_runs import make_data, make_module
 from tlt_lightning import EarlierAnswers, RolloutCallback, Sampling
-from tlt_lightning.engine import Request, Response, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.rollout import Request, Response
 from tlt_lightning.speculation import FixedSelector
 
 SHORT, LONG, NUM_STEPS, NUM_ITERATIONS = 6, 40, 5, 3

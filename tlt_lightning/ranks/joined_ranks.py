@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 from typing_extensions import override
 
-from tlt_lightning.engine.architectures import check_divides
-from tlt_lightning.engine.rank_progress import RankProgress
-from tlt_lightning.speculation.agreement import Agreement
+from tlt_lightning.ranks.engine_ranks import EngineRanks
+from tlt_lightning.ranks.rank_progress import RankProgress
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ _EXIT_SECONDS = 30
 _LAST_SECONDS = 2.0  # for a meeting to end that a rank has only just come to
 
 
-class RankGroup(Agreement):
+class JoinedRanks(EngineRanks):
     """Joins the ranks of the engine that lives in this process; every method is a collective of theirs.
 
     Args:
@@ -51,8 +50,8 @@ class RankGroup(Agreement):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self.num_ranks, self.index = len(self.ranks), dist.get_rank(group)
+        self.members = dist.get_process_group_ranks(group)
+        self.num_ranks, self.index = len(self.members), dist.get_rank(group)
         self._noted = 0  # checksum
         self._progress = RankProgress(_get_process_group_store(group), self.index, self.num_ranks)
 
@@ -138,8 +137,8 @@ class RankGroup(Agreement):
                     return
                 atexit.register(signal.alarm, _EXIT_SECONDS)  # gloo waits there for the meeting, which is still open
                 raise RuntimeError(
-                    f"Rank {self.ranks[self.index]} has waited {time.monotonic() - began:.0f} s between two steps of "
-                    f"its engine for rank {', '.join(str(self.ranks[index]) for index in parted)}, with which it is "
+                    f"Rank {self.members[self.index]} has waited {time.monotonic() - began:.0f} s between two steps "
+                    f"of its engine for rank {', '.join(str(self.members[each]) for each in parted)}, with which it is "
                     f"one (`tensor_parallel` {self.num_ranks}): that runs a step that the others do not, or has left "
                     "the rollout. Set `engine.compare_steps` to hear of steps that part."
                 )
@@ -148,15 +147,15 @@ class RankGroup(Agreement):
                 log.warning(
                     "Rank %d has waited %.0f s between two steps of its engine for a rank that is held up, perhaps by "
                     "a callback, and waits on.",
-                    self.ranks[self.index],
+                    self.members[self.index],
                     time.monotonic() - began,
                 )
 
     def _parted(self) -> RuntimeError:
         return RuntimeError(
-            f"Rank {self.ranks[self.index]} has scheduled or written other tokens than the ranks with which it is one "
-            f"engine (`tensor_parallel` {self.num_ranks}). Set `engine.compare_steps` to hear at which step they part, "
-            "and report this."
+            f"Rank {self.members[self.index]} has scheduled or written other tokens than the ranks with which it is "
+            f"one engine (`tensor_parallel` {self.num_ranks}). Set `engine.compare_steps` to hear at which step they "
+            "part, and report this."
         )
 
     def check_same(self, what: str, facts: Sequence[Any]) -> None:
@@ -164,7 +163,7 @@ class RankGroup(Agreement):
         own = [what, *facts]
         differing = next((row for row in zip_longest(*self.gather(own)) if any(fact != row[0] for fact in row)), None)
         if differing is not None:
-            found = "; ".join(f"rank {rank}: {fact}" for rank, fact in zip(self.ranks, differing, strict=True))
+            found = "; ".join(f"rank {rank}: {fact}" for rank, fact in zip(self.members, differing, strict=True))
             raise RuntimeError(
                 f"The ranks of one engine (`tensor_parallel` {self.num_ranks}) have parted at the {what}, and would "
                 f"wait for each other for ever. {found}. They must be given the same requests, sampling and seeds."
@@ -185,14 +184,3 @@ def _ends_within(seconds: float, work: dist.Work) -> bool:
 def count_ranks() -> int:
     """Return the ranks of the run that this process belongs to."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def check_split(policy: str, head: str | None, num_ranks: int) -> None:
-    """Raise ValueError unless the run's ranks, the policy and its head (paths) split into engines of `num_ranks`."""
-    world_size = count_ranks()
-    if world_size % num_ranks:
-        raise ValueError(
-            f"`tensor_parallel` {num_ranks} makes one engine of so many neighbouring ranks, and does not divide the "
-            f"{world_size} of this run: start more (`Trainer(devices=..., strategy='ddp')`), or choose a divisor."
-        )
-    check_divides(policy, head, num_ranks)

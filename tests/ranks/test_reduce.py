@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_lightning.ranks import gather_over_ranks, sum_over_ranks
+from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 
 
 class Strategy:

@@ -13,8 +13,8 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.support.two_workers import failure, make_trainers, two_workers
-from tlt_lightning.data import liveness
-from tlt_lightning.data.liveness import Liveness
+from tlt_lightning.ranks import liveness
+from tlt_lightning.ranks.liveness import Liveness
 
 pytestmark = pytest.mark.slow
 

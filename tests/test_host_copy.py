@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tlt_lightning.engine.host_copy import HostCopy
+from tlt_lightning.host_copy import HostCopy
 
 
 def test_it_holds_what_was_there_and_writes_to_the_same_memory_again() -> None:

@@ -8,8 +8,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Agreement:
-    """Decides alone, for an engine of one rank; `engine/rank_group.py` joins the ranks of larger engines."""
+class EngineRanks:
+    """Decides alone, for an engine of one rank; `ranks/joined_ranks.py` joins the ranks of larger engines."""
 
     num_ranks, index = 1, 0
     """Ranks of the engine, and which of them this is."""
@@ -48,4 +48,4 @@ class Agreement:
         """Note what must be equal on all ranks; `decide` and `is_any` compare all that was noted."""
 
 
-ALONE = Agreement()
+ALONE = EngineRanks()

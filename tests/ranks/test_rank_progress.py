@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tlt_lightning.engine.rank_group import RankGroup
-from tlt_lightning.engine.rank_progress import RankProgress
+from tlt_lightning.ranks.joined_ranks import JoinedRanks
+from tlt_lightning.ranks.rank_progress import RankProgress
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_rank_tells_of_itself_while_it_waits_and_when_it_leaves() -> None:
 
 
 def test_a_rank_has_come_to_a_meeting_once_that_has_begun() -> None:
-    group: Any = RankGroup.__new__(RankGroup)
+    group: Any = JoinedRanks.__new__(JoinedRanks)
     group.in_rollout, group._progress = True, RankProgress(dist.HashStore(), 0, 2)
     before: list[int] = []
 

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import lightning as L
 from torch.distributed import TCPStore
 
-from tlt_lightning.data.liveness import Liveness
-from tlt_lightning.hooks import IdleWindow
+from tlt_lightning.ranks.liveness import Liveness
 
 _POLL_SECONDS = 0.002
 _STORE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class IdleWindow:
+    """Tells a worker whose rollout is done about the workers that still write.
+
+    Args:
+        is_open: Cheap to call and safe to call often; False once the last worker has finished.
+        num_waiting_for: Workers still rolling out when the window opened.
+    """
+
+    is_open: Callable[[], bool]
+    num_waiting_for: int
 
 
 class IdleWindows:
