@@ -1,11 +1,18 @@
 """What importing costs and what it must not load."""
 
+import ast
+import compileall
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import tlt_lightning
+
+PACKAGE = Path(tlt_lightning.__file__).parent
 
 
 def run(code: str) -> str:
@@ -56,3 +63,33 @@ def test_every_module_can_be_imported_first(lines: list[str]) -> None:
         *(f"tlt_lightning.{name}" for name in ("module", "data.batch", "engine", "objectives")),
     ]
     assert [line.split()[0] for line in lines] == expected
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname: node.module for node in imports for alias in node.names} == tlt_lightning._HOMES
+
+
+@pytest.mark.parametrize("form", ["zip", "bytecode"])
+def test_the_package_is_imported_where_its_source_cannot_be_read(form: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(PACKAGE, tmp_path / "tlt_lightning", ignore=shutil.ignore_patterns("recipes", "__pycache__"))
+    if form == "zip":
+        where = shutil.make_archive(str(tmp_path / "package"), "zip", tmp_path, "tlt_lightning")
+    else:
+        where = str(tmp_path)
+        compileall.compile_dir(copy, quiet=1, legacy=True)
+        for source in copy.rglob("*.py"):
+            source.unlink()
+    code = (
+        f"import sys; sys.path.insert(0, {where!r}); from tlt_lightning import Strategy as s; print(s.__module__, s(3))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path.parent,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("tlt_lightning.speculation.strategy ")
