@@ -332,6 +332,7 @@ def split_groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 def has_spread(group: Sequence[Rollout]) -> bool:
     """Return True if a group's rewards differ, so that some advantages do (DAPO, Eq. 11).
 
-    What an objective adds to the rewards, such as DAPO's overlong punishment, does not count.
+    They are compared in float32, in which advantages are computed: there 0.7 + 0.1 equals 0.8. What an objective adds
+    to the rewards, such as DAPO's overlong punishment, does not count.
     """
-    return len({rollout.reward for rollout in group}) > 1
+    return len({np.float32(rollout.reward) for rollout in group}) > 1

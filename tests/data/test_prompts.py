@@ -1,14 +1,19 @@
 import gc
 import json
 import logging
+import random
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 
-from tlt_lightning.data.prompts import PromptCursor, PromptSource, load_prompts
+from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, load_prompts
 from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rewards import countdown, exact_match, math_equivalence
 from tlt_lightning.rollout import Prompt
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }} = {{ m.content }} {% endfor %}:"
@@ -143,6 +148,33 @@ def test_rows_without_an_answer_are_warned_of(policy_path: str, caplog: pytest.L
     assert "2 of 3 prompts of `rows` have no answer in `answer_column` 'answer', the first in row 1" in record.message
 
 
+def test_without_an_answer_column_a_row_is_what_the_data_holds(policy_path: str) -> None:
+    row = {"prompt": "0 1 =", "answer": "42", "final": "7"}
+    tokenizer = load_tokenizer(policy_path)
+    (prompt,) = load_prompts(PromptSource(rows=[row], answer_column=None), tokenizer, max_prompt_tokens=8)
+    assert prompt.row == row
+    assert prompt.answer is None
+    with pytest.raises(ValueError, match=r"`answer_column` 'final' of `rows` .* would hide the column of that name"):
+        PromptSource(rows=[row], answer_column="final").read()
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_rewards_see_pythons_numbers_whatever_the_format_of_the_data(form: str | None, policy_path: str) -> None:
+    from datasets import Dataset
+
+    row = {"prompt": "0 1 =", "answer": 7, "numbers": [3, 4], "meta": {"level": 2}}
+    source = PromptSource(rows=Dataset.from_list([row]).with_format(form))
+    (prompt,) = load_prompts(source, load_tokenizer(policy_path), max_prompt_tokens=8)
+    assert repr(prompt.row) == repr(row)
+    assert exact_match("", "7", prompt.row) == math_equivalence("", r"\boxed{7}", prompt.row) == 1.0
+    assert countdown("", "<answer> 3 + 4", prompt.row) == 1.0
+
+
+def test_numbers_of_pandas_and_tensors_in_a_list_of_rows_become_pythons() -> None:
+    row = {"prompt": "1", "answer": np.int64(7), "more": [np.float32(0.5), torch.tensor([1, 2])]}
+    assert repr(PromptSource(rows=[row]).read()) == repr([{"prompt": "1", "answer": 7, "more": [0.5, [1, 2]]}])
+
+
 CONVERSATION = [{"role": "system", "content": "1"}, {"role": "user", "content": "0 1 ="}]
 
 
@@ -259,3 +291,49 @@ def test_cursor_goes_on_where_it_was() -> None:
 def test_a_variable_that_a_command_line_left_as_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`chat_template_kwargs\.enable_thinking` is the text 'false'.*'\{enable_"):
         PromptSource(rows=[{"prompt": "0"}], chat_template_kwargs={"enable_thinking": "false"})
+
+
+CALLS = "{% for m in messages %}{{ m.tool_calls|length if m.tool_calls is defined }}{{ m.name }} {% endfor %}"
+ASKED = [
+    {"role": "user", "content": "make 7", "name": "5"},
+    {"role": "assistant", "content": "from", "tool_calls": [{"name": "f", "arguments": {"a": 1}}]},
+    {"role": "user", "content": "3 4"},
+]
+
+
+def test_keys_that_arrow_gives_to_messages_without_them_reach_no_template(policy_path: str) -> None:
+    from datasets import Dataset
+
+    rows, tokenizer = [{"prompt": ASKED}], load_tokenizer(policy_path)
+    tokenizer.chat_template = CALLS
+    kept, filled = (load_rows(each, tokenizer)[0] for each in (rows, Dataset.from_list(rows)))
+    assert filled.row["prompt"][2] == {**ASKED[2], "name": None, "tool_calls": None}
+    assert filled.text == kept.text == "5 1  "
+
+
+def test_whatever_a_template_raises_names_row_and_column(policy_path: str) -> None:
+    tokenizer = load_tokenizer(policy_path)
+    tokenizer.chat_template = "{{ messages[0].tags|length }}"
+    rows = [{"prompt": [{**CONVERSATION[1], "tags": tags}]} for tags in ("1", 5)]
+    with pytest.raises(ValueError, match="Row 1 of `rows`: `prompt_column` 'prompt' object of type 'int' has no len"):
+        load_rows(rows, tokenizer)
+
+
+DATED = "{{ strftime_now('%d %H:%M') }} {{ [1, 2, 3, 4, 5, 6, 7, 8]|random }} {{ messages[0].content }}"
+
+
+def test_what_a_template_computes_anew_hangs_on_clock_and_seed_alone(policy_path: str) -> None:
+    def texts(day: int, seed: int) -> list[str]:
+        clock = Clock(datetime(2026, 11, day, 12))
+        source = PromptSource(rows=[{"prompt": "0"}] * 9, answer_column=None, chat_template=DATED)
+        tokenizer = load_tokenizer(policy_path)
+        found = load_prompts(source, tokenizer, max_prompt_tokens=16, clock=clock, seed=seed)
+        assert clock.was_read
+        return [prompt.text for prompt in found]
+
+    random.seed(3)
+    before = random.getstate()
+    assert texts(25, 0) == texts(25, 0) != texts(25, 1)
+    assert texts(26, 0) == [text.replace("25", "26") for text in texts(25, 0)]
+    assert random.getstate() == before
+    assert texts(25, 0)[0].startswith("25 12:00 ")

@@ -3,7 +3,8 @@ import torch
 
 from tlt_lightning.metrics.iteration_log import IterationLog, combine
 from tlt_lightning.metrics.rollouts import log_rollouts, tail_share
-from tlt_lightning.rollout import Prompt, Response, Rollout
+from tlt_lightning.objectives import group_statistics
+from tlt_lightning.rollout import Prompt, Response, Rollout, has_spread
 
 
 def rollout(group: int, reward: float, length: int = 3, reason: str = "stop") -> Rollout:
@@ -25,6 +26,13 @@ def test_rollout_metrics_count_what_they_say() -> None:
     assert metrics["reward/mean"] == metrics["reward/score"] == 0.75
     assert metrics["reward/std"] == pytest.approx(torch.tensor([1.0, 1, 0, 1]).std(correction=0).item())
     assert metrics["reward/zero_std_groups"] == 0.5
+
+
+@pytest.mark.parametrize("other", [0.8, 0.8001, 0.0])
+def test_a_group_has_a_signal_exactly_where_its_advantages_do(other: float) -> None:
+    group = [rollout(0, 0.7 + 0.1), rollout(0, other)]
+    centred, _, _ = group_statistics(torch.tensor([each.reward for each in group]), torch.zeros(2).long())
+    assert has_spread(group) == bool(centred.any()) == (other != 0.8)
 
 
 def test_drafts_are_counted_by_drafter_as_proposed_and_as_kept() -> None:

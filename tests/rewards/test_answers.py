@@ -18,7 +18,13 @@ def test_exact_match_ignores_surrounding_space_only() -> None:
     assert exact_match("", "four four", {"answer": "four"}) == 0.0
 
 
-@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": "  "}])
+def test_whole_numbers_that_a_gap_in_their_column_made_floats_are_whole_again() -> None:
+    assert exact_match("", "5", {"answer": 5.0}) == 1.0
+    assert exact_match("", "2.5", {"answer": 2.5}) == 1.0
+    assert exact_match("", "5.0", {"answer": "5.0"}) == 1.0
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": "  "}, {"answer": float("nan")}])
 def test_a_row_without_an_answer_is_an_error(row: dict) -> None:
     with pytest.raises(ValueError, match=r"`row\['answer'\]`"):
         expected_answer(row)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
+from datetime import datetime
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +29,7 @@ from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
-from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts
+from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, checksum, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.hooks import call_rollout_hook
@@ -122,6 +123,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
+        self.clock: Clock | None = None
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
@@ -160,9 +162,9 @@ class RolloutDataModule(L.LightningDataModule):
             self._settings = self._settings.of_dev_run(self._trainer)
         self._check(stage)
         self.tokenizer = load_tokenizer(policy)
-        self.train_prompts = self._load_prompts("train", self.train, needed=stage == "fit")
-        self.val_prompts = self._load_prompts("val", self.val, needed=stage != "fit")
-        self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
+        if self.clock is None or (stage == "fit" and not goes_on):
+            self.clock = Clock(self._trainer.strategy.broadcast(datetime.now()))
+        self._read_prompts(is_fit=stage == "fit")
         if stage == "fit" or self.cursor is None:
             self.cursor = PromptCursor(len(self.train_prompts), run_seed())
             self._iteration = self._saved_iteration = self._unvalidated_engine = None
@@ -202,12 +204,19 @@ class RolloutDataModule(L.LightningDataModule):
         for sampling in (self.sampling, self._held_out_sampling):
             self.engine.check_sampling(sampling)
 
+    def _read_prompts(self, *, is_fit: bool) -> None:
+        self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
+        self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
+        self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
+
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
             if needed:
                 raise MisconfigurationException(f"`data.{name}` is not set; give at least `data.{name}.path`.")
             return []
-        prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=self.max_prompt_tokens)
+        prompts = load_prompts(
+            source, self.tokenizer, max_prompt_tokens=self.max_prompt_tokens, clock=self.clock, seed=run_seed()
+        )
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
         if name == "val":
@@ -242,6 +251,7 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         assert self.cursor is not None, "`state_dict` before `setup`"
+        assert self.clock is not None
         iteration = self._iteration
         anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
         own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
@@ -254,6 +264,7 @@ class RolloutDataModule(L.LightningDataModule):
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
             "answers": (self.history if anew is None else anew.first_history).state_dict(),
             "ranks": ranks,
+            "clock": self.clock.now.isoformat(),
             "settings": self._kept_settings,
         }
 
@@ -272,8 +283,12 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert self.cursor is not None, "`load_state_dict` before `setup`"
+        assert self.clock is not None
         ranks, rank, num_ranks = state_dict["ranks"], self._trainer.global_rank, self._trainer.world_size
         self.cursor.position = state_dict["cursor"]
+        was_read, self.clock = self.clock.was_read, Clock(datetime.fromisoformat(state_dict["clock"]))
+        if was_read:  # by a chat template, which wrote today's date into the prompts
+            self._read_prompts(is_fit=self._trainer.state.fn == "fit")
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
             return

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from tlt_lightning.arguments import check_flag, check_optional, check_type, text_of
-from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, read_rows
+from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, plain, read_rows
 from tlt_lightning.rollout import Prompt
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ class PromptSource:
         split: Split to read, or slices such as `train[:100]`; files and rows are all `train`.
         config: Configuration of a hub dataset, for example `main` of GSM8K.
         prompt_column: Column with the question.
-        answer_column: Column with the answer that rewards compare to; None if they need none.
+        answer_column: Column with the answer that rewards compare to, in their row as `answer`; None changes no row.
         template: Jinja template that writes the question from several columns of the row; replaces `prompt_column`.
         system_prompt: Put before the question when the tokenizer has a chat template.
         chat: Apply the tokenizer's chat template; None applies it if there is one.
@@ -118,7 +121,13 @@ class PromptSource:
                     f"{self.name} has no column {column!r}; it has {', '.join(rows[0])}. Set `prompt_column` or "
                     "`answer_column` (null if there is no answer)."
                 )
-        return rows
+        if self.answer_column not in (None, "answer") and "answer" in rows[0]:
+            raise ValueError(
+                f"`answer_column` {self.answer_column!r} of {self.name} takes the name `answer` in a reward's row, and "
+                "would hide the column of that name: rename the column `answer` in the data, or set `answer_column` "
+                f"to null and read `row[{self.answer_column!r}]` in a reward of your own."
+            )
+        return [plain(row) for row in rows]
 
     def messages(self, row: Row) -> list[Message]:
         """Return a row's conversation up to its question, untemplated; raise ValueError without one."""
@@ -132,6 +141,7 @@ class PromptSource:
             )
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends with what the assistant says, {prompt[-1]['content']!r:.200}; leave the answer out")
+        prompt = _without_missing(prompt)
         if self.system_prompt is None:
             return prompt
         if prompt[0]["role"] == "system":
@@ -169,6 +179,31 @@ def _is_conversation(prompt: Any) -> bool:
     )
 
 
+def _without_missing(value: Any) -> Any:
+    """Leave out keys whose value is None: Arrow gives every message all keys that any of the data's messages has."""
+    if isinstance(value, dict):
+        return {name: _without_missing(inner) for name, inner in value.items() if inner is not None}
+    return [_without_missing(inner) for inner in value] if isinstance(value, list) else value
+
+
+@dataclass
+class Clock:
+    """Tells chat templates that write today's date the time of the run, which a resumed run keeps.
+
+    Args:
+        now: Time of the run.
+        was_read: True once a template has asked for it.
+    """
+
+    now: datetime
+    was_read: bool = False
+
+    def strftime_now(self, form: str) -> str:
+        """Write the time of the run; templates know it by this name."""
+        self.was_read = True
+        return self.now.strftime(form)
+
+
 @cache
 def _compiled(template: str) -> Template:
     from jinja2 import StrictUndefined
@@ -177,28 +212,35 @@ def _compiled(template: str) -> Template:
     return SandboxedEnvironment(undefined=StrictUndefined).from_string(template)
 
 
-def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> list[Prompt]:
+def load_prompts(
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    clock: Clock | None = None,
+    seed: int = 0,
+) -> list[Prompt]:
     """Read, template and tokenise the prompts of `source`; warn of those left out as too long.
+
+    What a template computes anew, the date or a random choice, is the same for the same clock and seed.
 
     Args:
         source: Where they are.
         tokenizer: The policy's.
         max_prompt_tokens: Longest prompt in tokens.
+        clock: Tells templates the time; None is now.
+        seed: Of random choices that a template makes.
     """
-    from jinja2 import TemplateError
-
+    clock = clock or Clock(datetime.now())
     template = chat_template_of(source, tokenizer)
-    variables = {**(source.chat_template_kwargs or {}), "chat_template": template}
+    variables = {"strftime_now": clock.strftime_now, **(source.chat_template_kwargs or {}), "chat_template": template}
     prompts, num_dropped, longest = [], 0, 0
     known: dict[int, int] = {}  # of each token one number in memory, in tuples, which the garbage collector passes over
-    for index, row in enumerate(source.read()):
-        try:
-            messages = source.messages(row)
-            text = _plain_text(messages) if template is None else _templated(messages, tokenizer, variables)
-            text.encode()  # a lone surrogate has no bytes, and no tokens
-        except (ValueError, TemplateError) as error:
-            column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
-            raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
+    rows = source.read()
+    with isolate_rng(include_cuda=False):  # Jinja's filter `random` draws from Python's own generator
+        random.seed(seed)
+        written = [_write(source, tokenizer, index, row, template, variables) for index, row in enumerate(rows)]
+    for index, (row, (question, text)) in enumerate(zip(rows, written, strict=True)):
         tokens = tokenizer(text, add_special_tokens=template is None)["input_ids"]
         ids = tuple(map(known.setdefault, tokens, tokens))
         if not ids:
@@ -206,19 +248,42 @@ def load_prompts(source: PromptSource, tokenizer: PreTrainedTokenizerBase, *, ma
         if len(ids) > max_prompt_tokens:
             num_dropped, longest = num_dropped + 1, max(longest, len(ids))
             continue
-        answer = None if source.answer_column is None else row[source.answer_column]
-        question = messages[-1]["content"]
-        row = {**row, "answer": answer}
+        if source.answer_column is not None:
+            row["answer"] = row[source.answer_column]
+        answer = None if source.answer_column is None else row["answer"]
         prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
     _warn_of_missing_answers(source, prompts)
     if num_dropped:
         log.warning(
             "%d of %d prompts of %s are longer than `max_prompt_tokens` %d and left out; the longest has %d tokens.",
-            *(num_dropped, num_dropped + len(prompts), source.name, max_prompt_tokens, longest),
+            num_dropped,
+            num_dropped + len(prompts),
+            source.name,
+            max_prompt_tokens,
+            longest,
         )
     if not prompts:
         raise ValueError(f"No prompt of {source.name} is left within `max_prompt_tokens` {max_prompt_tokens}.")
     return prompts
+
+
+def _write(
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    index: int,
+    row: Row,
+    template: str | None,
+    variables: dict[str, Any],
+) -> tuple[str, str]:
+    """Return a row's question and its whole prompt; raise ValueError that names row and column."""
+    try:
+        messages = source.messages(row)
+        text = _plain_text(messages) if template is None else _templated(messages, tokenizer, variables)
+        text.encode()  # a lone surrogate has no bytes, and no tokens
+    except Exception as error:  # a template raises whatever its filters and Python's methods raise
+        column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
+        raise ValueError(f"Row {index} of {source.name}: {column} {error}.") from error
+    return messages[-1]["content"], text
 
 
 def chat_template_of(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -91,6 +91,18 @@ def load_split(path: str, config: str | None, split: str) -> Any:
         ) from error
 
 
+def plain(value: Any) -> Any:
+    """Return a value of a row with Python's own numbers and lists in the place of tensors, arrays and NumPy's numbers.
+
+    A reward compares `5` with a text; `tensor(5)` or `int64(5)` would never be equal to one.
+    """
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def complete(rows: Sequence[Row]) -> list[Row]:
     """Give every row every column, None where it lacks one."""
     columns = dict.fromkeys(column for row in rows for column in row)

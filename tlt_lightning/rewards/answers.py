@@ -8,7 +8,9 @@ from typing import Any
 def expected_answer(row: dict[str, Any]) -> str:
     """Return the answer of a row as stripped text; raise ValueError if the row has none."""
     answer = row.get("answer")
-    if answer is None or not str(answer).strip():
+    if isinstance(answer, float) and answer.is_integer():  # a column of whole numbers with a gap becomes one of floats
+        answer = int(answer)
+    if answer is None or answer != answer or not str(answer).strip():
         raise ValueError(
             f"This reward compares with `row['answer']`, which is {answer!r} here; fill it in, or set `answer_column` "
             f"to another of the row's columns: {', '.join(sorted(row.keys() - {'answer'})) or 'there is none'}."
