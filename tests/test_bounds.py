@@ -80,7 +80,6 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (partial(DrafterBuffer, 1), "held_out_share", [0, 1 - TINY], [-TINY, 1]),
     (partial(DrafterBuffer, 1), "previous_share", [0, 1 - TINY], [-TINY, 1]),
     (EarlierAnswers, "max_tokens", [1], [0]),
-    (EarlierAnswers, "ahead", [0], [-1]),
     (partial(IterationCheckpoint, "folder"), "every_minutes", [0], [-TINY]),
     (partial(IterationCheckpoint, "folder"), "keep", [1], [0]),
     (PythonTests, "time_limit", [TINY], [0]),

@@ -36,7 +36,7 @@ def make_module(path: str, precision: str = "32-true", **arguments: Any) -> RLMo
 
 
 def score(module: RLModule, batch: RolloutBatch, **arguments: Any) -> RolloutBatch:
-    return module.begin_scoring(batch, 16, **arguments).finish(batch)
+    return module.score(batch, 16, **arguments)
 
 
 def states_of(module: RLModule, batch: RolloutBatch, row: int) -> tuple[torch.Tensor, ...]:
@@ -96,10 +96,10 @@ def test_nothing_is_hooked_unless_somebody_asks_and_nothing_stays(
         return register(self, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "register_forward_pre_hook", spy)
-    module.begin_scoring(batch, 10).finish(batch)
+    module.score(batch, 10)
     assert not registered
     module.hidden_state_request = HiddenStateRequest((0, 1, 2), max_tokens=9)
-    module.begin_scoring(batch, 10).finish(batch)
+    module.score(batch, 10)
     assert len(registered) == 3  # around the micro-batch of the row that fits; the last layer's output has one hook
     with pytest.raises(RuntimeError, match="broken"), HiddenStateTap(module.policy, (1,), [0]):
         raise RuntimeError("broken")
@@ -157,8 +157,8 @@ def test_a_callback_gets_the_states_of_the_policy_before_the_update_once_and_aft
     module = RLModule(policy_path, GRPO(), optimizer=optimizer, gradient_checkpointing=checkpointing)
     trainer = make_trainer(tmp_path, asker)
     sizes: list[int] = []
-    begin = module.begin_scoring
-    module.begin_scoring = lambda *a, **k: (sizes.append(k["single_update"]), begin(*a, **k))[1]  # type: ignore[method-assign,assignment]
+    begin = module.score
+    module.score = lambda *a, **k: (sizes.append(k["single_update"]), begin(*a, **k))[1]  # type: ignore[method-assign,assignment]
     trainer.fit(module, make_data(prompts_path, num_minibatches=minibatches))
     assert sizes == [minibatches == 1] * 2  # a single optimizer step, whose own passes give the states
     assert asker.calls == ["scored", *["step"] * minibatches, "states", "end"] * 2

@@ -34,7 +34,7 @@ from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
 from tlt_lightning.training.fsdp2 import agreement, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
-from tlt_lightning.training.networks import Networks, Scoring, arguments_of, load_networks
+from tlt_lightning.training.networks import Networks, arguments_of, load_networks, score
 from tlt_lightning.training.reference import Reference
 from tlt_lightning.training.throughput import log_work
 
@@ -173,8 +173,8 @@ class RLModule(L.LightningModule):
 
     # Scoring: what must be known before the first update of an iteration
 
-    def begin_scoring(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool = False) -> Scoring:
-        """Return the passes that fill in log-probs, reference log-probs and values of a rank's batch.
+    def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool = False) -> RolloutBatch:
+        """Return a rank's batch with log-probs, reference log-probs and values filled in.
 
         Args:
             batch: On the CPU; the result stays there.
@@ -185,9 +185,15 @@ class RLModule(L.LightningModule):
         request = self.hidden_state_request
         policy, step = self.networks.policy, self.trainer.global_step
         self._tap = None if request is None else BatchTap(policy, request, batch, step)
-        scores_policy = not single_update or self.critic is not None or self.objective.needs_old_logps
-        where = (self.device, self.trainer.precision_plugin.forward_context, agreement(self.trainer))
-        return Scoring(self.networks, batch, micro_batch_tokens, *where, scores_policy=scores_policy)
+        return score(
+            self.networks,
+            batch,
+            micro_batch_tokens,
+            self.device,
+            self.trainer.precision_plugin.forward_context,
+            agreement(self.trainer),
+            scores_policy=not single_update or self.critic is not None or self.objective.needs_old_logps,
+        )
 
     # Training
 

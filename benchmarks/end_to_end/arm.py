@@ -44,7 +44,7 @@ KEPT = (
 """Metrics that go into the results."""
 
 SCHEDULES = {"": None, "tail": TailBatching, "partial": PartialRollout, "earlier": None}
-"""By the part of an arm's name behind `+`; `earlier` drafts from earlier answers, which idle ranks also write ahead."""
+"""By the part of an arm's name behind `+`; `earlier` drafts from earlier answers."""
 
 
 class ReplayEngine(BenchEngine):
@@ -209,7 +209,7 @@ def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, ke
     with tempfile.TemporaryDirectory() as folder:
         arm, _, name = arm.partition("+")
         schedule = SCHEDULES[name]
-        earlier = EarlierAnswers(ahead=2 * (work.devices > 1)) if name == "earlier" else None
+        earlier = EarlierAnswers() if name == "earlier" else None
         module, data = modules_of(work, speculation_of(arm, head, work), schedule and schedule(), earlier)
         # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]

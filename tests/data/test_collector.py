@@ -140,26 +140,6 @@ def test_the_engine_sleeps_before_an_idle_window_opens(collector: RolloutCollect
     assert seen == [["wake", "sleep"]]
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_callbacks_have_an_idle_window_before_it_is_used_to_score(
-    collector: RolloutCollector, hooks: list[str], is_open: bool
-) -> None:
-    class Open(Idle):
-        @contextmanager
-        def window(self) -> Iterator[IdleWindow]:
-            yield IdleWindow(lambda: is_open, 1)
-
-    def score(rollouts: Sequence[Any], window: IdleWindow) -> None:
-        given.append(rollouts)
-        hooks.append("score")
-
-    given: list[Sequence[Any]] = []
-    collector.idle = Open()  # type: ignore[assignment]
-    rollouts = collector.collect(PROMPTS, Sampling(), group_size=2, seed=0, score=score)
-    assert hooks[3:] == ["on_rollout_idle", *(["score"] if is_open else [])]
-    assert given == ([rollouts] if is_open else [])
-
-
 def test_tags_that_are_special_tokens_have_their_format(collector: RolloutCollector, policy_path: str) -> None:
     tokenizer = load_tokenizer(policy_path)
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -207,37 +187,6 @@ def test_the_last_worker_has_no_idle_window(collector: RolloutCollector, hooks: 
     assert "on_rollout_idle" not in hooks
 
 
-@pytest.mark.parametrize("shares_noise", [True, False])
-def test_what_is_written_ahead_is_kept_by_prompt_or_by_seed_where_it_is_that_response(
-    collector: RolloutCollector, shares_noise: bool
-) -> None:
-    engine: Any = collector.engine
-    stopped: list[list[int]] = []
-    engine.stop, engine.drafts_may_share_noise = stopped.append, shares_noise
-    asleep_or_not: list[list[str]] = []
-
-    def coming() -> list[Request]:
-        asleep_or_not.append([*engine.calls])
-        return [Request(id=i, prompt_ids=[2], group=7 + i, seed=70 + i) for i in range(2)]
-
-    collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, coming=coming)
-    by_seed, by_prompt = (
-        [(key, text.tolist()) for key, text in held] for held in (collector.twins, collector.written_ahead)
-    )
-    assert by_seed == ([(70, [5, 1]), (71, [5, 1])] if shares_noise else [])
-    assert by_prompt == ([] if shares_noise else [(7, [5, 1]), (8, [5, 1])])
-    assert collector.log.read()["schedule/written_ahead"] == ("sum", 4)
-    assert stopped == [[0, 1]] * 2  # the window is closed
-    assert (asleep_or_not, engine.calls) == ([["wake"]], ["wake", "sleep"])
-
-
-def test_the_last_worker_writes_nothing_ahead(collector: RolloutCollector) -> None:
-    collector.idle.num_writing = 0  # type: ignore[union-attr]
-    collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, coming=lambda: pytest.fail("nobody waits"))
-    assert "schedule/written_ahead" not in collector.log.read()
-    assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("step", "num_probed"), [(0, [10]), (1, [])])
 def test_the_engine_is_probed_by_responses_of_the_weights_of_now(
     collector: RolloutCollector, step: int, num_probed: list[int]
@@ -282,8 +231,7 @@ def test_a_further_rollout_that_what_was_put_aside_is_enough_for_lets_the_engine
     ended = Response(0, [5, 1], [-1.0, -1.0], "stop", (0,))
     group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(ended, ended))
     course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1, is_first=False), [group], 2)
-    aside: dict[str, Any] = {"course": course, "coming": lambda: pytest.fail("the engine sleeps")}
-    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, **aside)
+    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
     assert [rollout.reward for rollout in rollouts] == [0.5, 0.5]
     assert hooks == ["on_rollout_idle"]
     assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]

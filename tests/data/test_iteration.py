@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling, TailBatching
+from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling
 from tlt_lightning.data import iteration
 from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch
-from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed
+from tlt_lightning.schedules.course import Backlog, RolloutCourse
 from tlt_lightning.schedules.history import Answered, AnswerHistory
-from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
 DULL = (3, 5)  # prompts whose responses all earn the same
@@ -32,15 +31,6 @@ class Strategy:
         return value.mul_(2) if reduce_op == "sum" else value
 
 
-class Sharded(FSDP2Strategy):
-    """The same, with shards."""
-
-    root_device = torch.device("cpu")
-
-    def reduce(self, value: torch.Tensor, reduce_op: str) -> torch.Tensor:  # type: ignore[override]
-        return Strategy().reduce(value, reduce_op)
-
-
 class Answers:
     """A collector whose responses to prompt `i` have `i + 2` tokens, all but the last of an older version."""
 
@@ -48,22 +38,19 @@ class Answers:
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
-        self.written_ahead, self.twins = [(7, [5])], [(70, [5])]
         self.engine = SimpleNamespace(state_dict=dict, drafts_may_share_noise=False)
         self.requests: list[Request] = []
-        self.ahead: list[Request] = []
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, course: RolloutCourse, **arguments: Any
     ) -> list[Rollout]:
         self.calls.append((prompts, course, arguments))
-        coming, first_group = arguments["coming"], arguments["first_group"]
-        self.requests = course.requests([prompt.ids for prompt in prompts], first_group, has_seeds=True)
+        ids = [prompt.ids for prompt in prompts]
+        self.requests = course.requests(ids, arguments["first_group"], has_seeds=True)
         for request in self.requests:
             length = 1 + len(request.prompt_ids)
             versions, counts = ((0, self.version), (length - 1, 1)) if self.version else ((0,), ())
             course.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
-        self.ahead = [] if coming is None else coming()
         rollouts = []
         for number in course.taken:
             place, member = divmod(number, course.group_size)
@@ -111,17 +98,15 @@ class OneRank:
         self.history.mean_lengths, self.history.learn = {PROMPTS[3].index: 6.5}, lambda own, _: self.heard.append(own)
         self.backlog = Backlog(schedule)
         objective, networks = GRPO(), SimpleNamespace(is_padded=False)
-        module: Any = SimpleNamespace(
-            iteration_log=self.log, objective=objective, networks=networks, begin_scoring=self.begin_scoring
-        )
+        module: Any = SimpleNamespace(iteration_log=self.log, objective=objective, networks=networks, score=self.score)
         module.hidden_state_request = None
         parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.history)
         self.make = lambda saved=None: PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
         self.iteration = self.make(saved)
 
-    def begin_scoring(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> Any:
+    def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> RolloutBatch:
         self.asked.append((micro_batch_tokens, single_update))
-        return SimpleNamespace(finish=lambda batch: replace(batch, old_logps=batch.rollout_logps))
+        return replace(batch, old_logps=batch.rollout_logps)
 
     def on_rollout_end(self, trainer: Any, module: Any, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
@@ -155,8 +140,7 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     assert (course.demand.wanted, course.demand.iteration, course.demand.is_first) == (2, 4, True)
     assert rank.cursor.position == 4
     lengths = [(index, index + 2) for index in order[1::2] for _ in range(2)]
-    assert rank.heard == [Answered(lengths, ahead=[(7, [5])], twins=[(70, [5])])]
-    assert arguments["coming"] is None
+    assert rank.heard == [Answered(lengths)]
     assert sorted(batch.groups.tolist()) == [0, 0, 1, 1]
     assert len(rank.rollouts) == 4
     assert rank.scored.old_logps is not None
@@ -182,88 +166,6 @@ def test_ranks_that_lack_unequally_many_skip_no_prompt(needs_of_others: dict[int
     ((_, course, _),) = rank.collector.calls
     assert [group.draw for group in course.groups] == [1, 2]  # rank 0 has 0
     assert rank.cursor.position == 3
-
-
-@pytest.mark.parametrize("schedule", [None, TailBatching(1.0), PartialRollout(1.0)])
-def test_what_is_asked_ahead_is_what_the_next_iteration_begins(schedule: RolloutSchedule | None) -> None:
-    rank = OneRank(schedule=schedule, earlier=EarlierAnswers(ahead=3))
-    list(rank.steps())
-    (own,) = rank.heard
-    assert [(prompt, len(text)) for prompt, text in own.texts] == own.lengths[:4]
-    assert own.ahead == [(7, [5])]
-    ((_, course, _),) = rank.collector.calls
-    asked = rank.collector.ahead
-    order = PromptCursor(len(PROMPTS), 0).coming(16)[1::2]
-    num_begun = 2 if schedule is None else 4
-    waiting = [] if schedule is None else order[2:4]
-    fresh = {"NoneType": 2, "TailBatching": 0, "PartialRollout": 2}[type(schedule).__name__]
-    expected = [*(waiting if fresh == 0 else ()), *order[num_begun : num_begun + fresh]]
-    assert len(course.groups) == num_begun
-    assert [request.group for request in asked] == [prompt for prompt in expected for _ in range(3)]
-    assert all(request.prompt_ids == PROMPTS[request.group].ids for request in asked)
-    assert [request.id for request in asked] == list(range(6))
-    assert len({request.seed for request in (*asked, *rank.collector.requests)}) == 6 + 2 * num_begun
-    assert [request.expected_tokens for request in asked] == [6.5 * (request.group == 3) for request in asked]
-
-
-@pytest.mark.parametrize("shares_noise", [True, False])
-@pytest.mark.parametrize("schedule", [None, TailBatching(1.0), PartialRollout(1.0)])
-def test_answers_ahead_are_the_very_responses_to_come_where_drafts_may_share_the_noise(
-    schedule: RolloutSchedule | None, shares_noise: bool
-) -> None:
-    rank = OneRank(schedule=schedule, earlier=EarlierAnswers(ahead=3))  # a group has two responses
-    rank.collector.engine.drafts_may_share_noise = shares_noise
-    list(rank.steps())
-    ahead = {request.seed: request for request in rank.collector.ahead}
-    assert len(ahead) == (4 if shares_noise else 6)
-    rank.history.twins = {seed: [request.group] * 50 for seed, request in ahead.items()}
-    rank.iteration = rank.make()
-    list(rank.steps())
-    for request in rank.collector.requests:
-        assert (request.seed in ahead) is shares_noise
-        twin = [PROMPTS[len(request.prompt_ids) - 1].index] * 50 if shares_noise else ()
-        assert (request.twin, request.written) == (twin, None)
-
-
-@pytest.mark.parametrize("shares_noise", [True, False])
-def test_answers_ahead_are_drafts_of_further_rollouts_which_draw_their_prompts(shares_noise: bool) -> None:
-    class Ahead(Answers):
-        def collect(self, *given: Any, **arguments: Any) -> list[Rollout]:
-            rollouts = super().collect(*given, **arguments)
-            self.asked.append([*self.requests])
-            self.twins = [(each.seed, [8] * 50) for each in self.ahead if shares_noise]
-            self.written_ahead = [(each.group, [8] * 50) for each in self.ahead if not shares_noise]
-            return rollouts
-
-    settings = {"prompts_per_iteration": 8, "dynamic_sampling": DynamicSampling(max_rounds=2)}
-    rank = OneRank(earlier=EarlierAnswers(ahead=2), **settings)
-    rank.collector = collector = Ahead(0)
-    collector.asked, collector.engine.drafts_may_share_noise = [], shares_noise
-    rank.iteration.collector = collector
-    list(rank.steps())
-    first, further = collector.asked
-    assert {len(each.twin) for each in first} == {0}
-    assert {len(each.earlier_answers) for each in first} == {0}
-    assert further
-    assert {len(each.twin) for each in further} == {50 if shares_noise else 0}
-    assert {len(each.earlier_answers) for each in further} == {2}  # a twin drafts for its siblings, too
-    assert rank.history.twins == rank.history.texts == {}  # which a resumed run begins this iteration with
-
-
-def test_a_response_that_is_written_again_has_its_stopped_text_or_a_longer_one_for_a_twin() -> None:
-    rank = OneRank(schedule=TailBatching(1.0), earlier=EarlierAnswers(ahead=1))
-    rank.collector.engine.drafts_may_share_noise = True
-    list(rank.steps())
-    group = rank.backlog.aside[0]
-    assert [request.twin for request in rank.collector.ahead] == [
-        each.responses[0].token_ids for each in rank.backlog.aside
-    ]
-    longer, shorter = [9] * 20, [9]
-    rank.history.twins = {response_seed(group.draw, 0): longer, response_seed(group.draw, 1): shorter}
-    rank.iteration = rank.make()
-    list(rank.steps())
-    assert [request.twin for request in rank.collector.requests[:2]] == [longer, group.responses[1].token_ids]
-    assert len(group.responses[1].token_ids) > 1
 
 
 def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() -> None:
@@ -339,24 +241,6 @@ def test_batches_are_padded_with_the_tokenizers_own_token_or_the_one_that_ends_a
     rank.collector.tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=pad_id)
     ((batch,),) = rank.steps()
     assert batch.input_ids.flatten().unique().tolist() == sorted({2, 9, filled})
-
-
-@pytest.mark.parametrize(
-    ("settings", "strategy", "scores"),
-    [
-        ({}, Strategy(), True),
-        ({"dynamic_sampling": DynamicSampling()}, Strategy(), False),  # who knows what it will drop
-        ({}, Sharded(), False),
-    ],
-    ids=["ddp", "dynamic sampling", "fsdp2"],
-)
-def test_idle_windows_score_what_is_learned_from_under_ddp(
-    settings: dict[str, Any], strategy: Any, scores: bool
-) -> None:
-    rank = OneRank(**settings)
-    rank.trainer.strategy = strategy
-    list(rank.steps())
-    assert {arguments["score"] is not None for *_, arguments in rank.collector.calls} == {scores}
 
 
 def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:

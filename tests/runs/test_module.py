@@ -127,11 +127,11 @@ def test_scoring_cuts_by_tokens_and_gives_the_scores_of_each_sequence_alone(poli
     module.configure_model()
     batch = make_batch([2, 3, 2, 3, 2, 2, 2], [3, 40, 6, 5, 1, 20, 2])
     rows = [batch.select([row]) for row in range(7)]
-    alone = [module.begin_scoring(row, 43).finish(row) for row in rows]
+    alone = [module.score(row, 43) for row in rows]
     shapes: list[tuple[int, ...]] = []
     trunk: Any = causal_lm(module.policy).base_model
     trunk.register_forward_pre_hook(lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
-    together = module.begin_scoring(batch, 50).finish(batch)
+    together = module.score(batch, 50)
     assert shapes == [(1, 47), (1, 46)]  # the largest first, the reference's passes beside them; no padding
     for row, one in enumerate(alone):
         for name in ("old_logps", "ref_logps"):

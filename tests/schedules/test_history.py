@@ -2,8 +2,6 @@
 
 from array import array
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +15,11 @@ from tlt_lightning.schedules.partial_rollout import PartialRollout
 
 
 def answered(**texts: list[list[int]]) -> Answered:
-    """A rank's answers, by `p<prompt>`, and what it wrote ahead, by `a<prompt>`."""
+    """A rank's answers, by `p<prompt>`."""
     own = Answered()
     for name, held in texts.items():
-        prompt, kind = int(name[1:]), own.texts if name[0] == "p" else own.ahead
-        kind.extend((prompt, array("i", text)) for text in held)
-        own.lengths.extend((prompt, len(text)) for text in held if name[0] == "p")
+        own.texts.extend((int(name[1:]), array("i", text)) for text in held)
+        own.lengths.extend((int(name[1:]), len(text)) for text in held)
     return own
 
 
@@ -34,16 +31,23 @@ def texts_of(history: AnswerHistory) -> dict[int, list[list[int]]]:
     return {prompt: [text.tolist() for text in held] for prompt, held in history.texts.items()}
 
 
-def test_the_last_answers_of_all_ranks_are_kept_and_those_ahead_beside_them() -> None:
+def test_the_last_answers_of_all_ranks_are_kept() -> None:
     history = AnswerHistory(EarlierAnswers())
-    learn(history, answered(p1=[[5, 6], [7]], p2=[[8]]), answered(p3=[[9]], a2=[[4, 4]]))
-    assert texts_of(history) == {1: [[5, 6], [7]], 3: [[9]], 2: [[8], [4, 4]]}
+    learn(history, answered(p1=[[5, 6], [7]], p2=[[8]]), answered(p3=[[9]]))
+    assert texts_of(history) == {1: [[5, 6], [7]], 3: [[9]], 2: [[8]]}
     assert history.mean_lengths == {1: 1.5, 2: 1, 3: 1}
     before = history.copy()
-    learn(history, answered(p2=[[3, 3, 3]], a7=[[2]]))
-    assert texts_of(history) == {1: [[5, 6], [7]], 3: [[9]], 2: [[3, 3, 3]], 7: [[2]]}
-    assert texts_of(before)[2] == [[8], [4, 4]]
+    learn(history, answered(p2=[[3, 3, 3]]))
+    assert texts_of(history) == {1: [[5, 6], [7]], 3: [[9]], 2: [[3, 3, 3]]}
+    assert texts_of(before)[2] == [[8]]
     assert before.mean_lengths[2] == 1
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(4, {1, 2}), (3, {2}), (2, {2}), (1, set())])
+def test_as_many_tokens_are_kept_as_are_allowed_and_none_more(max_tokens: int, kept: set[int]) -> None:
+    history = AnswerHistory(EarlierAnswers(max_tokens=max_tokens))
+    learn(history, answered(p1=[[1, 1]], p2=[[2, 2]]))
+    assert {*history.texts} == kept
 
 
 def test_prompts_answered_least_recently_are_forgotten_first() -> None:
@@ -60,26 +64,12 @@ def test_prompts_answered_least_recently_are_forgotten_first() -> None:
 def test_without_settings_lengths_alone_are_kept() -> None:
     history = AnswerHistory()
     learn(history, answered(p1=[[5, 6]]))
-    assert (history.texts, history.mean_lengths, history.ahead) == ({}, {1: 2.0}, 0)
-
-
-def test_twins_are_those_of_the_next_iteration_from_all_ranks() -> None:
-    history, without = AnswerHistory(EarlierAnswers()), AnswerHistory()
-    first = [Answered(twins=[(70, array("i", [5]))]), Answered(twins=[(80, array("i", [6, 7])), (90, array("i"))])]
-    for each in (history, without):
-        learn(each, *first)
-    before = history.copy()
-    assert (history.twins, without.twins) == ({70: array("i", [5]), 80: array("i", [6, 7]), 90: array("i")}, {})
-    learn(history, Answered(twins=[(80, array("i", [8]))]))
-    assert history.twins == {80: array("i", [8])}
-    assert set(before.twins) == {70, 80, 90}
+    assert (history.texts, history.mean_lengths) == ({}, {1: 2.0})
 
 
 def test_a_saved_history_is_the_one_that_was(tmp_path: Path) -> None:
     history = AnswerHistory(EarlierAnswers())
-    own = answered(p3=[[5, 6], [7]], p1=[[8, 9]])
-    own.twins.extend([(70, array("i", [4, 3])), (80, array("i", [2]))])
-    learn(history, own)
+    learn(history, answered(p3=[[5, 6], [7]], p1=[[8, 9]]))
     torch.save(history.state_dict(), tmp_path / "history")
     saved = torch.load(tmp_path / "history", weights_only=True)
     again, without = AnswerHistory(EarlierAnswers()), AnswerHistory()
@@ -87,10 +77,9 @@ def test_a_saved_history_is_the_one_that_was(tmp_path: Path) -> None:
         other.load_state_dict(saved)
         assert other.mean_lengths == history.mean_lengths
     assert list(texts_of(again).items()) == list(texts_of(history).items())
-    assert again.twins == history.twins
-    assert without.texts == without.twins == {}
+    assert without.texts == {}
     history.load_state_dict(AnswerHistory().state_dict())
-    assert history.texts == history.twins == {}
+    assert history.texts == {}
 
 
 def course_of(responses: list[Response], earlier: dict[int, list[list[int]]]) -> RolloutCourse:
@@ -124,23 +113,12 @@ def test_what_may_be_written_again_with_its_noise_is_no_earlier_answer() -> None
     assert {prompt for prompt, _ in course.lengths} == {6, 7}
 
 
-def test_texts_that_nobody_reads_and_writers_that_never_wait_are_refused() -> None:
-    def engine(num_ranks: int = 1, reads: bool = True) -> Any:
-        return SimpleNamespace(num_ranks=num_ranks, reads_drafts=reads)
-
-    AnswerHistory().check(engine(reads=False), 1)
-    AnswerHistory(EarlierAnswers()).check(engine(), 1)
-    AnswerHistory(EarlierAnswers(ahead=2)).check(engine(), 2)
-    AnswerHistory(EarlierAnswers()).check(engine(num_ranks=2), 4)
+def test_texts_that_nobody_reads_are_refused() -> None:
+    AnswerHistory().check(TransformersEngine())
     with pytest.raises(ValueError, match=r"TransformersEngine drafts from no text; use VLLMEngine"):
-        AnswerHistory(EarlierAnswers()).check(TransformersEngine(), 1)
-    with pytest.raises(ValueError, match=r"`data.earlier_answers.ahead` is 2, but there is one engine"):
-        AnswerHistory(EarlierAnswers(ahead=2)).check(engine(), 1)
-    with pytest.raises(ValueError, match=r"is 2, but each engine spans 2 ranks"):
-        AnswerHistory(EarlierAnswers(ahead=2)).check(engine(num_ranks=2), 4)
+        AnswerHistory(EarlierAnswers()).check(TransformersEngine())
 
 
-@pytest.mark.parametrize("name", ["ahead", "max_tokens"])
-def test_numbers_of_earlier_answers_are_whole(name: str) -> None:
-    with pytest.raises(TypeError, match=f"`earlier_answers.{name}` must be a whole number"):
-        EarlierAnswers(**{name: 1.5})
+def test_the_number_of_tokens_is_whole() -> None:
+    with pytest.raises(TypeError, match=r"`earlier_answers\.max_tokens` must be a whole number"):
+        EarlierAnswers(max_tokens=1.5)  # type: ignore[arg-type]

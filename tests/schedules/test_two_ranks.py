@@ -1,4 +1,4 @@
-"""Two ranks: one writes answers ahead while the other still writes its own; and what waits is dealt out to others."""
+"""What waits is dealt out to another number of ranks."""
 
 import json
 from collections import Counter
@@ -9,57 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.ranks.rank_processes import run_ranks
-from tests.support.ranks.schedules.ahead import LONG, NUM_ITERATIONS, NUM_STEPS, SHORT
-from tests.support.speculation_engines import save_endless_policy
 from tlt_lightning.data.prompts import PromptCursor
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 Ranks = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def ranks(prompts_path: str, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    out = tmp_path_factory.mktemp("ranks")
-    policy = save_endless_policy(out / "policy")
-    done = run_ranks("tests.support.ranks.schedules.ahead", out, policy, prompts_path, str(out))
-    assert done.statuses == [0, 0], done.stderr[-3000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def test_the_rank_that_waits_writes_answers_to_its_next_prompts(ranks: Ranks) -> None:
-    early, late = ranks
-    assert len(early["calls"]) == 2 * NUM_ITERATIONS
-    assert len(late["calls"]) == NUM_ITERATIONS  # nobody waits for the last one
-    asked = [[request["prompt"] for request in call] for call in early["calls"]]
-    for ahead, coming in ((1, 2), (3, 4)):
-        assert len(asked[ahead]) == 2 * 2
-        assert sorted(map(tuple, asked[ahead] * 2)) == sorted(map(tuple, asked[coming]))
-
-
-def test_it_stops_when_the_last_rank_is_done_and_keeps_what_there_is(ranks: Ranks) -> None:
-    early, late = ranks
-    ahead = [text for request in early["calls"][2] for text in request["earlier"][-2:]]
-    assert all(len(text) == SHORT or text[-1] == 1 for text in ahead)  # all of it
-    for number in (3, 5):
-        assert NUM_STEPS <= early["written"][number] <= 2 * 2 * 4 * (NUM_STEPS + 1) < 2 * 2 * LONG
-    assert [row["schedule/written_ahead"] for row in early["rows"]] == early["written"][1::2]
-    assert early["rows"] == late["rows"]
-    assert early["open"] == [True, False, False]  # callbacks have what is left of the window
-    assert late["open"] == []
-
-
-def test_both_ranks_know_all_answers_and_draft_from_those_to_their_prompts(ranks: Ranks) -> None:
-    early, late = ranks
-    assert early["history"] == late["history"]
-    for iteration in range(1, NUM_ITERATIONS):
-        assert early["rows"][iteration]["speculation/proposed_earlier"] > 0
-        for requests in (early["calls"][2 * iteration], late["calls"][iteration]):
-            held = [*early["history"][iteration - 1].values()]
-            assert all(not request["earlier"] or request["earlier"] in held for request in requests)
-        assert all(len(request["earlier"]) >= 2 for request in early["calls"][2 * iteration])
-    kept = early["rows"][-1]["speculation/kept_earlier"]
-    assert 0 <= kept <= early["rows"][-1]["speculation/proposed_earlier"]
 
 
 def resume(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tlt_lightning.data.engine_probe import EngineProbe
-    from tlt_lightning.ranks.idle_windows import IdleWindow, IdleWindows
+    from tlt_lightning.ranks.idle_windows import IdleWindows
 
 
 class RolloutCollector:
@@ -68,10 +66,6 @@ class RolloutCollector:
         self.idle = idle
         self.probe = probe
         self.peak_memory = peak_memory or PeakMemory()
-        self.written_ahead: list[tuple[int, array[int]]] = []
-        """Prompt and tokens of the answers to the next iteration's prompts, so far, where they have their own noise."""
-        self.twins: list[tuple[int, array[int]]] = []
-        """Seed and tokens of those that have the noise of the responses to come."""
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._has_begun = False
         self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
@@ -85,14 +79,10 @@ class RolloutCollector:
         seed: int,
         first_group: int = 0,
         course: RolloutCourse | None = None,
-        coming: Callable[[], Sequence[Request]] | None = None,
-        score: Callable[[Sequence[Rollout], IdleWindow], None] | None = None,
     ) -> list[Rollout]:
         """Write and score `group_size` responses to each prompt; groups count from `first_group`.
 
-        A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes. While
-        other workers write, answers to the requests of `coming` are written ahead, and in what callbacks leave of that
-        time `score` is given what is returned, without rewards.
+        A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes.
 
         Without prompts, and in a further rollout that what was put aside is enough for, the engine sleeps on and
         `on_rollout_idle` is the only hook; unless the others' rollout needs this rank's engine or shards.
@@ -104,9 +94,7 @@ class RolloutCollector:
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
         is_alone = self.engine.num_ranks == 1 and agreement(self.trainer) is None
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
-        if sleeps_on:
-            coming = None
-        else:
+        if not sleeps_on:
             self._wake()
         # Dynamic sampling rolls out several times an iteration, with or without prompts of this rank's.
         is_first = not sleeps_on and not self._has_begun
@@ -116,12 +104,9 @@ class RolloutCollector:
         rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
         taken = [rollouts[number] for number in course.taken]
         self.log.lap("rollout")
-        if coming is None and not sleeps_on:
+        if not sleeps_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
-        self._spend_idle_time(
-            None if coming is None else partial(self._write_ahead, coming, sampling),
-            None if score is None else partial(score, taken),
-        )
+        self._wait_for_others()
         self._check_engine(rollouts.values(), sampling, is_first)
         self._reward(rollouts)
         return taken
@@ -229,42 +214,13 @@ class RolloutCollector:
             "rollout/tail_share": self._tail_seconds / self._seconds if self._seconds else 0.0,
         }
 
-    def _spend_idle_time(
-        self, write_ahead: Callable[[IdleWindow], None] | None, score: Callable[[IdleWindow], None] | None
-    ) -> None:
-        """Wait for the other workers; `write_ahead` has the engine first, which then sleeps for the others.
-
-        Callbacks come before `score`: the last worker has no window, and the others wait for it to score its own.
-        """
+    def _wait_for_others(self) -> None:
+        """Open this worker's idle window, until the last one's rollout is done."""
         if self.idle is None:
             return
         with self.idle.window() as window:
-            if write_ahead is not None:
-                write_ahead(window)
-                self._sleep()
             if window.num_waiting_for:
                 call_rollout_hook(self.trainer, "on_rollout_idle", window)
-                if score is not None and window.is_open():
-                    score(window)
-        self.log.lap("idle")
-
-    def _write_ahead(self, coming: Callable[[], Sequence[Request]], sampling: Sampling, window: IdleWindow) -> None:
-        """Write answers ahead until the window closes; keep the texts, finished or not."""
-        requests = coming() if window.num_waiting_for else []
-
-        def on_progress(progress: RolloutProgress) -> None:
-            if not window.is_open():
-                self.engine.stop([request.id for request in requests])
-
-        if requests:
-            asked = {request.id: request for request in requests}
-            responses = [*self.engine.generate(requests, sampling, seed=0, on_progress=on_progress)]
-            texts = [(asked[each.request_id], array("i", each.token_ids)) for each in responses if each.token_ids]
-            if self.engine.drafts_may_share_noise:
-                self.twins += [(request.seed, text) for request, text in texts if request.seed is not None]
-            else:
-                self.written_ahead += [(request.group, text) for request, text in texts]
-            self.log.sum("schedule/written_ahead", sum(len(text) for _, text in texts))
         self.log.lap("idle")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
@@ -21,12 +20,12 @@ from tlt_lightning.metrics.rollouts import log_rollouts
 from tlt_lightning.objectives.base import advantages_of
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
-from tlt_lightning.rollout import Prompt, Request, Rollout, RolloutBatch, Sampling, collate, has_spread, split_groups
+from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, collate, has_spread, split_groups
 from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import Backlog, RolloutCourse, response_seed, texts_by_seed
+from tlt_lightning.schedules.course import Backlog, RolloutCourse
 from tlt_lightning.schedules.deal import deal
 from tlt_lightning.schedules.history import Answered, AnswerHistory
-from tlt_lightning.seeds import iteration_seed, run_seed, seed_of
+from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.fsdp2 import agreement
 from tlt_lightning.training.micro_batches import plan_minibatches
 from tlt_lightning.training.optimization import check_accumulation
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
     from tlt_lightning.data.prompts import PromptCursor
     from tlt_lightning.module import RLModule
-    from tlt_lightning.ranks.idle_windows import IdleWindow
-    from tlt_lightning.training.networks import Scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +107,6 @@ class PolicyIteration:
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         backlog.note_weights(self.first_step, trainer.current_epoch)
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
-        self._scoring: Scoring | None = None  # begun in an idle window
-        self._drafts = history  # and what is written ahead in this iteration
 
     @property
     def num_steps(self) -> int:
@@ -134,18 +129,15 @@ class PolicyIteration:
         yield from islice(self._cut(self._batch), self.num_steps, None)
 
     def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
-        batch = self._collate(self._collect(prompts))
+        tokenizer = self.collector.tokenizer
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        batch = collate(self._collect(prompts), pad_id=pad_id, temperature=self.settings.sampling.temperature)
         self.log.lap("other")
         batch = self._score(batch)
         self.log.lap("logprobs")
         call_rollout_hook(self.trainer, "on_rollout_scored", batch)
         self.log.lap("other")
         return batch
-
-    def _collate(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
-        tokenizer = self.collector.tokenizer
-        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        return collate(rollouts, pad_id=pad_id, temperature=self.settings.sampling.temperature)
 
     def _collect(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Roll out this rank's groups; with dynamic sampling, groups with a learning signal."""
@@ -158,10 +150,6 @@ class PolicyIteration:
             needs, num_aside = zip(*gather_over_ranks(self.trainer, (missing, len(self.backlog.aside))), strict=True)
             if not any(needs):
                 break
-            if number and self.history.ahead:  # a further rollout draws the prompts that answers ahead are to
-                self._drafts = self.history.copy()
-                ahead = Answered(ahead=self.collector.written_ahead, twins=self.collector.twins)
-                self._drafts.take_ahead(gather_over_ranks(self.trainer, ahead))
             demand = Demand(
                 wanted=missing,
                 iteration=self.trainer.current_epoch,
@@ -175,8 +163,6 @@ class PolicyIteration:
             own.texts.extend(course.texts if self.history.settings is not None else ())
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
-        own.ahead.extend(self.collector.written_ahead)
-        own.twins.extend(self.collector.twins)
         self.history.learn(own, partial(gather_over_ranks, self.trainer))
         groups = [*informative, *others]
         everything = list(chain.from_iterable(groups))
@@ -194,11 +180,9 @@ class PolicyIteration:
     ) -> tuple[RolloutCourse, list[Rollout]]:
         """Roll out once, under the schedule; return the course, and the rollouts to learn from."""
         groups = self._begin(demand)
-        twins = self._twins(self.backlog.twins)
-        size, earlier = self.settings.group_size, self._drafts.texts
+        twins = self.backlog.twins if self.collector.engine.drafts_may_share_noise else {}
+        size, earlier = self.settings.group_size, self.history.texts
         course = RolloutCourse(self.backlog.schedule, demand, groups, size, earlier=earlier, twins=twins)
-        # Of dynamic sampling nobody knows yet what is learned from; a pass of shards needs all ranks.
-        scores_early = self.settings.dynamic_sampling is None and agreement(self.trainer) is None
         rollouts = self.collector.collect(
             [prompts[group.prompt] for group in course.groups],
             self.settings.sampling,
@@ -206,8 +190,6 @@ class PolicyIteration:
             seed=seed,
             first_group=first_group,
             course=course,
-            coming=partial(self._coming, course, prompts) if self.history.ahead else None,
-            score=self._score_early if scores_early else None,
         )
         self.backlog.end(course, self.log)
         return course, rollouts
@@ -235,44 +217,6 @@ class PolicyIteration:
             for place in deal(lengths, numbers)[self.trainer.global_rank]
         ]
 
-    def _twins(self, written: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """Return the longer text of each seed, of `written` and those written ahead; none where they are no drafts."""
-        if not self.collector.engine.drafts_may_share_noise:
-            return {}
-        ahead = self._drafts.twins
-        return {seed: max(ahead.get(seed, ()), written.get(seed, ()), key=len) for seed in {*written, *ahead}}
-
-    def _coming(self, course: RolloutCourse, prompts: Sequence[Prompt]) -> list[Request]:
-        """Return requests that write the next iteration's answers ahead; `group` is the prompt's number.
-
-        They are its very requests, with their seeds, where drafts may share the noise, and have seeds of their own
-        elsewhere.
-        """
-        shares_noise = self.collector.engine.drafts_may_share_noise
-        num_ahead = min(self.history.ahead, self.settings.group_size) if shares_noise else self.history.ahead
-        rank, world_size, number = self.trainer.global_rank, self.trainer.world_size, self.trainer.current_epoch
-        demand = Demand(wanted=self.settings.prompts_per_iteration // world_size, iteration=number + 1)
-        aside, num_fresh = self.backlog.coming(course, demand)
-        waiting = [*self.backlog.aside, *course.put_aside()]
-        twins = self._twins(texts_by_seed({each.draw: each.responses for each in waiting}))
-        requests: list[Request] = []
-        for place, group in enumerate([*aside, *self._fresh([num_fresh] * world_size, number + 1)]):
-            for member in range(num_ahead):
-                seed = response_seed(group.draw, member)
-                if not shares_noise:
-                    seed = seed_of(run_seed(), "ahead", number, rank, self.cursor.position, place, member)
-                request = Request(
-                    id=len(requests),
-                    prompt_ids=prompts[group.prompt].ids,
-                    group=group.prompt,
-                    seed=seed,
-                    expected_tokens=self.history.mean_lengths.get(group.prompt, 0.0),
-                    earlier_answers=self._drafts.texts.get(group.prompt, ()),
-                    twin=twins.get(seed, ()),
-                )
-                requests.append(request)
-        return requests
-
     def _log_age(self, rollouts: Sequence[Rollout]) -> None:
         """Log how many iterations ago tokens were written, where a schedule lets them wait."""
         if not self.backlog.schedule.stops:
@@ -286,29 +230,13 @@ class PolicyIteration:
 
     def _score(self, batch: RolloutBatch) -> RolloutBatch:
         """Fill in log-probs and values from before the update, advantages and returns."""
-        scoring, self._scoring = self._scoring, None
-        if scoring is None or not scoring.fits(batch, self.module.hidden_state_request):  # a callback changed it
-            scoring = self._begin_scoring(batch)
-        batch = scoring.finish(batch)
+        single_update = self.settings.num_steps == 1
+        batch = self.module.score(batch, self.settings.micro_batch_tokens, single_update=single_update)
         batch.advantages, batch.returns = advantages_of(self.module.objective, batch, self._sum)
         if batch.values is not None and batch.returns is not None:
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
             self.log.mean("train/explained_variance", explained)
         return batch
-
-    def _score_early(self, rollouts: Sequence[Rollout], window: IdleWindow) -> None:
-        """Score in an idle window, pass by pass; `_score` makes the passes that are left."""
-        self.log.lap("idle")
-        started = time.perf_counter()
-        self._scoring = self._begin_scoring(self._collate(rollouts))
-        if num_tokens := self._scoring.run(window.is_open):
-            self.log.lap("logprobs")
-            self.log.sum("idle/tokens_scored", num_tokens)
-            self.log.sum("idle/seconds_scored", time.perf_counter() - started)
-
-    def _begin_scoring(self, batch: RolloutBatch) -> Scoring:
-        single_update = self.settings.num_steps == 1
-        return self.module.begin_scoring(batch, self.settings.micro_batch_tokens, single_update=single_update)
 
     def _cut(self, batch: RolloutBatch) -> Iterator[list[RolloutBatch]]:
         generator = torch.Generator().manual_seed(iteration_seed(self.trainer, "shuffle"))

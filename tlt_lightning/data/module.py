@@ -198,7 +198,7 @@ class RolloutDataModule(L.LightningDataModule):
             check_sizes(settings, module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
-            self.history.check(self.engine, num_ranks)
+            self.history.check(self.engine)
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):

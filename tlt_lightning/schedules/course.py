@@ -239,11 +239,6 @@ class Backlog:
             log.sum("schedule/tokens_read_again", sum(group.num_unfinished_tokens for group in groups))
         return groups, num_fresh
 
-    def coming(self, course: RolloutCourse, demand: Demand) -> tuple[list[OpenGroup], int]:
-        """Return the groups put aside that a rollout after this one would begin anew, and how many it would draw."""
-        groups, num_fresh = begin_of(self.schedule, demand, [*self.aside, *course.put_aside()])
-        return [group for group in groups if not group.responses], num_fresh
-
     def end(self, course: RolloutCourse, log: IterationLog) -> None:
         """Put aside the groups that the rollout has not taken, and log those that it has, where any may wait.
 

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
+from tlt_lightning.hidden_states import BatchTap
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.packed_pass import can_pack
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps
@@ -64,74 +64,44 @@ class Networks:
         return logps, entropy, None if self.critic is None else self.critic(batch, states, index)
 
 
-class Scoring:
-    """Scores a rank's batch before the update, largest pass first; may be left between two passes and taken up again.
+@torch.no_grad()
+def score(
+    networks: Networks,
+    batch: RolloutBatch,
+    max_tokens: int,
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]],
+    agree: Agree | None = None,
+    *,
+    scores_policy: bool,
+) -> RolloutBatch:
+    """Return a rank's batch with what must be known before the update: log-probs, reference log-probs and values.
 
     Args:
-        networks: Score it; their tap, if any, is around the passes, too.
-        batch: On the CPU, rewards not needed.
+        networks: Score it, the largest pass first; their tap, if any, is around the passes, too.
+        batch: On the CPU.
         max_tokens: Most tokens of a pass.
         device: Where the networks are.
         context: Made around each pass.
         agree: As in `cut_alike`.
         scores_policy: Run policy and critic, too, and not the reference alone.
     """
-
-    def __init__(
-        self,
-        networks: Networks,
-        batch: RolloutBatch,
-        max_tokens: int,
-        device: torch.device,
-        context: Callable[[], AbstractContextManager[Any]],
-        agree: Agree | None = None,
-        *,
-        scores_policy: bool,
-    ) -> None:
-        self.networks = networks
-        self.batch = batch
-        self.device = device
-        self.context = context
-        self.scores_policy = scores_policy
-        self._left: list[list[int]] = []  # rows of each pass
-        self._scores: dict[str, Tensor] = {}
-        if scores_policy or networks.reference is not None:
-            everything, is_padded = [torch.arange(len(batch))], networks.is_padded
-            self._left = cut_alike(everything, batch.lengths, max_tokens, is_padded=is_padded, agree=agree)[0]
-
-    def fits(self, batch: RolloutBatch, request: HiddenStateRequest | None) -> bool:
-        """Return True if these sequences are scored here, and these states are kept of them."""
-        tap, names = self.networks.tap, ("input_ids", "prompt_lengths", "response_lengths")
-        is_same = all(torch.equal(getattr(self.batch, name), getattr(batch, name)) for name in names)
-        return is_same and request == (None if tap is None else tap.request)
-
-    @torch.no_grad()
-    def run(self, may_go_on: Callable[[], bool] = lambda: True) -> int:
-        """Make the passes that are left, as long as `may_go_on`; return their tokens."""
-        num_tokens = 0
-        while self._left and may_go_on():
-            rows = self._left.pop(0)
-            part = self.batch.select(rows)
-            num_tokens += int(part.lengths.sum())
-            for name, result in self._pass(move_data_to_device(part, self.device)).items():
-                if result is not None:
-                    whole = self._scores.setdefault(name, torch.zeros_like(self.batch.rollout_logps))
-                    whole[rows, : result.shape[1]] = result.float().cpu()
-        return num_tokens
-
-    def finish(self, batch: RolloutBatch) -> RolloutBatch:
-        """Make the passes that are left; return `batch` with log-probs, reference log-probs and values filled in."""
-        self.run()
-        return replace(batch, **self._scores)  # type: ignore[arg-type]
-
-    def _pass(self, part: RolloutBatch) -> dict[str, Tensor | None]:
-        results: dict[str, Tensor | None] = {}
-        with self.context():
-            if self.scores_policy:
-                results["old_logps"], _, results["values"] = self.networks.forward(part)
-            if self.networks.reference is not None:
-                results["ref_logps"] = self.networks.reference.logps(self.networks.policy, part)
-        return results
+    reference, scores = networks.reference, dict[str, Tensor]()
+    if not scores_policy and reference is None:
+        return batch
+    rows_of_all, is_padded = [torch.arange(len(batch))], networks.is_padded
+    for rows in cut_alike(rows_of_all, batch.lengths, max_tokens, is_padded=is_padded, agree=agree)[0]:
+        part, found = move_data_to_device(batch.select(rows), device), dict[str, Tensor | None]()
+        with context():
+            if scores_policy:
+                found["old_logps"], _, found["values"] = networks.forward(part)
+            if reference is not None:
+                found["ref_logps"] = reference.logps(networks.policy, part)
+        for name, result in found.items():
+            if result is not None:
+                whole = scores.setdefault(name, torch.zeros_like(batch.rollout_logps))
+                whole[rows, : result.shape[1]] = result.float().cpu()
+    return replace(batch, **scores)  # type: ignore[arg-type]
 
 
 def load_networks(
