@@ -49,3 +49,4 @@ from tlt_lightning.speculation.strategy import StrategySelector as StrategySelec
 from tlt_lightning.training.critic import CriticConfig as CriticConfig
 
 __version__: str
+__all__: list[str]

@@ -8,7 +8,6 @@ import errno
 import gc
 import logging
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -34,6 +33,8 @@ Environment: TLT_TRACEBACK=1 shows where errors come from, VLLM_LOGGING_LEVEL=WA
 """
 
 COMMANDS = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
+MEANT = {"train": "fit", "test": "validate", "evaluate": "validate", "generate": "predict"}
+"""Commands of other programs, and ours that do the same."""
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG)
 """Errors of a place where nothing can be written or read."""
@@ -81,8 +82,9 @@ def _run(arguments: list[str]) -> None:
 
             run_export(arguments)
         case [command, *_] if command not in COMMANDS and not command.startswith("-"):
-            near = "".join(f" Did you mean `{known}`?" for known in difflib.get_close_matches(command, COMMANDS, n=1))
-            print(f"error: {command!r} is no command.{near}\n\n{HELP}", end="", file=sys.stderr)
+            near = difflib.get_close_matches(command, [*COMMANDS, *MEANT], n=1)
+            hint = "".join(f" Did you mean `{MEANT.get(name, name)}`?" for name in near)
+            print(f"error: There is no command `{command}`.{hint}\n\n{HELP}", end="", file=sys.stderr)
             sys.exit(2)
         case ["recipes", *arguments]:
             from tlt_lightning.commands.starter import run_recipes
@@ -124,26 +126,25 @@ def is_no_tip(record: logging.LogRecord) -> bool:
 def sentence_of(error: Exception) -> str | None:
     """Return the sentence of an error in what the user gave; None for what needs its traceback.
 
-    Sentences of this package and of Lightning name their argument in backticks. jsonargparse wraps those of a
-    constructor into a list, one a type that the argument may have, and puts what a package asks for, which is not
-    installed, below its class.
+    Sentences of this package, of Lightning and of the parser name their argument in backticks.
     """
     if any(isinstance(each, OSError) and each.errno in _UNWRITABLE for each in (error, error.__cause__)):
         return str(error)
-    is_about_settings = type(error).__name__ == "MisconfigurationException"
-    is_users = is_about_settings or isinstance(error, ValueError | TypeError | OSError | ImportError)
+    room, cause = _room_of(error), error.__cause__ or error.__context__
+    while room == "jsonargparse" and isinstance(cause, Exception):  # it lists what a constructor has said
+        error, room, cause = cause, _room_of(cause), cause.__cause__ or cause.__context__
+    if room == "omegaconf":  # a recipe's `${...}`
+        return f"`{getattr(error, 'full_key', None)}` cannot be resolved: {str(error).splitlines()[0]}"
+    is_setting = type(error).__name__ == "MisconfigurationException"
+    is_users = is_setting or isinstance(error, ValueError | TypeError | OSError | ImportError | RuntimeError)
+    is_sentence = "`" in str(error) or (is_setting and room == "lightning")
+    return str(error) if is_users and is_sentence and room in ("tlt_lightning", "lightning", "jsonargparse") else None
+
+
+def _room_of(error: BaseException) -> str:
+    """Return the name of the package that raised an error."""
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    room = frames[-1].partition(".")[0] if frames else ""
-    if room == "omegaconf" and any(frame.startswith("jsonargparse") for frame in frames):  # a recipe's `${...}`
-        reason, *_ = str(error).splitlines()
-        return f"`{getattr(error, 'full_key', None)}` cannot be resolved: {reason}"
-    is_users |= isinstance(error, RuntimeError) and room in ("tlt_lightning", "lightning")  # of rewards, metrics
-    is_sentence = "`" in str(error) or (is_about_settings and room == "lightning")
-    if not (is_users and is_sentence and room in ("tlt_lightning", "jsonargparse", "lightning")):
-        return None
-    lines = r"^\s*- (.*`.*|Problem with .*:\n +[^- ].*`.*)$"
-    listed = re.findall(lines, str(error), re.MULTILINE) if room == "jsonargparse" else []
-    return "\n".join(" ".join(each.split()) for each in listed) or str(error)
+    return frames[-1].partition(".")[0] if frames else ""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import lightning as L
@@ -14,7 +14,7 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from tlt_lightning.commands.advice import advise
+from tlt_lightning.commands.advice import close_options, lost_name
 from tlt_lightning.guard.checkpoint_io import check_readable
 
 
@@ -39,7 +39,6 @@ def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> Light
     from tlt_lightning.drafter.data import DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule
 
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # they are the command line's
     return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, args, run, _DrafterCLI)
 
 
@@ -51,12 +50,15 @@ def _run(
     run: bool,
     cli: type[_CLI],
 ) -> LightningCLI:
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # they are the command line's
+    words = [*(sys.argv[1:] if args is None else args)]
+    module, data = named_class(words, "--model", module), named_class(words, "--data", data)
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     return cli(
         module,
         data,
-        args=args,
+        args=words,
         parser_class=_Parser,
         parser_kwargs={"parser_mode": "omegaconf+", "prog": prog, "allow_abbrev": False},
         run=run,
@@ -65,6 +67,22 @@ def _run(
         trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 1},
         save_config_kwargs={"overwrite": True},  # a resumed run writes into the same folder
     )
+
+
+def named_class(words: list[str], option: str, base: type) -> type:
+    """Return the class that `option` names, as in `--model my.MyRL`, and take both words out; else return `base`."""
+    for place, word in enumerate(words):
+        name, equals, path = word.partition("=")
+        module, _, kind = (path or "".join(words[place + 1 : place + 2])).rpartition(".")
+        if name == option and kind[:1].isupper():  # else it names a file of settings
+            del words[place : place + (1 if equals else 2)]
+            try:
+                return getattr(import_module(module), kind)
+            except (ImportError, AttributeError) as error:
+                if lost := lost_name(error):
+                    sys.exit(f"error: `{option}`: {lost}")
+                raise
+    return base
 
 
 class _Parser(LightningArgumentParser):
@@ -83,26 +101,19 @@ class _Parser(LightningArgumentParser):
         self._file = path
         return super().parse_path(path, *args, **kwargs)
 
-    _command = ""  # among the arguments that are being parsed
-
-    @override
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any
-    ) -> Namespace:
-        commands = _CLI.subcommands() if self._subcommands_action else ()
-        words = sys.argv[1:] if args is None else args
-        self._command = next((word for word in words if word in commands), "")
-        return super().parse_args(args, *rest, **kwargs)
-
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         message = message.replace("Problems parsing config:", f"Problems parsing {str(self._file)!r}:")  # no YAML
         if not self.exit_on_error:
             super().error(message, ex)
-        advice = advise(message, _options(self))
-        message = re.sub(rf"(required: |, )(?:{self._command or '-'})\.", r"\1", message)
-        program = f"{self.prog} {self._command}".strip().replace(" [options]", "")
-        self.exit(2, "\n  ".join([f"error: {message}", *advice]) + f"\nOptions are listed by: {program} --help\n")
+        message = re.sub(r"\n +- Expected a path but .*? either not accessible or invalid", "", message, flags=re.S)
+        if lost := lost_name(ex):
+            key = re.match('Parser key "(.*?)"', message)
+            message = f"`{key[1]}`: {lost}" if key else lost
+        message = re.sub(rf"(required: |, )(?:{'|'.join(_CLI.subcommands())})\.", r"\1", message)
+        advice = [f"Did you mean `{known}`?" for known in close_options(message, _options(self))]
+        program = self.prog.replace(" [options]", "").removesuffix(" fit")
+        self.exit(2, "\n  ".join([f"error: {message}", *advice]) + f"\nOptions are listed by: {program} fit --help\n")
 
 
 def _options(parser: LightningArgumentParser) -> set[str]:

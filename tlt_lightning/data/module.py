@@ -38,7 +38,7 @@ from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.idle_windows import IdleWindows
 from tlt_lightning.ranks.liveness import Liveness
 from tlt_lightning.ranks.reduce import gather_over_ranks
-from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards import RewardFunction, RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import check_seconds
 from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
@@ -91,12 +91,16 @@ class RolloutDataModule(L.LightningDataModule):
         reward_timeout: Seconds one call of a reward function may take.
     """
 
+    rewards: list[RewardTerm]
+    train: PromptSource | None
+    val: PromptSource | None
+
     def __init__(
         self,
         engine: RolloutEngine,
-        rewards: list[RewardTerm],  # and what `as_terms` and `PromptSource.of` take; the types are the command line's
-        train: PromptSource | None = None,
-        val: PromptSource | None = None,
+        rewards: list[RewardTerm | RewardFunction],
+        train: PromptSource | str | None = None,
+        val: PromptSource | str | None = None,
         group_size: int = 8,
         prompts_per_iteration: int = 32,
         micro_batch_tokens: int | None = None,
@@ -112,7 +116,8 @@ class RolloutDataModule(L.LightningDataModule):
         reward_timeout: float = 10.0,
     ) -> None:
         super().__init__()
-        self.engine, self.rewards, self.train, self.val = engine, rewards, train, val
+        self.engine = engine
+        self.rewards, self.train, self.val = cast("Any", (rewards, train, val))  # until `_read_arguments`
         self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
         self.micro_batch_tokens, self.earlier_answers = micro_batch_tokens, earlier_answers
         self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
