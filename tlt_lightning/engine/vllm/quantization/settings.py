@@ -117,10 +117,6 @@ class Quantization:
         import torch
         from vllm.platforms import current_platform
 
-        if internals.is_cpu_build() and not torch.cpu._is_avx512_supported():
-            raise ValueError("`quantization.kv_cache` 'fp8' needs AVX-512 on a CPU, and this one has none; set 'auto'.")
-        if not (internals.is_cpu_build() or current_platform.is_device_capability_family(90)):
-            raise ValueError("`quantization.kv_cache` 'fp8' is proven on Hopper GPUs and CPUs alone; set 'auto'.")
         if lacks := unbounded(names):
             raise ValueError(
                 "`quantization.kv_cache` 'fp8' takes its scales from the weights of each layer, and this policy's have "
@@ -131,6 +127,10 @@ class Quantization:
                 "`quantization.kv_cache` 'fp8' takes its scales from the weights of each layer, and does not know what "
                 f"{', '.join(unknown)} of this policy do to queries and keys; set 'auto'."
             )
+        if internals.is_cpu_build() and not torch.cpu._is_avx512_supported():
+            raise ValueError("`quantization.kv_cache` 'fp8' needs AVX-512 on a CPU, and this one has none; set 'auto'.")
+        if not (internals.is_cpu_build() or current_platform.is_device_capability_family(90)):
+            raise ValueError("`quantization.kv_cache` 'fp8' is proven on Hopper GPUs and CPUs alone; set 'auto'.")
 
     def _check_kernels(self) -> None:
         """Raise ValueError with the reasons unless this build has a kernel of 8 bits for this machine."""
