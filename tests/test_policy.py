@@ -1,18 +1,22 @@
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tests.support.architectures import save_architecture
+from tests.support.architectures import save_architecture, save_longrope
 from tests.support.tensor_sizes import LargestOfWidth, MostAtOnceOfWidth
 from tlt_lightning.policy import (
     LoRA,
     PolicyWeights,
     end_token_ids,
     load_policy,
+    load_shapes,
     load_tokenizer,
+    merged,
     policy_shapes,
     response_logps,
     token_logps,
@@ -187,8 +191,107 @@ def test_heads_that_are_more_than_linear_are_refused(
 def test_what_is_no_causal_language_model_is_refused(policy_path: str, tmp_path: Path) -> None:
     shutil.copytree(policy_path, tmp_path / "policy")
     (tmp_path / "policy" / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ValueError, match=r"`policy` '.*' cannot be trained as a causal language model: .*T5Config"):
+    with pytest.raises(ValueError, match=r"`policy` '.*' cannot be loaded by AutoModelForCausalLM: .*T5Config"):
         load_policy(str(tmp_path / "policy"))
+
+
+def save_tensors(path: str, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda name: None if name == "lm_head.weight" else name, r"lack lm_head\.weight:"),
+        (lambda name: None if ".layers.1." in name else name, r"lack model\.layers\.1\..* and \d+ more:"),
+        (lambda name: f"module.{name}", r"lack lm_head\.weight, .* and hold besides module\.lm_head\.weight, "),
+    ],
+)
+def test_a_policy_without_some_weights_is_refused_by_their_names(
+    change: Callable[[str], str | None], fault: str, tmp_path: Path
+) -> None:
+    path = save_architecture("qwen2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_tensors(path, {change(name): value for name, value in tensors.items() if change(name)})
+    with pytest.raises(ValueError, match=rf"^The files of `reference` '.*' {fault}"):
+        load_policy(path, "reference")
+
+
+def test_a_policy_with_weights_of_another_shape_is_refused_by_their_names(tmp_path: Path) -> None:
+    path = save_architecture("qwen2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_tensors(path, tensors | {"model.norm.weight": torch.ones(7)})
+    with pytest.raises(ValueError, match=r"hold in another shape model\.norm\.weight: .* `save_pretrained`"):
+        load_policy(path)
+
+
+def test_a_tied_policy_needs_no_head_in_its_files_and_a_trunk_needs_none_either(tmp_path: Path) -> None:
+    tied = save_architecture("qwen2", tmp_path / "tied", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    load_policy(tied)
+    path = save_architecture("qwen2", tmp_path / "reward_model")
+    tensors = load_file(tmp_path / "reward_model" / "model.safetensors")
+    save_tensors(path, {"score.weight": torch.ones(1, 64), **tensors} | {"lm_head.weight": torch.ones(3, 3)})
+    with pytest.raises(ValueError, match="lm_head"):
+        load_policy(path)
+    del tensors["lm_head.weight"]
+    save_tensors(path, {"score.weight": torch.ones(1, 64), **tensors})
+    load_policy(path, "critic.path", needs_head=False)
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = save_architecture("qwen2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"`policy` '.*': model\.safetensors cannot be read \(.*Copy or download it"):
+        load_policy(path)
+
+
+def test_merged_weights_beside_their_adapter_are_refused(policy_path: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(policy_path, tmp_path / "policy")
+    load_policy(policy_path, lora=LoRA(rank=4)).save_pretrained(folder)  # as PEFT does, then merged weights beside it
+    with pytest.raises(ValueError, match=r"`policy` '.*' holds an adapter, adapter_config\.json, .*Remove that file"):
+        load_policy(str(folder))
+
+
+@pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "embed_tokens"], ["lm_head", "embed_tokens"], ".*_head"])
+def test_adapters_of_head_and_embedding_are_streamed_or_refused_where_these_are_one_tensor(
+    target: str | list[str], tmp_path: Path
+) -> None:
+    lora = LoRA(rank=4, target_modules=target)
+    tied = save_architecture("qwen2", tmp_path / "tied", tie_word_embeddings=True)
+    for load in (load_shapes, lambda *given: load_policy(given[0], lora=given[1])):
+        with pytest.raises(
+            ValueError, match=r"`lora\.target_modules` .* one tensor \(`tie_word_embeddings`\).*all-linear"
+        ):
+            load(tied, lora)
+
+    plain = AutoModelForCausalLM.from_pretrained(tied)
+    plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.clone())  # as the message advises
+    plain.config.tie_word_embeddings = False
+    shutil.copytree(tied, tmp_path / "untied")
+    plain.save_pretrained(tmp_path / "untied")
+    policy = load_policy(str(tmp_path / "untied"), lora=lora)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        expected = policy(input_ids=ids).logits
+        assert (plain(input_ids=ids).logits - expected).abs().max() > 0.1
+        plain.load_state_dict(dict(PolicyWeights(policy)))
+        torch.testing.assert_close(plain(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged(policy)(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_within_its_original_length_a_longrope_policy_packs_as_it_reads_alone(tmp_path: Path) -> None:
+    policy = load_policy(save_longrope(tmp_path)).eval()
+    batch = make_batch([3, 5], [6, 27])
+    assert int(batch.lengths.max()) == 32
+    logps = chunked(policy, batch, 1000)[0]
+    for row in range(2):
+        expected = naive_logps(AutoModelForCausalLM.from_pretrained(tmp_path), batch, row)[0]
+        torch.testing.assert_close(logps[row, : len(expected)], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_of_no_layer_are_refused_with_the_names_of_layers(policy_path: str) -> None:
@@ -225,3 +328,10 @@ def test_end_tokens_come_from_tokenizer_and_generation_config(policy_path: str, 
     shutil.copytree(policy_path, path)
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     assert end_token_ids(str(path), load_tokenizer(str(path))) == [1, 7]
+
+
+def test_end_tokens_of_the_config_alone_count_as_transformers_counts_them(tmp_path: Path) -> None:
+    path = save_architecture("qwen2", tmp_path, eos_token_id=[1, 7])
+    (tmp_path / "generation_config.json").unlink()
+    assert end_token_ids(path, load_tokenizer(path)) == [1, 7]
+    assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == [1, 7]

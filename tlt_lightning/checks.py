@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from math import isfinite
 from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -18,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
+from tlt_lightning.policy import load_shapes, read_config
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOW_TO_SAVE = (
-    "Save model and tokenizer into one folder with `save_pretrained`, a model of PEFT after `merge_and_unload()`: "
-    "its own folder would hold the adapter alone."
-)
 PRECISIONS = ("32-true", "bf16-mixed")
 STRATEGIES = (
     "Use `auto` on one device, also in a notebook, and `ddp` in a script on several, or `fsdp2`, which shards policy "
@@ -274,8 +270,6 @@ def check_models(module: RLModule) -> None:
 
     So do arguments that ask for other models than those that are loaded.
     """
-    from transformers import AutoConfig
-
     check_unchanged(module)
     critic = module.critic_config
     paths = {
@@ -286,17 +280,11 @@ def check_models(module: RLModule) -> None:
     for argument, path in paths.items():
         if path is None:
             continue
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            remedy = f" {HOW_TO_SAVE}" if (Path(path) / "adapter_config.json").exists() else ""
-            raise ValueError(
-                f"`model.{argument}` {path!r} has to be a folder that `save_pretrained` wrote, looked for from "
-                f"{Path.cwd()}, or a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
-                f"{str(error).splitlines()[0]}{remedy}"
-            ) from error
+        config = read_config(path, f"model.{argument}")
         if "flash" in module.attn_implementation and argument != "critic.path":
             _check_attention(module.attn_implementation, config)
+    if module.lora is not None:  # its adapters fit, which takes no memory to ask
+        load_shapes(module.policy_path, module.lora)
 
 
 def _check_attention(name: str, config: PretrainedConfig) -> None:

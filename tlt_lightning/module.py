@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_choice, check_flag, check_optional, check_type, text_of
-from tlt_lightning.checks import HOW_TO_SAVE, check_has_data, check_not_spawned
+from tlt_lightning.checks import check_has_data, check_not_spawned
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.guard.parts import OWN
@@ -24,7 +24,7 @@ from tlt_lightning.hooks import call_rollout_hook, check_overrides
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
-from tlt_lightning.policy import LoRA, PolicyWeights
+from tlt_lightning.policy import HOW_TO_SAVE, LoRA, PolicyWeights
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import norm_of
 from tlt_lightning.training import optimization, resume

@@ -7,8 +7,10 @@ Log-probs never materialise (B, T, V) in float32: only the hidden states that pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -26,9 +28,14 @@ from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+HOW_TO_SAVE = (
+    "Save model and tokenizer into one folder with `save_pretrained`, a model of PEFT after `merge_and_unload()`: "
+    "its own folder would hold the adapter alone."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +45,8 @@ class LoRA:
     Args:
         rank: Rank of each update.
         alpha: Scale; the update is multiplied by `alpha / rank`.
-        target_modules: Names of the linear layers to adapt; `all-linear` adapts every one but the head.
+        target_modules: Names of the linear layers to adapt; `all-linear` adapts every one but the head. A head and an
+            embedding that are one tensor (`tie_word_embeddings`) cannot be adapted.
         base_dtype: Type of the frozen weights. `bfloat16` halves their memory and is what vLLM runs anyway.
     """
 
@@ -78,47 +86,151 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every token id that ends a response: the tokenizer's, and the generation config's at `path`."""
-    from transformers import GenerationConfig
+    """Return every token id that ends a response: the tokenizer's, and those of transformers' `generate` at `path`."""
+    from transformers import GenerationConfig, PretrainedConfig
 
-    ids = [tokenizer.eos_token_id]
     try:
-        extra = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a policy without generation_config.json ends with the tokenizer's token alone
-        extra = None
-    ids += extra if isinstance(extra, list) else [] if extra is None else [extra]
-    return sorted(set(ids))
+        ends: int | list[int] | None = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # without generation_config.json transformers makes one of config.json
+        ends = PretrainedConfig.get_config_dict(path)[0].get("eos_token_id")
+    return sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])})
+
+
+def read_config(path: str, argument: str = "policy") -> PretrainedConfig:
+    """Read the config of the model at `path`.
+
+    Raises:
+        ValueError: transformers finds none, or an adapter beside it, which it would add to the weights. The message
+            names the `argument` that holds `path`.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import find_adapter_config_file
+
+    try:
+        adapter = find_adapter_config_file(path)
+        if adapter is None:
+            return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`{argument}` {path!r} has to be a folder that `save_pretrained` wrote, looked for from {Path.cwd()}, or "
+            f"a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    raise ValueError(
+        f"`{argument}` {path!r} holds an adapter, {Path(adapter).name}, which transformers would add to the weights "
+        f"beside it, merged or not. Remove that file if they are merged. {HOW_TO_SAVE}"
+    )
+
+
+def load_whole(
+    auto_class: Any, path: str, argument: str, *, needs_head: bool = True, may_hold_more: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Load a model whose every weight comes from its files, where transformers would start some at random values.
+
+    Args:
+        auto_class: transformers' class for it, such as `AutoModelForCausalLM`.
+        path: Folder or hub name.
+        argument: Name of the user's argument that holds `path`, for messages.
+        needs_head: Its head is used, too, not the trunk alone.
+        may_hold_more: The files may hold other weights besides.
+        **options: Of `from_pretrained`.
+
+    Raises:
+        ValueError: A weight is missing, unknown or of another shape, or a file is cut off.
+    """
+    from safetensors import SafetensorError
+
+    read_config(path, argument)
+    try:
+        model, info = auto_class.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except SafetensorError:
+        check_files(path, {}, argument)
+        raise
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"`{argument}` {path!r} cannot be loaded by {auto_class.__name__}: {reason}") from error
+    prefix = "" if needs_head else f"{model.base_model_prefix}."
+    faults = {
+        "lack": {name for name in info["missing_keys"] if name.startswith(prefix)},
+        "hold in another shape": {name for name, *_ in info["mismatched_keys"]},
+        "hold besides": set() if may_hold_more else info["unexpected_keys"],
+    }
+    found = [f"{fault} {_some(names)}" for fault, names in faults.items() if names]
+    if found:
+        raise ValueError(
+            f"The files of `{argument}` {path!r} {' and '.join(found)}: they are not of the model that its config.json "
+            "describes, and what they lack would start at random values. Save it again with `save_pretrained`."
+        )
+    return model
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_files(path: str, shapes: Mapping[str, tuple[int, ...]], argument: str = "policy") -> None:
+    """Raise ValueError if a safetensors file of a folder is cut off, or holds a tensor in another shape."""
+    from safetensors import SafetensorError, safe_open
+
+    for each in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(each, "pt") as file:
+                held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(
+                f"`{argument}` {path!r}: {each.name} cannot be read ({error}). Copy or download it again."
+            ) from error
+        for name in held.keys() & shapes.keys():
+            if held[name] != tuple(shapes[name]):
+                raise ValueError(
+                    f"`{argument}` {path!r}: its config.json makes {name!r} {tuple(shapes[name])}, but {each.name} "
+                    f"holds {held[name]}; config and weights are not of one model."
+                )
 
 
 def load_policy(
-    path: str, *, lora: LoRA | None = None, attn_implementation: str = "sdpa", sharding: Sharding | None = None
+    path: str,
+    argument: str = "policy",
+    *,
+    lora: LoRA | None = None,
+    attn_implementation: str = "sdpa",
+    sharding: Sharding | None = None,
+    needs_head: bool = True,
 ) -> PreTrainedModel:
     """Load the causal LM at `path` for training: float32, dropout off, train mode.
 
-    With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Raises ValueError if its weights
-    hold NaN, or if its logits are more than the output of a linear layer. Warns if its passes cannot be packed. With
-    `sharding` the weights stay in their files, in the files' type, until their layer is sharded.
+    With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Warns if its passes cannot be
+    packed. With `sharding` the weights stay in their files, in the files' type, until their layer is sharded. A model
+    whose head is not needed may be a reward model.
+
+    Raises:
+        ValueError: As of `load_whole`; its weights hold NaN; its logits are more than the output of a linear layer;
+            `lora` adapts no layer, or one of two that share a tensor.
     """
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype if sharding is None else "auto", attn_implementation=attn_implementation
-        )
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"`policy` {path!r} cannot be trained as a causal language model: {reason}") from error
+    options: dict[str, Any] = {
+        "dtype": dtype if sharding is None else "auto",
+        "attn_implementation": attn_implementation,
+    }
+    model = load_whole(
+        AutoModelForCausalLM, path, argument, needs_head=needs_head, may_hold_more=not needs_head, **options
+    )
     _switch_dropout_off(model)
     fuse_layers(model)
     fuse_rotary(model)
     model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
-    _check_head(model, path)
+    _check_head(model, path, argument)
     if not note_if_packable(model.base_model):
         log.warning(
-            "`policy` %r is a %s, whose layers would mix sequences laid end to end: passes over it are padded instead, "
+            "`%s` %r is a %s, whose layers would mix sequences laid end to end: passes over it are padded instead, "
             "to the same result.",
-            *(path, type(model).__name__),
+            argument,
+            path,
+            type(model).__name__,
         )
     model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
     adapted = with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
@@ -139,6 +251,15 @@ def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
     except ValueError as error:
         known = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         raise ValueError(f"`lora.target_modules` {lora.target_modules!r} must name some of {sorted(known)}.") from error
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    if shared := [name for name, layer in _adapters(adapted).items() if uses[id(_adapted_weight(layer))] > 1]:
+        raise ValueError(
+            f"`lora.target_modules` {lora.target_modules!r} adapts {shared[0]}, but the policy's embedding and head "
+            "are one tensor (`tie_word_embeddings`): engine and export have one weight where training would have two. "
+            "Adapt other layers, as 'all-linear' does, or save the policy with a head of its own "
+            "(`model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())`, `model.config.tie_word_embeddings = "
+            "False`)."
+        )
     fuse_adapters(adapted)
     return adapted
 
@@ -154,21 +275,22 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, path: str) -> None:
+def _check_head(model: PreTrainedModel, path: str, argument: str) -> None:
     """Raise ValueError unless the logits are the head's output alone, as chunks take them to be."""
     ids = torch.arange(1, 5)[None] % model.config.get_text_config().vocab_size
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model(input_ids=ids, use_cache=False).logits.float()
     if not torch.isfinite(logits).all():
         raise ValueError(
-            f"`policy` {path!r} computes logits that are no numbers: its files hold NaN or infinite weights."
+            f"`{argument}` {path!r} computes logits that are no numbers: its files hold NaN or infinite weights."
         )
     error = (model.get_output_embeddings()(states).float() - logits).abs().max() / logits.abs().max()
     if error > 0.02:
         raise ValueError(
-            f"`policy` {path!r} computes logits that differ from its head's output by {float(error):.1%}: something "
-            "scales or caps them (`final_logit_softcapping`, `logits_scaling`, `logit_scale`, `lm_head_multiplier`), "
-            f"and log-probs in chunks would be wrong. {type(model).__name__} is supported only without it."
+            f"`{argument}` {path!r} computes logits that differ from its head's output by {float(error):.1%}: "
+            "something scales or caps them (`final_logit_softcapping`, `logits_scaling`, `logit_scale`, "
+            f"`lm_head_multiplier`), and log-probs in chunks would be wrong. {type(model).__name__} is supported only "
+            "without it."
         )
 
 
@@ -298,6 +420,15 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
                     yield _streamed(name), parameter.clone() if must_copy and layer is None else parameter
 
 
+def merged(policy: nn.Module) -> PreTrainedModel:
+    """Return a policy as a plain Hugging Face model that holds what `PolicyWeights` streams, in the policy's place."""
+    weights = dict(PolicyWeights(policy))
+    adapted: Any = policy
+    model = adapted.unload() if hasattr(policy, "unload") else adapted
+    model.load_state_dict(weights, strict=False)  # tied weights come once
+    return model
+
+
 def _streamed(name: str) -> str:
     return name.replace(".base_layer", "")
 
@@ -329,6 +460,10 @@ def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:
 def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights of the policy at `path`, from its config alone."""
     return PolicyWeights(load_shapes(path)).shapes
+
+
+def _adapted_weight(layer: Any) -> Tensor:
+    return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
 def _adapters(model: nn.Module) -> dict[str, Any]:

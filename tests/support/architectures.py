@@ -47,3 +47,10 @@ _OWN: dict[str, dict[str, Any]] = {
 def save_architecture(model_type: str, path: Path, seed: int = 0, **overrides: Any) -> str:
     """Save a tiny random policy of a Hugging Face model type, with the tests' tokenizer; return its path."""
     return str(save_policy(path, model_type, seed, **{"tie_word_embeddings": False, **_OWN[model_type], **overrides}))
+
+
+def save_longrope(path: Path) -> str:
+    """Save a tiny policy of Phi-3's kind whose RoPE turns otherwise beyond 32 tokens; return its path."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + 3 * place for place in range(16)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    return save_architecture("phi3", path, original_max_position_embeddings=32, rope_parameters=rope)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tlt_lightning.ranks.joined_ranks import count_ranks
@@ -113,21 +112,6 @@ def check_divides(policy: str, head: str | None, num_ranks: int) -> None:
                 f"`tensor_parallel` {num_ranks} does not divide `{argument}` {path!r}, of {' and '.join(wrong)}: every "
                 "rank holds an equal part of them; choose a number that divides them."
             )
-
-
-def check_files(policy: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if the policy's safetensors and config disagree on shapes."""
-    from safetensors import safe_open
-
-    for path in sorted(Path(policy).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                held = tuple(file.get_slice(name).get_shape())
-                if held != tuple(shapes.get(name, held)):
-                    raise ValueError(
-                        f"`policy` {policy!r}: its config.json makes {name!r} {tuple(shapes[name])}, but {path.name} "
-                        f"holds {held}; config and weights are not of one model."
-                    )
 
 
 def check_split(policy: str, head: str | None, num_ranks: int) -> None:

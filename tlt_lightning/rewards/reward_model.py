@@ -71,15 +71,12 @@ class RewardModel:
 
 def load_reward_model(name: str, device: str) -> tuple[Any, Any]:
     """Load tokenizer and model at path or hub name `name`; refuse what is no reward model."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    num_outputs = AutoConfig.from_pretrained(name).num_labels
+    from tlt_lightning.policy import load_whole, read_config
+
+    num_outputs = read_config(name, "model").num_labels
     if num_outputs != 1:
         raise ValueError(f"`model` must be a sequence classifier with one output, but {name!r} has {num_outputs}.")
-    model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
-    if info["missing_keys"]:
-        raise ValueError(
-            f"`model` {name!r} is not a trained reward model: its files hold no {sorted(info['missing_keys'])}, which "
-            "would start at random values."
-        )
+    model: Any = load_whole(AutoModelForSequenceClassification, name, "model", may_hold_more=True)
     return AutoTokenizer.from_pretrained(name), model.to(device).eval()

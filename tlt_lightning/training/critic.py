@@ -45,8 +45,9 @@ class Critic(nn.Module):
 
     def __init__(self, config: CriticConfig, hidden_size: int, sharding: Sharding | None = None) -> None:
         super().__init__()
-        self.trunk = None if config.path is None else load_policy(config.path, lora=config.lora, sharding=sharding)
-        if self.trunk is not None:
+        self.trunk: nn.Module | None = None
+        if config.path is not None:
+            self.trunk = load_policy(config.path, "critic.path", lora=config.lora, sharding=sharding, needs_head=False)
             hidden_size = causal_lm(self.trunk).config.hidden_size
             output = causal_lm(self.trunk).get_output_embeddings()
             if output.weight is not causal_lm(self.trunk).get_input_embeddings().weight:

@@ -21,7 +21,7 @@ class Reference:
     def __init__(self, path: str | None, attn_implementation: str, sharding: Sharding | None = None) -> None:
         self.model = None
         if path is not None:
-            model = load_policy(path, attn_implementation=attn_implementation, sharding=sharding)
+            model = load_policy(path, "reference", attn_implementation=attn_implementation, sharding=sharding)
             self.model = model.eval().requires_grad_(False)
 
     def logps(self, policy: nn.Module, batch: RolloutBatch) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
+from tlt_lightning.policy import load_whole
 from tlt_lightning.sharding.units import Sharding, is_sharded
 from tlt_lightning.training.micro_batches import fill
 
@@ -76,7 +77,7 @@ def load_target(path: str, device: torch.device, *, shards: bool) -> PreTrainedM
             "`shard_target` shards the target over the ranks of a run, of which there is one; use it with "
             "`Trainer(strategy='ddp', devices=...)`."
         )
-    target = AutoModel.from_pretrained(path, dtype="auto").requires_grad_(False)
+    target: Any = load_whole(AutoModel, path, "target", may_hold_more=True, dtype="auto").requires_grad_(False)
     if shards:  # its weights lie in their files until a layer is taken to the device, and cut
         Sharding(dist.init_device_mesh(device.type, (dist.get_world_size(),))).shard(target, target.dtype)
     return target.to(device)

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_choice, check_count, check_flag, check_number, check_optional, check_positive
-from tlt_lightning.engine.architectures import check_architecture, check_files, check_head_size, check_split
+from tlt_lightning.engine.architectures import check_architecture, check_head_size, check_split
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.planned_memory import gpu_bytes, planned_memory, step_tokens
 from tlt_lightning.engine.progress_counter import ProgressCounter
@@ -30,7 +30,7 @@ from tlt_lightning.engine.vllm.required.parts import check_required
 from tlt_lightning.engine.vllm.required.version import check_version, installed_version
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
-from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
+from tlt_lightning.policy import check_files, end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
 
 if TYPE_CHECKING:
