@@ -311,16 +311,24 @@ def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:
 
 
 def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
-    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation."""
+    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation.
+
+    The frequencies of `longrope` follow the longest sequence of a pass, in vLLM the longest that may come: a pack, a
+    padded batch and the engine would differ on a short sequence, so its context ends where they begin to.
+    """
     from transformers import AutoConfig
 
-    limit = getattr(AutoConfig.from_pretrained(policy), "max_position_embeddings", None)
+    config = AutoConfig.from_pretrained(policy).get_text_config()
+    limit, ropes = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):  # one, or one a type of layer
+        if rope.get("rope_type") == "longrope":
+            limit = rope["original_max_position_embeddings"]
     for name, max_tokens in (("sampling", sampling.max_tokens), ("val_sampling", val_sampling.max_tokens)):
         if limit is not None and max_prompt_tokens + max_tokens > limit:
             raise ValueError(
                 f"`data.max_prompt_tokens` {max_prompt_tokens} plus `data.{name}.max_tokens` {max_tokens} is "
-                f"{max_prompt_tokens + max_tokens}, but `policy` {policy!r} has a context of {limit} tokens; lower one "
-                "of them."
+                f"{max_prompt_tokens + max_tokens}, but `policy` {policy!r} has a context of {limit} tokens (of "
+                "`longrope` the original one, beyond which log-probs depend on what shares a pass); lower one of them."
             )
     if val_sampling.max_tokens < sampling.max_tokens:
         log.warning(

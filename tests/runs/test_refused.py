@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.support.architectures import save_longrope
 from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
-from tlt_lightning import CriticConfig, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
+from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.checks import check_lengths, check_sizes
 from tlt_lightning.objectives import GRPO, DrGRPO
 from tlt_lightning.rewards import exact_match
@@ -283,3 +284,18 @@ def test_a_validation_that_cuts_off_before_training_does_is_warned_of(
 ) -> None:
     check_lengths(policy_path, 16, Sampling(max_tokens=9), replace(Sampling(max_tokens=5), **given))
     assert ("`data.val_sampling.max_tokens` 5 ends held-out responses before" in caplog.text) == warned
+
+
+def test_beyond_its_original_length_a_longrope_policy_is_refused(tmp_path: Path) -> None:
+    path, shorter = save_longrope(tmp_path), Sampling(max_tokens=5)
+    check_lengths(path, 16, Sampling(max_tokens=16), shorter)
+    with pytest.raises(ValueError, match=r"is 33, but `policy` .* context of 32 tokens \(of `longrope` the original"):
+        check_lengths(path, 16, Sampling(max_tokens=17), shorter)
+
+
+def test_adapters_that_do_not_fit_the_policy_are_refused_before_anything_loads(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    module = make_module(policy_path, lora=LoRA(target_modules=["q_proj", "embed_tokens"]))
+    with pytest.raises(ValueError, match=r"adapts model\.embed_tokens\.weight, .* \(`tie_word_embeddings`\)"):
+        make_trainer(tmp_path).fit(module, make_data(prompts_path, NeverLoaded()))
