@@ -23,11 +23,12 @@ class World:
         speed: Skill that training on an iteration's tokens gives.
         lag: Skill that does not show in drafts yet.
         drift: Share of the skill that is lost in an iteration, by its number.
-        decode: Decode seconds at one token per step; everything else takes 10 seconds.
+        decode: Decode seconds at one token per step.
         exponent: Decoding is tokens per step to this power as fast.
         price: Seconds of training on all of an iteration's tokens, by iteration.
         usage: Share of the decode seconds with the head.
         idle_share: What idle windows have room for.
+        other: Seconds of everything else.
     """
 
     best: float = 8.0
@@ -40,6 +41,7 @@ class World:
     price: Callable[[int], float] = lambda iteration: 30.0
     usage: float = 1.0
     idle_share: float = 0.0
+    other: float = 10.0
 
     def speed_up(self, skill: float) -> float:
         """Return how many times as fast a head of that skill makes decoding."""
@@ -81,7 +83,7 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
         plain = world.decode * (1 - world.usage)
         with_head = (world.decode - plain) / (1 if is_cold else world.speed_up(served))
         decode = plain + with_head
-        seconds = 10 + decode
+        seconds = world.other + decode
         idle = 0.0 if share is None else world.idle_share
         rest = 0.0 if share is None else max(0.0, share - idle)
         if rest * world.price(iteration) > budget.limit(seconds):
