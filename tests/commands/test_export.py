@@ -1,12 +1,15 @@
+import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import PreTrainedTokenizerBase
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import LoRA, export_policy
+from tlt_lightning import LoRA, PromptSource, export_policy
 from tlt_lightning.commands.export import run_export
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.policy import load_tokenizer
@@ -101,3 +104,46 @@ def test_wrong_arguments_are_refused(arguments: dict, message: str, policy_path:
     defaults = {"ckpt_path": str(checkpoint), "output_dir": str(tmp_path / "out")}
     with pytest.raises((ValueError, OSError), match=message):
         export_policy(**{**defaults, **arguments})
+
+
+def test_a_generation_config_that_transformers_does_not_save_is_exported_as_it_is(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = shutil.copytree(policy_path, tmp_path / "policy")
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 7], "do_sample": false, "temperature": 0.9}')
+    checkpoint, _ = train(str(path), prompts_path, tmp_path / "run", None)
+    exported = export_policy(str(checkpoint), str(tmp_path / "exported"))
+    written = json.loads((exported / "generation_config.json").read_text())
+    assert (written["eos_token_id"], written["temperature"]) == ([1, 7], 0.9)
+    assert AutoModelForCausalLM.from_pretrained(exported).generation_config.eos_token_id == [1, 7]
+
+
+def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _ = train(policy_path, prompts_path, tmp_path / "run", None)
+    output = tmp_path / "exported"
+    output.mkdir()
+    before = {*tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "save_pretrained", Mock(side_effect=OSError("No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            export_policy(str(checkpoint), str(output))
+    assert not any(output.iterdir())
+    assert {*tmp_path.iterdir()} == before
+    assert (export_policy(str(checkpoint), str(output)) / "tokenizer.json").is_file()
+
+
+def test_the_chat_template_of_the_run_is_exported(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    source = PromptSource(path=prompts_path, chat=True, chat_template=template, system_prompt="1 +")
+    trainer = make_trainer(tmp_path)
+    trainer.fit(make_module(policy_path), make_data(prompts_path, train=source))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    exported = export_policy(str(tmp_path / "last.ckpt"), str(tmp_path / "exported"))
+    assert load_tokenizer(str(exported)).chat_template == template
+    assert "wrote its prompts with `system_prompt`, which is no part of a model" in caplog.text

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import lightning as L
 import torch
+from torch import nn
 
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, check_readable
 from tlt_lightning.guard.shards import make_whole
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_tokenizer
+from tlt_lightning.policy import LoRA, load_policy, load_tokenizer, merged
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +23,9 @@ _PREFIX = "policy."
 def export_policy(
     ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False, policy: str | None = None
 ) -> Path:
-    """Write the policy of a checkpoint as a Hugging Face directory, tokenizer included.
+    """Write the policy of a checkpoint as a Hugging Face directory, with its tokenizer and the run's chat template.
+
+    The directory appears once it is whole.
 
     Args:
         ckpt_path: A checkpoint written by `Trainer.fit`.
@@ -48,7 +54,7 @@ def export_policy(
         )
     if adapter and lora is None:
         raise ValueError("`adapter` needs a checkpoint of a LoRA run; this one trained all weights.")
-    model = load_policy(path, lora=None if lora is None else LoRA(**lora))
+    model: Any = load_policy(path, lora=None if lora is None else LoRA(**lora))
     weights = {
         name.removeprefix(_PREFIX): value
         for name, value in make_whole(checkpoint["state_dict"]).items()
@@ -59,14 +65,35 @@ def export_policy(
         raise ValueError(
             f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}."
         )
-    if lora is not None and not adapter:
-        model = model.merge_and_unload()  # type: ignore[operator]
-    if not adapter:
-        model = causal_lm(model).to(getattr(torch, dtype))
-    model.save_pretrained(target)
-    load_tokenizer(path).save_pretrained(target)
+    tokenizer = load_tokenizer(path)
+    prompts = checkpoint.get(L.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY, {}).get("train") or {}
+    tokenizer.chat_template = prompts.get("chat_template") or tokenizer.chat_template
+    if given := [name for name in ("system_prompt", "chat_template_kwargs") if prompts.get(name)]:
+        log.warning(
+            "The run wrote its prompts with `%s`, which is no part of a model: give it to whatever serves this one.",
+            "` and `".join(given),
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as beside:
+        folder = Path(beside) / "policy"
+        if adapter:
+            model.save_pretrained(folder)
+        else:
+            _save_merged(model, folder, dtype)
+        tokenizer.save_pretrained(folder)
+        folder.replace(target)
     log.info("Wrote %s to %s", "the adapter" if adapter else f"the policy in {dtype}", target)
     return target
+
+
+def _save_merged(policy: nn.Module, folder: Path, dtype: str) -> None:
+    from transformers import GenerationConfig
+
+    model = merged(policy).to(getattr(torch, dtype))
+    # Saved apart: transformers reads, and refuses to save, a `temperature` that `do_sample: false` leaves unused.
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    model.save_pretrained(folder)
+    generation.to_json_file(folder / "generation_config.json")
 
 
 def run_export(args: list[str]) -> None:
