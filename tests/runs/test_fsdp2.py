@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import WORDS, save_policy, save_tokenizer
-from tests.support.ranks.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import ROOT, run_ranks, with_root
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import export_policy
 from tlt_lightning.engine import TransformersEngine
@@ -48,15 +48,20 @@ def whole(path: Path) -> dict[str, Any]:
 def launch(out: Path, *arguments: str) -> dict[str, float]:
     """Run it as a user would: Lightning starts rank 1; return the last iteration's metrics."""
     out.mkdir()
-    script = Path(__file__).parents[1] / "support/ranks/two_ranks_sharded.py"
+    script = ROOT / "tests/support/ranks/two_ranks_sharded.py"
     command = [sys.executable, str(script), *arguments[:2], str(out), *arguments[2:]]
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[3])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-5000:]
+    said = out / "said"
+    try:
+        with said.open("w") as file:
+            done = subprocess.run(command, env=with_root(os.environ), stdout=file, stderr=file, timeout=280)
+    finally:  # if the time is up, too
+        print(f"What the run {out.name} said last:\n{said.read_text()[-5000:]}")
+    assert done.returncode == 0
     return json.loads((out / "rank0.json").read_text())["metrics"]
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)  # three starts of two engines
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("options", ["gpu full checkpointing", "gpu lora"])
 def test_two_gpus_learn_sharded_as_they_do_whole(options: str, prompts_path: str, tmp_path: Path) -> None:

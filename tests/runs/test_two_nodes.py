@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks.rank_processes import Ended, free_port, run_ranks
+from tests.support.ranks.rank_processes import ROOT, Ended, free_port, run_ranks, with_root
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.support.ranks.two_nodes"
 
 
@@ -27,9 +26,8 @@ def torchrun(out: Path, *arguments: str) -> Ended:
         place = ["--nnodes", "2", "--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         command = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc_per_node", "1"]
         command += ["-m", SCRIPT, *arguments]
-        environment = {**inherited, "PYTHONPATH": str(ROOT)}
         with (out / f"stderr{node}").open("w") as said:
-            nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=said))
+            nodes.append(subprocess.Popen(command, cwd=ROOT, env=with_root(inherited), stderr=said))
     try:
         statuses = [process.wait(timeout=280) for process in nodes]
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ranks.rank_processes import Ended, run_ranks
+from tests.support.ranks.rank_processes import Ended, run_ranks, with_root
 from tests.support.report_pages import read_page
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.objectives import ReinforcePlusPlus
@@ -24,8 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "support/ranks/two_ranks.py"
 def launch(policy_path: str, prompts_path: str, out: Path, *arguments: str) -> Ended:
     """Run it as a user would: Lightning starts rank 1, and the status is that of rank 0."""
     command = [sys.executable, str(SCRIPT), policy_path, prompts_path, str(out), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=with_root(os.environ), capture_output=True, text=True, timeout=200)
     return Ended([done.returncode], done.stderr)
 
 

@@ -163,18 +163,16 @@ def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # nothing is compiled yet
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_write_greedily_what_one_does(tmp_path: Path) -> None:
+def test_two_gpus_write_what_the_policy_finds_likeliest(tmp_path: Path) -> None:
     """In bfloat16, whose rounding depends on the split: each token is the likeliest one within what it tells apart."""
     policy = save_endless_policy(tmp_path / "policy")
     head = save_trained_head(policy, tmp_path / "head")
-    found = [run_apart(write_between_sleeps, policy, head, ranks, num_ranks=ranks) for ranks in (1, 2)]
+    found = run_apart(write_between_sleeps, policy, head, num_ranks=2)
     prompts = [list(request.prompt_ids) for request in siblings()]
-    for each in found:
-        assert all(greedy_gap(policy, prompts, texts) < TOLERANCE for texts in each["texts"])
-        assert each["stats"]["speculation/acceptance_length"] > 1.3
-    pairs = [*zip(found[0]["texts"][0], found[1]["texts"][0], strict=True)]
-    print(f"{sum(one == two for one, two in pairs)} of {len(pairs)} texts are equal")
+    assert all(greedy_gap(policy, prompts, texts) < TOLERANCE for texts in found["texts"])
+    assert found["stats"]["speculation/acceptance_length"] > 1.3
 
 
 @pytest.mark.parametrize(

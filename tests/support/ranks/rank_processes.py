@@ -10,11 +10,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def with_root(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Python finds this repository first, and then all that it found before."""
+    paths = [str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def spawned(rank: int, port: int) -> dict[str, str]:

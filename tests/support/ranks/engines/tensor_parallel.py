@@ -3,9 +3,11 @@
 import ctypes
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +63,9 @@ def stop_one(engine: VLLMEngine, rank: int) -> list[list[Any]]:
     return sorted(answers)
 
 
-def write_between_sleeps(policy: str, head: str, tensor_parallel: int) -> dict[str, Any]:
-    """Greedy texts before and after sleeps, under drafts chosen by the clock; with CUDA graphs on a GPU."""
+def write_between_sleeps(policy: str, head: str) -> dict[str, Any]:
+    """Greedy texts of two ranks before and after sleeps, under drafts chosen by the clock; with graphs on a GPU."""
+    say = partial(print, f"rank {torch.distributed.get_rank()} at", file=sys.stderr, flush=True)
     is_gpu = torch.cuda.is_available()
     speculation = Speculation(selector=ClockSelector(0), head=head, siblings=True, steps_per_choice=1)
     engine = VLLMEngine(
@@ -71,15 +74,19 @@ def write_between_sleeps(policy: str, head: str, tensor_parallel: int) -> dict[s
         max_num_seqs=16,
         enforce_eager=not is_gpu,
         speculation=speculation,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=2,
         compare_steps=True,
     )
+    say("the start of its engine")
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     texts = []
     for version in range(3):
+        say(f"waking {version}")
         engine.wake()
         engine.update_weights(PolicyWeights(load_policy(policy)), version)
+        say(f"calibration {version}")
         engine.warm_up()
+        say(f"rollout {version}")
         texts.append(write(engine, siblings()))
         stats = engine.stats()
         engine.sleep()
