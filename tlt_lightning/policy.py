@@ -7,6 +7,7 @@ Log-probs never materialise (B, T, V) in float32: only the hidden states that pr
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -111,10 +112,10 @@ def read_config(path: str, argument: str = "policy") -> PretrainedConfig:
         if adapter is None:
             return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
+        offline = " (`HF_HUB_OFFLINE` is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ValueError(
-            f"`{argument}` {path!r} has to be a folder that `save_pretrained` wrote, looked for from {Path.cwd()}, or "
-            f"a model of the hub such as `Qwen/Qwen2.5-0.5B-Instruct`. transformers found none: "
-            f"{str(error).splitlines()[0]}"
+            f"`{argument}` {path!r} is no folder that `save_pretrained` wrote, looked for from {Path.cwd()}, and the "
+            f"hub gave no such model{offline}: {str(error).splitlines()[0]}"
         ) from error
     raise ValueError(
         f"`{argument}` {path!r} holds an adapter, {Path(adapter).name}, which transformers would add to the weights "

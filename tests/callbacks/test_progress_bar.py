@@ -36,6 +36,20 @@ def test_fit_prints_one_line_per_iteration(tmp_path: Path, capsys: pytest.Captur
     ]
 
 
+def test_accuracy_before_training_says_of_how_many_prompts_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path, [RolloutProgressBar()], num_sanity_val_steps=2, max_epochs=1)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    assert capsys.readouterr().out.startswith("before training  val/accuracy 0.200  (2 of 3 held-out prompts)\n")
+
+
+def test_lightning_s_bar_counts_iterations_as_the_lines_do(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, [RolloutProgressBar(), RichProgressBar()], enable_progress_bar=True, max_epochs=2)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    assert trainer.progress_bar_callback.train_progress_bar.description == "iteration 2/2"
+
+
 def test_only_rank_zero_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,11 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -33,6 +36,7 @@ def hostile_completion(url: str, reward: float) -> dict[str, Any]:
 
 def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str, Any]:
     names = ["reward/mean", "reward/a", "reward/b", "val/accuracy", "val/pass@2", "train/loss", "rollout/truncated"]
+    names += ["train/approx_kl", "mismatch/kl"]
     names += [f"rollout/length_{name}" for name in ("p50", "p90", "p99", "max")]
     names += [f"time/{name}" for name in ("rollout", "idle", "update", "own_stage")]
     names += [f"memory/peak_{name}" for name in ("rollout", "update")]
@@ -141,6 +145,7 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
     main = dom[dom.index("<main") : dom.index("</main>")]
     headings = re.findall("<h[23][^>]*>(.*?)</h[23]>", main)
     assert [title for title in headings if title in SECTIONS] == SECTIONS
+    assert {"How far the policy moves", "Engine against trainer"} <= set(headings)
     assert {"Reward of the rollouts", "On held-out prompts", "Length", "Cut off at the length limit"} <= set(headings)
     assert {
         "Where the seconds went",
@@ -161,6 +166,20 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
     assert "&lt;img src=" in main
     assert "<title>owned" not in dom
     assert asked == []
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node on this machine")
+def test_an_axis_of_time_is_labelled_in_whole_units() -> None:
+    script = files("tlt_lightning.callbacks").joinpath("report.js").read_text()
+    parts = [
+        re.search(pattern, script, re.DOTALL)[0]
+        for pattern in (r"const grouped.*?(?=const has)", r"const MINUTES.*?\n}\n")
+    ]  # type: ignore[index]
+    parts += [
+        "for (const end of [30, 350, 5000]) console.log(ticks(0, end, 4, duration).map(duration).map(short).join());"
+    ]
+    done = subprocess.run(["node", "-e", "".join(parts)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["0 s,10 s,20 s,30 s", "0 s,2 min,4 min", "0 s,30 min,60 min"]
 
 
 def test_a_browser_shows_details_that_an_older_page_of_the_run_had(tmp_path: Path) -> None:

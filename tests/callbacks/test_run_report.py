@@ -7,7 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.support.report_pages import read_page
@@ -56,10 +58,12 @@ def test_summary_holds_the_run_and_the_files_are_named(
     lines = [line for line in capsys.readouterr().out.splitlines()[1:] if "metrics" not in line]
     printed = dict(line.split(maxsplit=1) for line in lines if not line.startswith("  to "))
     assert [line.split(str(tmp_path))[0] for line in lines if line.startswith("  to ")] == [
-        "  to go on    fit ... --ckpt_path '",
+        "  to go on    L.Trainer(max_epochs=<more>, ...).fit(module, data, ckpt_path='",
         "  to serve    python -m tlt_lightning export --ckpt_path '",
     ]
-    assert printed.pop("it") == "holds    3 iterations"
+    checkpoint, held = printed["checkpoint"].split(" (")
+    printed["checkpoint"] = checkpoint
+    assert held == "after 3 iterations)"
     assert set(printed) == {"checkpoint", "summary", "report"}
     assert all(Path(path).is_file() for path in printed.values())
 
@@ -287,3 +291,14 @@ def test_hardware_is_named_where_there_is_no_proc(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_facts, "_CPU_INFO", tmp_path / "cpuinfo")  # as on macOS
     hardware = run_facts.facts(make_trainer(tmp_path, []), LoggingModule())["hardware"]
     assert hardware == f"{platform.machine()}, {os.cpu_count()} cores, 1 worker"
+
+
+def test_a_run_of_the_command_line_goes_on_by_the_command_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tlt-lightning", "fit", "-c", "my recipe.yaml"])
+    saves_config = SaveConfigCallback(LightningArgumentParser(), Namespace())
+    trainer = L.Trainer(callbacks=[saves_config], logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    command = "python -m tlt_lightning fit -c 'my recipe.yaml' --ckpt_path last.ckpt"
+    assert run_report._again(trainer, "last.ckpt", is_over=False) == command
+    assert run_report._again(trainer, "last.ckpt", is_over=True) == f"{command} --trainer.max_epochs <more>"

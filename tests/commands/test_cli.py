@@ -122,7 +122,7 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--model.objective.clipp=1"], "Option 'clipp' is not accepted"),
         (["--model.lora=8"], "Expected a dot import path string: 8"),
         (["--seed_everything=-1"], "error: `seed_everything` -1 is not in bounds, numpy accepts from 0 to 4294967295"),
-        (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is no whole checkpoint"),
+        (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is not a complete checkpoint"),
     ],
 )
 def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
@@ -213,7 +213,7 @@ def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(
         ("--data.reward_timeout=0", "error: `reward_timeout` must be a positive number of seconds, got 0.0;"),
         ("--data.train.chat_template=nope.jinja", "error: `chat_template` 'nope.jinja' cannot be read (from "),
         ("--trainer.default_root_dir=pyproject.toml/below", "pyproject.toml' is no folder. Give a folder that"),
-        ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' has to be a folder that `save_pretrained` wrote"),
+        ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' is no folder that `save_pretrained` wrote"),
         ("--model.policy=${nowhere}/policy", "error: `fit.model.policy` cannot be resolved: Interpolation key "),
         ("--model.policy=${trainer", "error: `fit.model.policy` cannot be resolved: "),
         ("--trainer.accelerator=gpus", "error: You selected an invalid accelerator name: `accelerator='gpus'`."),

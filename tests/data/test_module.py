@@ -75,7 +75,7 @@ def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
     data = make_data(prompts_path, schedule=TailBatching(0.5))
     data.engine.max_num_seqs = limit
     make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
-    waiting = "begins with 24 responses (`data.schedule` TailBatching), and the engine runs at most 23 at once"
+    waiting = "24 responses wait for 23 places in the engine, which lengthens the long tail; raise"
     assert (waiting in caplog.text) is waits
 
 

@@ -99,7 +99,7 @@ def test_an_architecture_of_the_table_writes_with_the_weights_it_is_given(
     if architecture.has_drafter:
         read_target(path)
     else:
-        with pytest.raises(ValueError, match="drafters are built for"):
+        with pytest.raises(ValueError, match="draft heads are for"):
             read_target(path)
 
 

@@ -79,7 +79,7 @@ def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -
     (tmp_path / "epoch=2.ckpt").touch()
     for content in (b"", (tmp_path / "epoch=1.ckpt").read_bytes()[:2000], b'{"prompt": "1 + 1"}'):
         (tmp_path / "epoch=2.ckpt").write_bytes(content)
-        with pytest.raises(ValueError, match=f"epoch=2.ckpt' is no whole checkpoint: its writing was .*{beside}"):
+        with pytest.raises(ValueError, match=f"epoch=2.ckpt' is not a complete checkpoint .*{beside}"):
             io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
     (tmp_path / "epoch=2.ckpt").write_bytes((tmp_path / "epoch=1.ckpt").read_bytes().replace(b"data.pkl", b"data.pki"))
     with pytest.raises(ValueError, match=f"epoch=2.ckpt' cannot be read: .*{beside}"):

@@ -97,7 +97,7 @@ def test_data_path_of_the_recipe_tells_good_responses_from_bad_ones(
     prompts = load_prompts(cli.datamodule.train, tokenizer, max_prompt_tokens=cli.datamodule.max_prompt_tokens)
     assert prompts[0].text.endswith("<assistant>")
     task, own = cli.datamodule.rewards
-    assert (own.name, own.weight) == ("brevity", 0.1)  # what `init` adds
+    assert (own.name, own.weight) == ("brevity", 0.0)  # what `init` adds
     pool = RewardPool([task], timeout=cli.datamodule.reward_timeout)
     for number, (prompt, response) in enumerate(zip(prompts * 2, [*good, *bad], strict=True)):
         pool.submit(number, prompt.question, response, prompt.row)

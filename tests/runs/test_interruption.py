@@ -90,8 +90,8 @@ def test_a_signal_saves_what_was_learned_and_the_resumed_run_equals_the_uninterr
     last = paths[2] / "checkpoints" / "last.ckpt"
     assert names(last.parent) == ["epoch=0.ckpt", "interrupted.ckpt", "last.ckpt"]
     assert last.resolve().name == "interrupted.ckpt"
-    assert f"  checkpoint  {last}\n  it holds    {held}\n" in said.out
-    assert f"  to go on    fit ... --ckpt_path {last}\n" in said.out
+    assert f"  checkpoint  {last} (after {held})\n" in said.out
+    assert f"  to go on    L.Trainer(...).fit(module, data, ckpt_path='{last}')\n" in said.out
     assert ("Ctrl-C again ends at once" in said.err) == (number == signal.SIGINT)
     resumed, trainer = run(paths, ckpt=last)
     assert trainer.global_step == 4 * STEPS
@@ -103,7 +103,7 @@ def test_nothing_is_saved_twice(paths: Paths, capfd: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         run(paths, Signal(signal.SIGINT, "start", 1), every_minutes=0.0)
     assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-    assert "  it holds    2 iterations\n" in capfd.readouterr().out
+    assert "last.ckpt (after 2 iterations)\n" in capfd.readouterr().out
 
 
 def test_a_second_ctrl_c_ends_at_once_and_the_summary_says_what_the_last_checkpoint_holds(
@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_summary_says_what_the_last_checkpo
     with pytest.raises(SystemExit):
         run(paths, Impatient(signal.SIGINT, "update", 1))
     assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "last.ckpt"]
-    assert "  it holds    1 iteration\n" in capfd.readouterr().out
+    assert "last.ckpt (after 1 iteration)\n" in capfd.readouterr().out
 
 
 def test_a_second_ctrl_c_ends_the_writing_of_the_checkpoint(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:

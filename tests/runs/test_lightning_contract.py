@@ -203,7 +203,7 @@ def test_a_model_that_is_nowhere_is_refused_before_anything_loads(argument: str,
     given = {"critic": CriticConfig(path=nowhere)} if argument == "critic.path" else {argument: nowhere}
     module = RLModule(**{"policy": policy_path, "objective": GRPO(), **given})
     with pytest.raises(
-        ValueError, match=rf"^`model\.{argument}` '.*nowhere' has to be a folder .* or a model of the hub"
+        ValueError, match=rf"^`model\.{argument}` '.*nowhere' is no folder .* and the hub gave no such model"
     ):
         make_trainer(root).fit(module, make_data(prompts_path, NeverLoaded()))
 

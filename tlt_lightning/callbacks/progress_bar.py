@@ -61,6 +61,10 @@ class RolloutProgressBar(RolloutCallback):
 
     @override
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        bar = trainer.progress_bar_callback
+        if trainer.training and isinstance(bar, RichProgressBar) and bar.progress is not None:
+            label = rollout_label(trainer).replace("rollout", "iteration")  # Lightning's counts epochs from 0
+            bar.progress.update(bar.train_progress_bar.id, description=label)
         self._close()
         self._next_update = 0.0 if trainer.is_global_zero else float("inf")
 
@@ -93,8 +97,9 @@ class RolloutProgressBar(RolloutCallback):
     @override
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         values = [f"{n} {float(v):.3f}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
+        seen, known = (int(sum(counts)) for counts in (trainer.num_sanity_val_batches, trainer.num_val_batches))
         if values and trainer.is_global_zero:
-            say(f"before training  {'  '.join(values)}")
+            say(f"before training  {'  '.join(values)}{f'  ({seen} of {known} held-out prompts)' * (seen < known)}")
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

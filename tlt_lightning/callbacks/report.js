@@ -40,9 +40,11 @@ const points = (name) => (metrics[name] || []).map((y, i) => [iterations[i], y])
 const last = (name) => (points(name).at(-1) || [null, null])[1];
 
 // Charts
-function ticks(low, high, count) {
+const MINUTES = [60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000]; // seconds, for axes of time
+function ticks(low, high, count, show) {
   const rough = (high - low) / count || 1, unit = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * unit).find((size) => size >= rough * 0.999);
+  const steps = show === duration && rough > 20 ? MINUTES : [1, 2, 5, 10].map((factor) => factor * unit);
+  const step = steps.find((size) => size >= rough * 0.999) ?? 10 * unit;
   const found = [];
   for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-6; value += step) found.push(Number((value + 0).toFixed(12)));
   return found;
@@ -97,7 +99,7 @@ function chart(title, series, options = {}) {
     const level = log ? (value) => Math.log(value / low) / Math.log(high / low) : (value) => (value - low) / (high - low);
     const y = (value) => height - bottom - level(value) * (height - bottom - top);
     const parts = [];
-    for (const value of log ? logTicks(low, high) : ticks(low, high, 4)) {
+    for (const value of log ? logTicks(low, high) : ticks(low, high, 4, show)) {
       parts.push(s("line", { class: "gridline", x1: left, x2: width - 8, y1: y(value), y2: y(value) }));
       parts.push(s("text", { x: left - 7, y: y(value) + 4, "text-anchor": "end" }, short(show(value))));
     }
@@ -179,7 +181,8 @@ section("Learning",
   chart("On held-out prompts", [{ name: "accuracy", color: "green", points: [...before, ...points("val/accuracy")] },
     ...named("val/pass@").map((name, i) => line(name, PALETTE[3 + (i % 5)], name.slice(4), { thin: true }))], { latest: true, zero: true, show: percent, note: before.length ? "iteration 0 is before training" : "" }),
   chart("Groups whose answers all earn the same", [line("reward/zero_std_groups", "grey", "share of groups: they teach nothing")], { zero: true, top: 1, show: percent, latest: true, height: 130 }),
-  chart("How far the policy moves", [["train/kl", "purple", "KL to the reference"], ["train/approx_kl", "sky", "KL of an update"], ["mismatch/kl", "grey", "KL of trainer and engine"]].filter(([name]) => some(name)).map((one) => line(...one)), { zero: true, latest: true, height: 130 }));
+  chart("How far the policy moves", [["train/kl", "purple", "KL to the reference"], ["train/approx_kl", "sky", "KL of an update"]].filter(([name]) => some(name)).map((one) => line(...one)), { zero: true, latest: true, height: 130 }),
+  chart("Engine against trainer", [line("mismatch/kl", "grey", "KL of their log-probs: rounding, unless it grows")].filter(() => some("mismatch/kl")), { zero: true, latest: true, height: 130 }));
 
 // Responses, time
 section("Responses",
@@ -202,7 +205,7 @@ const share = (name) => points("rollout/tokens").map(([x, tokens]) => [x, (metri
 const kept = named("speculation/kept_").map((name) => name.slice(17));
 const drafted = kept.map((who) => ({ name: (WHO[who] || [0, who])[1], color: (WHO[who] || ["soft"])[0], points: share(`speculation/kept_${who}`) }));
 section("Speculation",
-  chart("Tokens per request and speculative step", [line("speculation/acceptance_length", "orange", "in the engine"), line("drafter/acceptance_before", "blue", "held out, before training", { dots: true, hollow: true }), line("drafter/acceptance_after", "blue", "after", { dots: true })], { latest: true, marks: published, note: published.length ? "lines mark the drafter's publications" : "" }),
+  chart("Tokens per request and speculative step", [line("speculation/acceptance_length", "orange", "in the engine"), line("drafter/acceptance_before", "sky", "held out, before training", { dots: true, hollow: true }), line("drafter/acceptance_after", "blue", "after", { dots: true })], { latest: true, marks: published, note: published.length ? "lines mark the drafter's publications" : "" }),
   chart("Tokens that a drafter proposed", drafted, { stacked: true, show: percent, latest: true, note: "share of all tokens written; the policy's own are the rest" }),
   chart("How often the head guesses the likeliest token", named("drafter/top1_pos_").map((name, i) => line(name, PALETTE[i % 8], `draft ${name.slice(17)}`)), { zero: true, show: percent, note: "on held-out text, by draft position" }),
   chart("Drift of the policy", [line("drafter/policy_drift", "green", "KL from the first policy")], { zero: true, latest: true }),

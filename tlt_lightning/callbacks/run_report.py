@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
 from typing_extensions import override
 
 from tlt_lightning.arguments import check_count, folder_of
@@ -236,8 +238,7 @@ class RunReport(RolloutCallback):
         count, ended = summary["iterations"], "interrupted" if is_interrupted else "finished"
         lines = [f"run {ended} after {count} iteration{'s' * (count != 1)}"]
         checkpoints = _checkpoints(trainer)
-        for path in checkpoints:
-            lines += [f"  checkpoint  {path}", *(f"  it holds    {held}" for held in _held_by(path))]
+        lines += [f"  checkpoint  {path}{_held_by(path)}" for path in checkpoints]
         lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
         lines += [f"  summary     {summary_path}" if has_summary else "  the summary could not be written"]
         if self.history:
@@ -248,7 +249,7 @@ class RunReport(RolloutCallback):
         if checkpoints:
             path = shlex.quote(checkpoints[-1])
             lines += [
-                f"  to go on    fit ... --ckpt_path {path}{'' if is_interrupted else ' --trainer.max_epochs <more>'}",
+                f"  to go on    {_again(trainer, checkpoints[-1], is_over=not is_interrupted)}",
                 f"  to serve    python -m tlt_lightning export --ckpt_path {path} --output_dir <new folder>",
             ]
         say("\n".join(lines))
@@ -273,13 +274,22 @@ def _checkpoints(trainer: L.Trainer) -> list[str]:
     return [path for path in paths if path and Path(path).exists()]
 
 
-def _held_by(path: str) -> list[str]:
-    """Return the words for what a checkpoint holds, none if it cannot be read."""
+def _held_by(path: str) -> str:
+    """Return what a checkpoint holds, in brackets; "" if it cannot be read."""
     try:
-        return [held_by(torch.load(path, map_location="cpu", weights_only=True, mmap=True))]
+        return f" (after {held_by(torch.load(path, map_location='cpu', weights_only=True, mmap=True))})"
     except Exception as error:  # of a plugin of the user's, in any form
         log.info("%s tells nobody which iterations it holds: %s", path, error)
-        return []
+        return ""
+
+
+def _again(trainer: L.Trainer, path: str, *, is_over: bool) -> str:
+    """Return the command that goes on from a checkpoint: the one that was given, or Python's."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, SaveConfigCallback) for callback in callbacks):  # the command line's
+        words = shlex.join(["python", "-m", "tlt_lightning", *sys.argv[1:], "--ckpt_path", path])
+        return words + " --trainer.max_epochs <more>" * is_over
+    return f"L.Trainer({'max_epochs=<more>, ' * is_over}...).fit(module, data, ckpt_path={path!r})"
 
 
 def _metric_dirs(trainer: L.Trainer) -> list[str]:

@@ -24,7 +24,7 @@ MINE = """\
 # Yours. It is read last, so what it says counts; every option: python -m tlt_lightning fit --help
 {policy}data:
 {train}  rewards+:                            # added to the recipe's; `rewards:` would replace them
-    - {{function: my_reward.brevity, weight: 0.1}}
+    - {{function: my_reward.brevity, weight: 0.0}}   # 0 only logs it
 """
 OVERLAYS = ("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml", "tail_batching.yaml", "partial_rollout.yaml")
 """Files of recipes that go on top of any other, to be named before `mine.yaml`."""

@@ -45,7 +45,8 @@ def read_target(path: str) -> PretrainedConfig:
         ) from error
     if config.model_type not in _FAMILIES:
         raise ValueError(
-            f"`target` {path!r} is a {config.model_type} model; drafters are built for {', '.join(_FAMILIES)}."
+            f"`target` {path!r} is a {config.model_type} model; draft heads are for {', '.join(_FAMILIES)}. "
+            "Leave `adaptive_drafter.yaml` out; `speculation.yaml` drafts without a head."
         )
     return config
 

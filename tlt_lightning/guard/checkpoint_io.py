@@ -195,7 +195,7 @@ def check_readable(path: Any) -> None:
         raise FileNotFoundError(f"`ckpt_path` {str(path)!r} does not exist{_others(file)}")
     if not zipfile.is_zipfile(file):
         raise ValueError(
-            f"`ckpt_path` {str(path)!r} is no whole checkpoint: its writing was cut off, or it is another kind of file"
+            f"`ckpt_path` {str(path)!r} is not a complete checkpoint (cut off while written, or another kind of file)"
             f"{_others(file)}"
         )
     if not _is_of_a_trainer(file):

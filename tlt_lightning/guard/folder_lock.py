@@ -49,7 +49,7 @@ class FolderLock:
                 "`--trainer.default_root_dir outputs/second`."
             ) from error
         if owner:
-            log.warning("An earlier run (%s) ended without leaving %s in order; going on.", owner, self.folder)
+            log.warning("The last run in %s was killed (%s). Its checkpoints are fine; going on.", self.folder, owner)
         self._file = file
         self._write(f"process {os.getpid()} on {socket.gethostname()}\n")
 

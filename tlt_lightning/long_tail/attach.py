@@ -133,10 +133,8 @@ def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: Draf
         samples_drafts=speculation.draft_sampling == "probabilistic",
         shares_noise=speculation.couples_drafts(is_v2=internals.runs_v2()),
     )
-    rank_zero_info(
-        "LongTailIdleCallback sets `engine.speculation.head`: the engine starts with %s, in steps for `learned`.",
-        "a cold head, which drafts nothing before it was trained" if is_cold else f"the head {drafter.head_path!r}",
-    )
+    new = "A new draft head is trained along with the policy; until its first training it drafts nothing."
+    rank_zero_info(new if is_cold else f"The draft head {drafter.head_path!r} is trained along with the policy.")
 
 
 def _learned_arms(engine: VLLMEngine, speculation: Speculation) -> list[Strategy]:

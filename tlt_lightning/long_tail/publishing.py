@@ -111,10 +111,10 @@ class DrafterPublisher:
             self._evidence, self._num_lost = [], 0
         trainer.num_pending = 0
         rank_zero_info(
-            "The drafter is %s: %.2f -> %.2f tokens per step on held-out text.",
-            "published" if is_published else "not published, its training goes on",
-            old.acceptance_length,
+            "The draft head %s: %.3f tokens per step on held-out text (the one in use: %.3f).",
+            "is now used" if is_published else "is trained on before it is used",
             new.acceptance_length,
+            old.acceptance_length,
         )
         publication = Publication(old, new, gain, gain - error, is_published, has_diverged)
         self.quality = publication.quality

@@ -204,10 +204,10 @@ class Backlog:
         num_begun = self._num_begun(num_wanted) * group_size * engine.num_ranks
         if engine.max_num_seqs is not None and num_begun > engine.max_num_seqs:
             log.warning(
-                "A rollout begins with %d responses (`data.schedule` %s), and the engine runs at most %d at once "
-                "(`data.engine.max_num_seqs`): the others begin when some have ended, which makes the long tail "
-                "longer. Set `max_num_seqs` to %d, if its cache holds as many.",
-                *(num_begun, type(self.schedule).__name__, engine.max_num_seqs, num_begun),
+                "%s responses wait for %s places in the engine, which lengthens the long tail; raise "
+                "`data.engine.max_num_seqs` as far as its cache allows.",
+                f"{num_begun:,}",
+                f"{engine.max_num_seqs:,}",
             )
 
     def _num_begun(self, num_wanted: int) -> int:

@@ -45,13 +45,10 @@ class AcceptanceAlarm:
         self.is_ringing = True
         self.num_rung += 1
         log.warning(
-            "The drafter is off: %d of its last %d proposals had their first token accepted (fewer than %.1f%%). It is "
-            "wrong for this policy, its weights did not arrive, or its hidden states come from other layers than it "
-            "was trained on. Outputs are not affected. It is tried again after the next `update_drafter` or "
-            "`update_weights`.",
+            "The draft head is switched off: %d of its last %d drafts were accepted. A head that has hardly been "
+            "trained does that; otherwise it belongs to another policy. The next weights are tried again.",
             self._accepted,
             self._verified,
-            100 * self.floor,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from statistics import median
 from typing_extensions import override
 
 from tlt_lightning.ranks.engine_ranks import EngineRanks
-from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
 from tlt_lightning.speculation.selectors.fixed import FixedSelector
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
@@ -152,12 +151,11 @@ def measure_steps(
             break  # larger batches do not fit into the cache either; or there is no time left
     seconds = time.perf_counter() - started
     if measured:
-        log.info("Measured steps in %.1f s. %s", seconds, table(measured))
+        log.info("%s (measured in %.1f s)", described(measured), seconds)
     else:
         log.warning(
-            "No step could be measured in %.1f s: `speculation.selector` starts from the step times of another machine "
-            "and learns in the rollout. The KV cache may be too small for a single request, or the machine too busy; "
-            "it is tried again after the next sync.",
+            "The engine was too slow to be timed in %.1f s (is the machine busy, or `kv_cache_gib` too small?). The "
+            "selector begins with another machine's times and corrects them; the next weight sync tries again.",
             seconds,
         )
     return measured
@@ -190,9 +188,11 @@ def _measure_batch(
     ]
 
 
-def table(measured: Sequence[MeasuredStep]) -> str:
-    """Return milliseconds by batch size and strategy, in one line."""
-    rows: dict[int, list[str]] = defaultdict(list)
+def described(measured: Sequence[MeasuredStep]) -> str:
+    """Say how long an engine step takes, by batch size and strategy."""
+    cells: dict[int, list[str]] = defaultdict(list)
     for step in measured:
-        rows[step.batch_size].append(f"{arm_name(step.strategy)} {1e3 * step.seconds:.2f}")
-    return "; ".join(f"batch {size}, ms: {', '.join(cells)}" for size, cells in rows.items())
+        drafts = f"with {step.strategy.num_draft_tokens} of {step.strategy.drafter}"
+        cells[step.batch_size].append(f"{1e3 * step.seconds:.1f} ms {'plain' if step.strategy.is_off else drafts}")
+    rows = (f"of {size} request{'s' * (size > 1)} {', '.join(texts)}" for size, texts in cells.items())
+    return f"An engine step takes, by drafted tokens: {'; '.join(rows)}"

@@ -100,7 +100,7 @@ class Diagnosis:
         if change > MOST_CHANGE or kl > MOST_KL or clipped > MOST_CLIPPED:
             return (
                 "fast",
-                f"the policy is torn away: an iteration changes its weights by {change:.1g} of their size, its "
+                f"updates are far too large: an iteration changes the weights by {change:.0%} of their size, "
                 f"log-probs by {kl:.2g} nats a token (`train/approx_kl`), and {clipped:.0%} of the tokens are clipped. "
                 "Lower the learning rate (`model.optimizer`), clip gradients (`trainer.gradient_clip_val`) or take "
                 "fewer optimizer steps an iteration.",

@@ -303,7 +303,7 @@ def test_a_dead_head_is_a_warning_a_metric_and_off(setup: Setup, caplog: pytest.
         with caplog.at_level(logging.WARNING):
             write(setup.engine, siblings())
         stats = setup.engine.stats()
-        assert "The drafter is off" in caplog.text
+        assert "The draft head is switched off" in caplog.text
         assert stats["speculation/alarms"] == 1
         assert stats["speculation/off_share"] > 0.5
         setup.engine.update_drafter(setup.trained.items(), 4)

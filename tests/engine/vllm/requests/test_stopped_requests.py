@@ -209,7 +209,7 @@ def test_the_alarm_counts_on_over_stops(setup: Setup, caplog: pytest.LogCaptureF
                 assert len(seen) <= 6
         assert rung[0] is False, "a piece alone is too short to tell"
         assert rung[-1] is True
-        assert caplog.text.count("The drafter is off") == 1
+        assert caplog.text.count("The draft head is switched off") == 1
         assert verified[0] <= 4 * 5
         assert setup.engine.stats()["speculation/off_share"] == 1
     finally:
