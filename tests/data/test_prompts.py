@@ -32,6 +32,21 @@ def test_jsonl_rows_become_prompts(prompts_path: str, policy_path: str) -> None:
     assert [prompt.index for prompt in prompts] == list(range(9))
 
 
+def test_an_end_token_that_the_tokenizer_appends_is_no_part_of_a_prompt(policy_path: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(policy_path)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    assert tokenizer("0 1 :")["input_ids"][-1] == 1
+    plain, ended = load_prompts(
+        PromptSource(rows=[{"prompt": "0 1 :"}, {"prompt": "0 <eos>"}], answer_column=None),
+        tokenizer,
+        max_prompt_tokens=16,
+    )
+    assert plain.ids == (12, 13, 4)
+    assert ended.ids == (12, 1)  # what the text itself says stays
+
+
 def test_parquet_reads_the_same_rows(prompts_path: str, policy_path: str, tmp_path: Path) -> None:
     from datasets import Dataset
 
@@ -45,7 +60,7 @@ def test_parquet_reads_the_same_rows(prompts_path: str, policy_path: str, tmp_pa
 
 def test_prompts_hold_the_number_of_each_token_once_in_memory(prompts_path: str) -> None:
     class Tokenizer:
-        chat_template = None
+        chat_template = eos_token_id = None
 
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return {"input_ids": [1000 + int(word) for word in text.split() if word.isdigit()]}  # new numbers

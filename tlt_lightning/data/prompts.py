@@ -242,6 +242,10 @@ def load_prompts(
         written = [_write(source, tokenizer, index, row, template, variables) for index, row in enumerate(rows)]
     for index, (row, (question, text)) in enumerate(zip(rows, written, strict=True)):
         tokens = tokenizer(text, add_special_tokens=template is None)["input_ids"]
+        if template is None and tokens[-1:] == [tokenizer.eos_token_id]:
+            plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if tokens[-len(plain) :] != plain:  # the tokenizer appends it: a response would begin behind its own end
+                tokens.pop()
         ids = tuple(map(known.setdefault, tokens, tokens))
         if not ids:
             raise ValueError(f"Row {index} of {source.name} (from 0) gives an empty prompt; leave it out of the data.")
