@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import CodeType
 from typing import Any
 
@@ -22,8 +21,6 @@ from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.policy import load_shapes
 from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.rollout import Rollout, RolloutBatch
-from tlt_lightning.sharding.hook_call import HookCall
-from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 
 class RolloutCallback(L.Callback):
@@ -96,8 +93,6 @@ KEPT = {
     *("teardown", "state_dict", "load_state_dict", "train_dataloader", "transfer_batch_to_device"),
 }
 """Methods beside those named `on_...` that a run needs of a module or data module of this package."""
-UNEVEN_HOOKS = ("on_rollout_progress", "on_rollout_idle")
-"""Hooks that ranks call unequally often, in which no pass of a sharded policy can be made."""
 
 
 def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
@@ -105,26 +100,24 @@ def call_rollout_hook(trainer: L.Trainer, name: str, *args: Any) -> None:
 
     Raise TypeError if one returns anything: somebody expects it to be read.
     """
-    call = HookCall(name, is_even=name not in UNEVEN_HOOKS)
-    with call if isinstance(trainer.strategy, FSDP2Strategy) else nullcontext():
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            hook = getattr(callback, name, None)
-            if hook is not None:
-                call.callback = type(callback).__name__
-                try:
-                    returned = hook(trainer, trainer.lightning_module, *args)
-                except MisconfigurationException as error:
-                    if "`self.log()`" not in str(error):
-                        raise
-                    raise MisconfigurationException(
-                        f"`{call.callback}.{name}` calls `log`, which Lightning's own hooks alone can: write "
-                        "`pl_module.iteration_log.mean(name, value)`, or `max` or `sum`."
-                    ) from error
-                if returned is not None:
-                    raise TypeError(
-                        f"`{call.callback}.{name}` returned a {type(returned).__name__}, which nothing reads: change "
-                        "what the hook is given, or set `trainer.should_stop`, and return None."
-                    )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        hook, label = getattr(callback, name, None), f"`{type(callback).__name__}.{name}`"
+        if hook is None:
+            continue
+        try:
+            returned = hook(trainer, trainer.lightning_module, *args)
+        except MisconfigurationException as error:
+            if "`self.log()`" not in str(error):
+                raise
+            raise MisconfigurationException(
+                f"{label} calls `log`, which Lightning's own hooks alone can: write "
+                "`pl_module.iteration_log.mean(name, value)`, or `max` or `sum`."
+            ) from error
+        if returned is not None:
+            raise TypeError(
+                f"{label} returned a {type(returned).__name__}, which nothing reads: change what the hook is given, or "
+                "set `trainer.should_stop`, and return None."
+            )
 
 
 def check_hooks(callback: L.Callback) -> None:

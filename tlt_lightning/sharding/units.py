@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from tlt_lightning.sharding.hook_call import begin_pass
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
@@ -84,7 +82,6 @@ def as_forward(model: nn.Module, function: Callable[[], T]) -> T:
     called: Any = getattr(model, "_called", None)
     if called is None:
         return function()
-    begin_pass()
     return called(function)
 
 
@@ -111,7 +108,6 @@ def gathered(unit: nn.Module) -> Iterator[None]:
     if not isinstance(unit, FSDPModule):
         yield
         return
-    begin_pass()
     unit.unshard()
     try:
         yield

@@ -1,29 +1,20 @@
 """Run by tests/sharding/test_units.py, once per rank: passes of sharded models beside those of whole ones."""
 
 import os
-import time
-from collections.abc import Callable
-from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.test_policy import make_batch
-from tlt_lightning.hooks import UNEVEN_HOOKS, call_rollout_hook
 from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
-from tlt_lightning.rollout import RolloutBatch
-from tlt_lightning.sharding import hook_call
 from tlt_lightning.sharding.units import Sharding, norm_of, units_of
 from tlt_lightning.training.critic import Critic, CriticConfig
-from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.reference import Reference
 
 
@@ -46,44 +37,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def is_apart(model: nn.Module) -> bool:
     """Nothing is left whole after a pass."""
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def refuse(policy: nn.Module, batch: RolloutBatch) -> None:
-    """Hooks that ranks call unequally often may not use the sharded policy: this rank would wait for the others."""
-    for name, use in product(UNEVEN_HOOKS, (lambda: response_logps(policy, batch), lambda: [*PolicyWeights(policy)])):
-        with pytest.raises(RuntimeError, match=rf"a policy in `{name}`, which ranks call unequally .*`on_rollout_end`"):
-            call(name, use)
-
-
-def call(hook: str, use: Callable[[], Any]) -> None:
-    """Call a hook in which a callback does this."""
-
-    def method(*_: Any) -> None:
-        use()
-
-    callback = SimpleNamespace(**{hook: method})
-    trainer: Any = SimpleNamespace(callbacks=[callback], lightning_module=None, strategy=FSDP2Strategy())
-    call_rollout_hook(trainer, hook, None)
-
-
-def meet(policy: nn.Module, batch: RolloutBatch) -> None:
-    """Passes in a hook that all ranks call: one that a rank makes alone is an error on that rank, whoever is slow."""
-    rank, passes = dist.get_rank(), lambda number: [response_logps(policy, batch) for _ in range(number)]
-    time.sleep(0.2 * rank)
-    call("on_rollout_end", lambda: [passes(2), [*PolicyWeights(policy)]])
-    if rank == 2:
-        with pytest.raises(
-            RuntimeError, match=r"rank 2 runs .* policy in `on_rollout_end`, its 2. time, and rank [013]"
-        ):
-            call("on_rollout_end", lambda: passes(2))
-    else:
-        call("on_rollout_end", lambda: passes(1))
-    call("on_rollout_scored", lambda: passes(1))
-    late: Any = SimpleNamespace(sleep=lambda _: time.sleep(0.2 * rank))  # between two looks at the others
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hook_call, "time", late)
-        call("on_rollout_scored", hook_call.begin_pass)  # as a pass on a GPU, at which no rank waits for another
-    dist.barrier()  # rank 0 has the store
 
 
 def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool, trunk: str | None) -> None:
@@ -115,8 +68,6 @@ def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool
             total = torch.stack([value.norm() for name, value in found.items() if "critic." not in name]).norm()
             torch.testing.assert_close(norm, total)
             assert len(units_of(causal_lm(policy))) == 3  # two layers, and the rest
-            refuse(policy, batch)
-            meet(policy, batch)
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
 
 
