@@ -1,22 +1,26 @@
-"""Checks of arguments, at their bounds."""
+"""Arguments are checked by their annotations, at their bounds."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import inf, nan
-from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
 
+import tlt_lightning
 from tlt_lightning.arguments import (
-    check_at_least,
-    check_count,
-    check_distinct,
-    check_list,
+    Bound,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Probability,
+    Share,
+    check_argument,
     check_method,
-    check_positive,
-    check_share,
-    check_type,
-    check_within,
+    checked,
 )
 from tlt_lightning.callbacks.completions_writer import CompletionsWriter
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
@@ -24,83 +28,101 @@ from tlt_lightning.callbacks.run_report import RunReport
 
 
 @pytest.mark.parametrize(
-    ("check", "accepted", "refused", "match"),
+    ("hint", "accepted", "refused", "rule"),
     [
-        (lambda x: check_at_least("a", x, 1), [1, 2], [0, 0.99, nan], "`a` must be at least 1, got"),
-        (lambda x: check_positive("a", x), [1e-9], [0, -1, nan], "`a` must be positive, got"),
-        (lambda x: check_positive("a", x), [1e9], [inf], "`a` must be finite, got inf"),
-        (lambda x: check_within("a", x, 0, 1), [0, 1], [-0.1, 1.1, nan], r"`a` must be in \[0, 1\], got"),
-        (lambda x: check_share("a", x), [0, 0.99], [-0.1, 1, nan], r"`a` is a share in \[0, 1\), got"),
-        (lambda x: check_distinct("a", x), [[1], [1, 2]], [[1, 1]], "`a` must not repeat a value, got"),
-        (lambda x: check_distinct("a", x), [], [[]], "`a` is empty"),
+        (Count, [1, 2], [0, -1], "at least 1"),
+        (CountOrZero, [0, 2], [-1], "at least 0"),
+        (Positive, [1e-9, 1e9, 1], [0, -1, nan, inf], "positive and finite"),
+        (NotNegative, [0, 1e9], [-1e-9, nan, inf], "at least 0 and finite"),
+        (Probability, [0, 1], [-0.1, 1.1, nan], "in [0, 1]"),
+        (Share, [0, 0.99], [-0.1, 1, nan], "in [0, 1)"),
+        (Annotated[float, Bound(0, 1, excludes=(0,))], [1], [0, 1.1], "in (0, 1]"),
     ],
 )
-def test_a_check_names_argument_value_and_rule(
-    check: Callable[[Any], None], accepted: list[Any], refused: list[Any], match: str
-) -> None:
+def test_a_bound_names_argument_value_and_rule(hint: Any, accepted: list[Any], refused: list[Any], rule: str) -> None:
     for value in accepted:
-        check(value)
+        check_argument("a", value, hint)
     for value in refused:
-        with pytest.raises(ValueError, match=match):
-            check(value)
-
-
-@pytest.mark.parametrize("value", ["8", None, [8], True])
-def test_what_is_no_number_is_named(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"`a` must be a number of at least 1, got ") as raised:
-        check_at_least("a", value, 1)
-    assert repr(value) in str(raised.value)
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole message is compared
+            check_argument("a", value, hint)
+        assert str(raised.value) == f"`a` must be {rule}, got {value}."
 
 
 @pytest.mark.parametrize(
-    "check", [lambda x: check_positive("a", x), lambda x: check_within("a", x, 0, 1), lambda x: check_share("a", x)]
+    ("hint", "fits", "wrong", "rule"),
+    [
+        (Count, 1, ["8", None, True, 4.0, [8]], "a whole number"),
+        (Positive, 1, ["8", None, True], "a number"),
+        (bool, False, ["no", 0, None], "True or False"),
+        (str, "x", [3, None], "a string"),
+        (Count | None, None, ["8", 1.5], "a whole number or None"),
+        (Sequence[int], (1, 2), [3, "learned", {1}, [1, "2"], [True], (1, 2.0)], "a list of whole numbers"),
+        (tuple[str, ...], ["a"], ["a", [1]], "a list of strings"),
+        (dict[str, int], {}, [3, []], "a dict"),
+        (str | list[str], ["a"], [3, [1]], "a string or a list of strings"),
+    ],
 )
-def test_what_has_bounds_must_be_a_number(check: Callable[[Any], None]) -> None:
-    for value in ("8", None, True):
-        with pytest.raises(TypeError, match=f"`a` must be a number, got {value!r}"):
-            check(value)
+def test_a_kind_names_argument_value_and_rule(hint: Any, fits: Any, wrong: list[Any], rule: str) -> None:
+    check_argument("a", fits, hint)
+    for value in wrong:
+        with pytest.raises(TypeError) as raised:
+            check_argument("a", value, hint)
+        assert str(raised.value) == f"`a` must be {rule}, got {value!r}."
 
 
-@pytest.mark.parametrize("value", [3, "learned", None])
-def test_what_is_no_list_is_named(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"`a` lists values, as in `\(") as raised:
-        check_distinct("a", value)
-    assert str(raised.value).endswith(f"`({value!r},)`, got {value!r}.")
+class Engine: ...
 
 
-@pytest.mark.parametrize("value", [3, None, "learned", {1}, [1, "2"], [True], (1, 2.0)])
-def test_what_is_no_list_of_numbers_is_named(value: Any) -> None:
-    check_list("a", (1, 2), Integral, "whole numbers")
-    check_list("a", [], Integral, "whole numbers")
-    with pytest.raises(TypeError, match="`a` must be a list of whole numbers, got ") as raised:
-        check_list("a", value, Integral, "whole numbers")
-    assert repr(value) in str(raised.value)
+@checked("engine.")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    count: Annotated[Count, "Drop it."] = 1
+    mode: Literal["x", "y"] | None = None
+    engine: Engine | None = None
+    path: str = "here"
+    score: Callable[[str], float] | None = None
+    later: "Undefined" = None  # type: ignore[name-defined]  # noqa: F821
 
 
-@pytest.mark.parametrize("value", [4.0, 8 / 2, nan, "8", None, True])
-def test_what_is_no_whole_number_is_named(value: Any) -> None:
-    check_count("a", 1)
-    with pytest.raises(TypeError, match=r"`a` must be a whole number of at least 1, got ") as raised:
-        check_count("a", value)
-    assert repr(value) in str(raised.value)
-    with pytest.raises(ValueError, match="`a` must be at least 2, got 1"):
-        check_count("a", 1, 2)
+def test_a_dataclass_is_checked_where_it_is_made_and_where_it_is_replaced() -> None:
+    settings = Settings(count=3, mode="y", engine=Engine(), path=Path("there"), score=len, later=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^`engine\.count` must be at least 1, got 0\. Drop it\.$"):
+        replace(settings, count=0)
+    with pytest.raises(ValueError, match=r"^`engine\.mode` must be one of 'x', 'y' or None, got 'z'\.$"):
+        Settings(mode="z")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("check", [lambda r: check_at_least("a", 0, 1, r), lambda r: check_positive("a", 0, r)])
-def test_the_remedy_ends_the_message(check: Callable[[str], None]) -> None:
-    with pytest.raises(ValueError, match=r"got 0\. Drop it\.$"):
-        check("Drop it.")
-    with pytest.raises(ValueError, match=r"got 0\.$"):
-        check("")
+@pytest.mark.parametrize(
+    ("given", "shown"), [(Engine, "the class Engine itself"), (Settings(), "a Settings"), (3, "3")]
+)
+def test_an_object_of_another_class_is_named_by_its_own(given: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=rf"^`engine\.engine` must be an Engine or None, got {shown}\.$"):
+        Settings(engine=given)
 
 
-def test_a_type_is_asked_of_objects_and_not_of_classes() -> None:
-    check_type("a", 1, int, "Give 1.")
-    with pytest.raises(TypeError, match=r"`a` must be a int, got a str\. Give 1\."):
-        check_type("a", "1", int, "Give 1.")
-    with pytest.raises(TypeError, match=r"`a` must be a int, got the class int itself\."):
-        check_type("a", int, int, "Give 1.")
+def test_what_is_missing_or_too_much_is_python_s_to_say() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
+        Settings(wrong=1)  # type: ignore[call-arg]
+
+
+def bounds_of(kind: type) -> dict[str, Any]:
+    hints = inspect.get_annotations(inspect.unwrap(kind.__init__))
+    return {name: hint for name, hint in hints.items() if "Bound" in repr([type(n) for n in _notes(hint)])}
+
+
+def _notes(hint: Any) -> list[Any]:
+    options = [hint, *get_args(hint)]
+    return [note for option in options for note in getattr(option, "__metadata__", ())]
+
+
+@pytest.mark.parametrize("name", [name for name in tlt_lightning.__all__ if name != "__version__"])
+def test_a_public_class_that_declares_bounds_checks_them(name: str) -> None:
+    """A decorator that was forgotten would leave the bound a word in `--help`."""
+    kind = getattr(tlt_lightning, name)
+    if not inspect.isclass(kind) or not (bounds := bounds_of(kind)):
+        return
+    is_checked = hasattr(kind.__init__, "__wrapped__") or hasattr(kind, "__post_init__")
+    assert is_checked, f"{name} declares {list(bounds)}"
 
 
 def test_a_builtin_that_tells_no_signature_is_taken_as_a_method() -> None:

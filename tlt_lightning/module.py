@@ -1,7 +1,5 @@
 """Train the policy: turn a scored batch of rollouts into a loss."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_choice, check_flag, check_optional, check_type, text_of
+from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.checks import check_has_data, check_not_spawned
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
@@ -62,6 +60,7 @@ class RLModule(L.LightningModule):
         >>> module = RLModule("Qwen/Qwen2.5-0.5B-Instruct", GRPO())  # loads in `Trainer.fit`, not here
     """
 
+    @checked()
     def __init__(
         self,
         policy: str,
@@ -79,13 +78,8 @@ class RLModule(L.LightningModule):
         policy = text_of("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
         if reference is not None:
             reference = text_of("reference", reference, "Give a folder or hub name, or leave it out.")
-        check_type("objective", objective, PolicyObjective, "Give for example `GRPO()`.")
         optimization.check_builds(optimizer)
         optimization.check_schedules(lr_scheduler)
-        check_optional("lora", lora, LoRA, "Give for example `LoRA(rank=16)`.")
-        check_optional("critic", critic, CriticConfig, "Give for example `CriticConfig()`.")
-        check_flag("gradient_checkpointing", gradient_checkpointing)
-        check_choice("attn_implementation", attn_implementation, ("sdpa", "eager", "flash_attention_2"))
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."

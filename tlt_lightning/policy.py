@@ -4,22 +4,20 @@ Log-probs never materialise (B, T, V) in float32: only the hidden states that pr
 `chunk_size` of them at a time, and the backward pass recomputes each chunk of a head that is trained.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_choice, check_count, check_list, check_positive
+from tlt_lightning.arguments import Count, checked
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, chunk_size_of, is_frozen_linear
@@ -39,6 +37,7 @@ HOW_TO_SAVE = (
 )
 
 
+@checked("lora.")
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Trains low-rank adapters instead of all weights.
@@ -51,20 +50,13 @@ class LoRA:
         base_dtype: Type of the frozen weights. `bfloat16` halves their memory and is what vLLM runs anyway.
     """
 
-    rank: int = 16
-    alpha: int = 32
+    rank: Annotated[Count, "Drop `lora` for full fine-tuning."] = 16
+    alpha: Annotated[Count, "The usual one is twice the rank."] = 32
     target_modules: str | list[str] = "all-linear"
     base_dtype: Literal["float32", "bfloat16"] = "float32"
 
-    def __post_init__(self) -> None:
-        check_count("lora.rank", self.rank, 1, "Drop `lora` for full fine-tuning.")
-        check_positive("lora.alpha", self.alpha, "The usual one is twice the rank.")
-        if not isinstance(self.target_modules, str):
-            check_list("lora.target_modules", self.target_modules, str, "names, or a name")
-        check_choice("lora.base_dtype", self.base_dtype, ("float32", "bfloat16"))
 
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     """Return the tokenizer at `path`; raise ValueError if responses cannot end or hold words."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -86,7 +78,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_token_ids(path: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return every token id that ends a response: the tokenizer's, and those of transformers' `generate` at `path`."""
     from transformers import GenerationConfig, PretrainedConfig
 
@@ -97,7 +89,7 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])})
 
 
-def read_config(path: str, argument: str = "policy") -> PretrainedConfig:
+def read_config(path: str, argument: str = "policy") -> "PretrainedConfig":
     """Read the config of the model at `path`.
 
     Raises:
@@ -125,7 +117,7 @@ def read_config(path: str, argument: str = "policy") -> PretrainedConfig:
 
 def load_whole(
     auto_class: Any, path: str, argument: str, *, needs_head: bool = True, may_hold_more: bool = False, **options: Any
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load a model whose every weight comes from its files, where transformers would start some at random values.
 
     Args:
@@ -199,7 +191,7 @@ def load_policy(
     attn_implementation: str = "sdpa",
     sharding: Sharding | None = None,
     needs_head: bool = True,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load the causal LM at `path` for training: float32, dropout off, train mode.
 
     With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Warns if its passes cannot be
@@ -240,7 +232,7 @@ def load_policy(
     return adapted
 
 
-def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedModel":
     """Return the model as a `peft.PeftModel` with fresh adapters; the model itself without `lora`."""
     if lora is None:
         return model
@@ -265,7 +257,7 @@ def with_adapters(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
     return adapted
 
 
-def _switch_dropout_off(model: PreTrainedModel) -> None:
+def _switch_dropout_off(model: "PreTrainedModel") -> None:
     """Set every dropout to 0, attention's numbers too: all passes must see the same function."""
     for owner in (model.config, model.config.get_text_config(), *model.modules()):
         if isinstance(owner, nn.Dropout):
@@ -276,7 +268,7 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, path: str, argument: str) -> None:
+def _check_head(model: "PreTrainedModel", path: str, argument: str) -> None:
     """Raise ValueError unless the logits are the head's output alone, as chunks take them to be."""
     ids = torch.arange(1, 5)[None] % model.config.get_text_config().vocab_size
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -295,7 +287,7 @@ def _check_head(model: PreTrainedModel, path: str, argument: str) -> None:
         )
 
 
-def causal_lm(model: nn.Module) -> PreTrainedModel:
+def causal_lm(model: nn.Module) -> "PreTrainedModel":
     """Return the Hugging Face model inside `model`, adapters in place, PEFT's wrapper off."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[return-value,operator]
 
@@ -421,7 +413,7 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
                     yield _streamed(name), parameter.clone() if must_copy and layer is None else parameter
 
 
-def merged(policy: nn.Module) -> PreTrainedModel:
+def merged(policy: nn.Module) -> "PreTrainedModel":
     """Return a policy as a plain Hugging Face model that holds what `PolicyWeights` streams, in the policy's place."""
     weights = dict(PolicyWeights(policy))
     adapted: Any = policy
@@ -445,7 +437,7 @@ def weight_of(layer: Any) -> Tensor:
     return _merged(layer, layer.base_layer.weight) if hasattr(layer, "base_layer") else layer.weight.detach()
 
 
-def load_shapes(path: str, lora: LoRA | None = None) -> PreTrainedModel:
+def load_shapes(path: str, lora: LoRA | None = None) -> "PreTrainedModel":
     """Return the model that `load_policy` would load, on the meta device: made of its config, without values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

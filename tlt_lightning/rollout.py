@@ -4,19 +4,16 @@ Nothing here knows an engine, a Trainer or a policy. `B` sequences, `S` tokens o
 tokens of the longest response.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tlt_lightning.arguments import check_count, check_list, check_number, check_within
+from tlt_lightning.arguments import Bound, Count, CountOrZero, Probability, check_argument, checked
 from tlt_lightning.speculation.strategy import Drafter
 
 VerifiedDraft = tuple[int, Drafter, int, int]
@@ -47,6 +44,7 @@ class Prompt:
     index: int = 0
 
 
+@checked("sampling.")
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Sets how an engine samples responses.
@@ -62,28 +60,19 @@ class Sampling:
         stop_strings: Texts that end a response, of which they are the last part; special tokens count as text.
     """
 
-    max_tokens: int = 1024
+    max_tokens: Count = 1024
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    min_tokens: int = 0
+    top_p: Annotated[float, Bound(0, 1, excludes=(0,)), "1 switches it off."] = 1.0
+    top_k: CountOrZero = 0
+    min_p: Probability = 0.0
+    min_tokens: CountOrZero = 0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count("sampling.max_tokens", self.max_tokens)
-        for name in ("temperature", "top_p"):
-            check_number(f"sampling.{name}", getattr(self, name))
         if self.temperature != 0 and not 0.01 <= self.temperature <= 2:  # vLLM raises less to 0.01 and refuses more
             raise ValueError(f"`sampling.temperature` must be 0 (greedy) or in [0.01, 2], got {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`sampling.top_p` must be in (0, 1], got {self.top_p}; 1 switches it off.")
-        check_count("sampling.top_k", self.top_k, 0)
-        check_within("sampling.min_p", self.min_p, 0, 1)
-        check_within("sampling.min_tokens", self.min_tokens, 0, self.max_tokens)
-        check_list("sampling.stop_token_ids", self.stop_token_ids, Integral, "whole numbers")
-        check_list("sampling.stop_strings", self.stop_strings, str, "texts")
+        check_argument("sampling.min_tokens", self.min_tokens, Annotated[int, Bound(0, self.max_tokens)])
         if not all(self.stop_strings):
             raise ValueError(f"`sampling.stop_strings` must be texts that are not empty, got {self.stop_strings!r}.")
 
@@ -119,7 +108,7 @@ class Request:
     prompt_ids: Sequence[int]
     group: int = 0
     max_tokens: int | None = None
-    written: Response | None = None
+    written: "Response | None" = None
     seed: int | None = None
     expected_tokens: float = 0.0
     earlier_answers: Sequence[Sequence[int]] = ()
@@ -285,7 +274,7 @@ class RolloutBatch:
         mask = self.response_mask[rows]
         return float(mask.sum()), float(mask.bool().any(-1).sum())
 
-    def select(self, rows: Sequence[int]) -> RolloutBatch:
+    def select(self, rows: Sequence[int]) -> "RolloutBatch":
         """Take the given sequences, trimmed to their own longest prompt-plus-response and response."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.input_ids.device)
         lengths = self.response_lengths[index]

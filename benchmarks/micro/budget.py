@@ -121,8 +121,8 @@ def main(arguments: Sequence[str]) -> None:
     lines = heading("Budgets of a drafter's training", results)
     lines += [
         "Seconds of a run against those with the best constant share of the tokens, which is known in hindsight. "
-        "`RuleBudget` trains on all tokens until two decisions in a row have not paid, then on an eighth; it was tuned in "
-        "the simulated runs, as `AdaptiveBudget` was, which weighs 180 hypotheses.\n",
+        "`RuleBudget` trains on all tokens until two decisions in a row have not paid, then on an eighth; it was tuned "
+        "in the simulated runs, as `AdaptiveBudget` was, which weighs 180 hypotheses.\n",
         *table(["simulated run of 100 iterations", *NAMES], percent(results["worlds"], NAMES)),
         "Worlds fitted to recorded runs: `error` is the mean relative error of the fitted acceptance. The first three "
         "columns simulate as many iterations as were recorded.\n",

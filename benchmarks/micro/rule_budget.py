@@ -1,12 +1,11 @@
 """Train a drafter on all of an iteration's tokens while that pays, then on an eighth of them."""
 
-from __future__ import annotations
-
 from math import sqrt
+from typing import Annotated
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_positive, check_share
+from tlt_lightning.arguments import Bound, Positive, Share, checked
 from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.publication import Publication
 
@@ -42,11 +41,14 @@ class RuleBudget(TrainingBudget):
         1.0
     """
 
-    def __init__(self, most: float = 1.0, trial: float = 0.5, overhead: float = 0.005, horizon: int = 50) -> None:
-        check_positive("most", most)
-        check_positive("trial", trial)
-        check_share("overhead", overhead)
-        check_count("horizon", horizon, 2)
+    @checked()
+    def __init__(
+        self,
+        most: Positive = 1.0,
+        trial: Positive = 0.5,
+        overhead: Share = 0.005,
+        horizon: Annotated[int, Bound(2)] = 50,
+    ) -> None:
         self.most = most
         self.trial = trial
         self.overhead = overhead

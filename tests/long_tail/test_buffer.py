@@ -249,7 +249,7 @@ def test_a_smaller_buffer_restores_what_fits():
 
 
 def test_sampling_no_tokens_is_refused():
-    with pytest.raises(ValueError, match="`num_tokens` must be positive, got 0"):
+    with pytest.raises(ValueError, match="`num_tokens` must be at least 1, got 0"):
         DrafterBuffer(10).sample(0, generator())
 
 

@@ -78,10 +78,10 @@ def test_what_the_task_cannot_do_is_refused(arguments: dict, message: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": 3}, "`task` must be a str, got a int"),
+        ({"task": 3}, "`task` must be a string, got 3"),
         ({"task": "chain_sum", "size": 2.5}, "`size` must be a whole number"),
         ({"task": "chain_sum", "seed": "x"}, "`seed` must be a whole number"),
-        ({"task": "chain_sum", "config": 3}, "`config` must be a dict, got a int"),
+        ({"task": "chain_sum", "config": 3}, "`config` must be a dict or None, got 3"),
     ],
 )
 def test_wrong_types_are_refused(arguments: dict, message: str) -> None:

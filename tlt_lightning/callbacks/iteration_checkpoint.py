@@ -1,18 +1,16 @@
 """Save a checkpoint every few minutes, where an iteration ends, and where a run is interrupted."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_count, folder_of
+from tlt_lightning.arguments import Bound, Count, checked, folder_of
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
@@ -35,9 +33,8 @@ class IterationCheckpoint(ModelCheckpoint):
         keep: Latest checkpoints that are kept; two, should the last update prove a bad one.
     """
 
-    def __init__(self, dirpath: str, every_minutes: float = 10.0, keep: int = 2) -> None:
-        check_at_least("every_minutes", every_minutes, 0)
-        check_count("keep", keep)
+    @checked()
+    def __init__(self, dirpath: str, every_minutes: Annotated[float, Bound(0)] = 10.0, keep: Count = 2) -> None:
         super().__init__(
             folder_of("dirpath", dirpath),
             "{epoch}",

@@ -4,8 +4,6 @@ Three displays share one throttle: a tqdm bar, a task inside Lightning's Rich di
 output is not a terminal. All else is printed through `say`, which leaves bars intact.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from tqdm import tqdm
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_positive
+from tlt_lightning.arguments import CountOrZero, Positive, checked
 from tlt_lightning.callbacks.rollout_text import (
     best_and_worst,
     completions_table,
@@ -50,9 +48,8 @@ class RolloutProgressBar(RolloutCallback):
         >>> trainer = L.Trainer(callbacks=[RolloutProgressBar(show_completions=4)])  # doctest: +SKIP
     """
 
-    def __init__(self, show_completions: int = 0, refresh_seconds: float = 0.2) -> None:
-        check_at_least("show_completions", show_completions, 0)
-        check_positive("refresh_seconds", refresh_seconds)
+    @checked()
+    def __init__(self, show_completions: CountOrZero = 0, refresh_seconds: Positive = 0.2) -> None:
         self.show_completions = show_completions
         self.refresh_seconds = refresh_seconds
         self._display: _Display | None = None

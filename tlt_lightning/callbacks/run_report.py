@@ -1,7 +1,5 @@
 """Report a run while it runs and at its end: a page to look at, key numbers as JSON, and places of its files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -21,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, folder_of
+from tlt_lightning.arguments import CountOrZero, checked, folder_of
 from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.callbacks.report_page import columns, kept_details, page, rounded
@@ -72,8 +70,8 @@ class RunReport(RolloutCallback):
         >>> trainer = L.Trainer(callbacks=[RunReport("outputs/quickstart")])  # doctest: +SKIP
     """
 
-    def __init__(self, dirpath: str, num_completions: int = 8) -> None:
-        check_count("num_completions", num_completions, 0)
+    @checked()
+    def __init__(self, dirpath: str, num_completions: CountOrZero = 8) -> None:
         self.dirpath = Path(folder_of("dirpath", dirpath))
         self.num_completions = num_completions
         self._started = time.perf_counter()

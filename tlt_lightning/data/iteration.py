@@ -1,7 +1,5 @@
 """Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
@@ -13,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_count, check_optional
+from tlt_lightning.arguments import Count, checked
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
@@ -36,27 +34,21 @@ if TYPE_CHECKING:
     from tlt_lightning.module import RLModule
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class IterationSettings:
     """Holds the settings of all iterations of a run; see `RolloutDataModule`."""
 
-    group_size: int
-    prompts_per_iteration: int
-    micro_batch_tokens: int
-    num_minibatches: int
-    inner_epochs: int
-    max_prompt_tokens: int
+    group_size: Count
+    prompts_per_iteration: Count
+    micro_batch_tokens: Count
+    num_minibatches: Count
+    inner_epochs: Count
+    max_prompt_tokens: Count
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.type == "int":  # whatever was given
-                check_count(item.name, getattr(self, item.name))
-        remedy = "Give for example `DynamicSampling()`."
-        check_optional("dynamic_sampling", self.dynamic_sampling, DynamicSampling, remedy)
-
-    def of_dev_run(self, trainer: L.Trainer) -> IterationSettings:
+    def of_dev_run(self, trainer: L.Trainer) -> "IterationSettings":
         """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""
         num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
         return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
@@ -87,10 +79,10 @@ class PolicyIteration:
     def __init__(
         self,
         trainer: L.Trainer,
-        module: RLModule,
-        collector: RolloutCollector,
+        module: "RLModule",
+        collector: "RolloutCollector",
         settings: IterationSettings,
-        cursor: PromptCursor,
+        cursor: "PromptCursor",
         history: AnswerHistory,
         backlog: Backlog,
         saved: Mapping[str, Any] | None = None,

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_type
+from tlt_lightning.arguments import Count, check_argument
 from tlt_lightning.checks import (
     check_engine_ranks,
     check_lengths,
@@ -136,12 +136,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _read_arguments(self) -> None:
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
-        check_count("val_group_size", self.val_group_size)
+        check_argument("val_group_size", self.val_group_size, Count)
         check_seconds("reward_timeout", self.reward_timeout)
-        check_type("engine", self.engine, RolloutEngine, "Give for example `VLLMEngine()`.")
+        check_argument("engine", self.engine, RolloutEngine)
         self._held_out_sampling = self.val_sampling or self.sampling
         for name, given in (("sampling", self.sampling), ("val_sampling", self._held_out_sampling)):
-            check_type(name, given, Sampling, "Give for example `Sampling(max_tokens=512)`.")
+            check_argument(name, given, Sampling)
         if self.sampling.temperature == 0:
             raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
         self.rewards = as_terms(self.rewards)

@@ -1,7 +1,5 @@
 """Read prompts, turn them into token ids, and order them for the iterations."""
 
-from __future__ import annotations
-
 import logging
 import random
 import zlib
@@ -11,13 +9,13 @@ from datetime import datetime
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from tlt_lightning.arguments import check_flag, check_optional, check_type, text_of
+from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, plain, read_rows
 from tlt_lightning.rollout import Prompt
 
@@ -31,6 +29,7 @@ Message = dict[str, Any]
 """A turn of a conversation: `role` and `content`, and whatever else the chat template reads."""
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
     """Names a data set and the way from its rows to prompts.
@@ -55,27 +54,20 @@ class PromptSource:
 
     path: str = ""
     # A plain `dict`: with `Any` in it, the command line would read the text '5' as a number.
-    rows: RowSource | Sequence[dict] | None = field(default=None, repr=False)
+    rows: "RowSource | Sequence[dict] | None" = field(default=None, repr=False)
     split: str = "train"
     config: str | None = None
-    prompt_column: str = "prompt"
+    prompt_column: Annotated[str, "Give the name of a column."] = "prompt"
     answer_column: str | None = "answer"
     template: str | None = None
     system_prompt: str | None = None
     chat: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict | None = None
+    chat_template_kwargs: Annotated[dict | None, "Give names and values."] = None
 
     def __post_init__(self) -> None:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both; set the other to null.")
-        for name in ("template", "system_prompt", "chat_template", "config", "answer_column"):
-            check_optional(name, getattr(self, name), str, "Leave it out, or give a text.")
-        check_optional("chat_template_kwargs", self.chat_template_kwargs, dict, "Give names and values.")
-        if self.chat is not None:
-            check_flag("chat", self.chat)
-        check_type("prompt_column", self.prompt_column, str, "Give the name of a column.")
-        check_type("split", self.split, str, "Give for example 'train' or 'train[:100]'.")
         if (self.chat_template or "").endswith(".jinja"):
             object.__setattr__(self, "chat_template", _read_template(str(self.chat_template)))
         for name, value in (self.chat_template_kwargs or {}).items():
@@ -96,7 +88,7 @@ class PromptSource:
             raise ValueError("`rows` is empty; give at least one.")
 
     @classmethod
-    def of(cls, data: Any) -> PromptSource:
+    def of(cls, data: Any) -> "PromptSource":
         """Make a source with the usual columns of a path, a `datasets.Dataset` or a list of rows."""
         if isinstance(data, PromptSource):
             return data
@@ -205,7 +197,7 @@ class Clock:
 
 
 @cache
-def _compiled(template: str) -> Template:
+def _compiled(template: str) -> "Template":
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -214,7 +206,7 @@ def _compiled(template: str) -> Template:
 
 def load_prompts(
     source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     max_prompt_tokens: int,
     clock: Clock | None = None,
@@ -273,7 +265,7 @@ def load_prompts(
 
 def _write(
     source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     index: int,
     row: Row,
     template: str | None,
@@ -290,7 +282,7 @@ def _write(
     return messages[-1]["content"], text
 
 
-def chat_template_of(source: PromptSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def chat_template_of(source: PromptSource, tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Return the template that writes conversations; None where prompts are plain text.
 
     Raises:
@@ -342,7 +334,7 @@ def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
     return prompts[:number]
 
 
-def _templated(messages: list[Message], tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str:
+def _templated(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", variables: dict[str, Any]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import NotNegative, check_argument
 from tlt_lightning.fused.compiled import compiled_on_gpu
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_names(loss: str | Mapping[str, float]) -> None:
     if not weights or set(weights) - set(LOSSES):
         raise ValueError(f"`loss` names {', '.join(map(str, weights)) or 'nothing'}; choose from {', '.join(LOSSES)}.")
     for name, weight in weights.items():
-        check_at_least(f"loss.{name}", weight, 0)
+        check_argument(f"loss.{name}", weight, NotNegative)
 
 
 def terms_of(loss_spec: str, states: Tensor) -> LossTerms:

@@ -1,9 +1,7 @@
 """Turn texts on disk, or on the hub, into training data of a drafter, pack by pack."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 import torch
@@ -12,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_flag, check_number, check_optional, check_text, text_of
+from tlt_lightning.arguments import CountOrZero, checked, text_of
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
@@ -56,19 +54,19 @@ class DrafterDataModule(L.LightningDataModule):
         >>> L.Trainer(max_epochs=3).fit(DrafterModule("Qwen/Qwen2.5-0.5B-Instruct"), data)  # doctest: +SKIP
     """
 
+    @checked()
     def __init__(
         self,
         completions: str | list[str],
         split: str = "train",
-        config: str | None = None,
+        config: Annotated[str | None, "Leave it out, or give a text."] = None,
         num_tokens: int = 4096,
         val_share: float = 0.1,
         shard_target: bool = False,
-        seed: int = 0,
+        seed: CountOrZero = 0,
     ) -> None:
         super().__init__()
         check_num_tokens(num_tokens)
-        check_number("val_share", val_share)
         if not 0 < val_share < 1:
             raise ValueError(f"`val_share` must be between 0 and 1, got {val_share}.")
         given = completions if isinstance(completions, list | tuple) else [completions]
@@ -76,10 +74,6 @@ class DrafterDataModule(L.LightningDataModule):
         self.paths = [text_of("completions", path, remedy) for path in given]
         for path in self.paths:
             check_path(path, "completions")
-        check_text("split", split, "Give for example 'train' or 'train[:100]'.")
-        check_optional("config", config, str, "Leave it out, or give a text.")
-        check_flag("shard_target", shard_target)
-        check_count("seed", seed, 0)
         self.split, self.config = split, config
         self.num_tokens = num_tokens
         self.val_share = val_share
@@ -89,7 +83,7 @@ class DrafterDataModule(L.LightningDataModule):
         self.liveness: Liveness | None = None
 
     @property
-    def _drafter(self) -> DrafterModule:
+    def _drafter(self) -> "DrafterModule":
         return self.trainer.lightning_module  # type: ignore[union-attr,return-value]
 
     @override

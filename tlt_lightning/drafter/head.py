@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import check_count, check_list, text_of
+from tlt_lightning.arguments import Count, check_argument, text_of
 from tlt_lightning.drafter.document_attention import attend_in_documents
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
@@ -90,15 +89,14 @@ def choose_settings(
     """
     num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
     num_draft_tokens = _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
-    check_count("num_draft_tokens", num_draft_tokens)
+    check_argument("num_draft_tokens", num_draft_tokens, Count)
     if draft_vocab_size is not None:
-        check_count("draft_vocab_size", draft_vocab_size)
+        check_argument("draft_vocab_size", draft_vocab_size, Count)
         if draft_vocab_size > vocab_size:
             raise ValueError(
                 f"`draft_vocab_size` must be at most the target's {vocab_size} tokens, got {draft_vocab_size}."
             )
-    if layer_ids is not None:
-        check_list("layer_ids", layer_ids, Integral, "whole numbers, such as (2, 14, 25)")
+    check_argument("layer_ids", layer_ids, Sequence[int] | None)
     if head is None:
         layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
         draft_vocab_size = draft_vocab_size or choose_size(vocab_size)

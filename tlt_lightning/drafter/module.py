@@ -1,7 +1,5 @@
 """Train a head as a LightningModule, by a Trainer offline or by a callback beside a policy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +13,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_type, text_of
+from tlt_lightning.arguments import CountOrZero, checked, text_of
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.export import keep_earlier, write_head
@@ -71,6 +69,7 @@ class DrafterModule(L.LightningModule):
         >>> drafter = DrafterModule("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
     """
 
+    @checked()
     def __init__(
         self,
         target: str,
@@ -82,13 +81,12 @@ class DrafterModule(L.LightningModule):
         layer_ids: tuple[int, int, int] | None = None,
         draft_vocab_size: int | None = None,
         num_draft_tokens: int | None = None,
-        seed: int = 0,
+        seed: CountOrZero = 0,
         export_dir: str | None = None,
     ) -> None:
         super().__init__()
         heads.check_library()
         self.target = target = text_of("target", target, "Give a folder or hub name.")
-        check_type("teaching", teaching, Teaching, "Give for example `Teaching(num_steps=1)`.")
         chunked_loss.check_names(loss)
         self.optimizer = optimizer if optimizer is not None else MuonWithAuxAdam if head is None else _FOLLOWING
         check_builds(self.optimizer, "None takes the default.")
@@ -98,7 +96,6 @@ class DrafterModule(L.LightningModule):
         self.acceptance = AcceptanceRule()
         """Rule of the engine that quality is measured for; `LongTailIdleCallback` sets that of its engine."""
         self.loss_spec = loss if isinstance(loss, str) else json.dumps(loss)
-        check_count("seed", seed, 0)
         self.seed = seed
         self.export_dir = None if export_dir is None else text_of("export_dir", export_dir, "Give a folder.")
         self.most_steps: int | None = None
@@ -190,7 +187,7 @@ class DrafterModule(L.LightningModule):
         self.head = head
 
     @property
-    def _built(self) -> Eagle3DraftModel:
+    def _built(self) -> "Eagle3DraftModel":
         if self.head is None:
             raise RuntimeError("The drafter is not built: call `configure_model` first.")
         return self.head

@@ -1,7 +1,5 @@
 """Orthogonalize the steps of a head's matrices: a new head then needs two fifths of the tokens that Adam needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_positive, check_share
+from tlt_lightning.arguments import Positive, Share, checked
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -28,16 +26,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         vector_lr: Adam's learning rate, of the vectors.
     """
 
+    @checked()
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.03,
-        momentum: float = 0.8,
-        vector_lr: float = 3e-3,
+        lr: Positive = 0.03,
+        momentum: Share = 0.8,
+        vector_lr: Positive = 3e-3,
     ) -> None:
-        check_positive("lr", lr)
-        check_share("momentum", momentum)
-        check_positive("vector_lr", vector_lr)
         groups = [each if isinstance(each, dict) else {"params": [each]} for each in params]
         if own := sorted({name for group in groups for name in group} - {"params"}):
             raise ValueError(

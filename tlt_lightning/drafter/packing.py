@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_count
+from tlt_lightning.arguments import CountOrZero, check_argument
 from tlt_lightning.hidden_states import PolicyText
 
 PADDING = -1
@@ -100,7 +100,7 @@ def plan_packs(lengths: Sequence[int], num_tokens: int) -> list[list[Piece]]:
 
 def check_num_tokens(num_tokens: int, argument: str = "num_tokens") -> None:
     """Raise ValueError or TypeError, which name the `argument`, unless a pack can have `num_tokens`."""
-    check_count(argument, num_tokens, 0)
+    check_argument(argument, num_tokens, CountOrZero)
     if not num_tokens or num_tokens % PACK_MULTIPLE:
         raise ValueError(f"`{argument}` must be a positive multiple of {PACK_MULTIPLE}, got {num_tokens}.")
 

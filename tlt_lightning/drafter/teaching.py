@@ -15,13 +15,13 @@ goal is the head's own projection of three layers, which the regression pulls on
 likeliest tokens is left to the choice of loss.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Annotated
 
-from tlt_lightning.arguments import check_at_least, check_count, check_number
+from tlt_lightning.arguments import Bound, Count, checked
 
 
+@checked("teaching.")
 @dataclass(frozen=True, kw_only=True)
 class Teaching:
     """Weighs `sum over steps k of decay**k * (loss_k + regression_weight * regression_k)`.
@@ -34,14 +34,6 @@ class Teaching:
             head's features and the fused features of the next position.
     """
 
-    num_steps: int | None = None
-    decay: float = 1.0
-    regression_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.num_steps is not None:
-            check_count("teaching.num_steps", self.num_steps)
-        check_number("teaching.decay", self.decay)
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"`teaching.decay` must be in (0, 1], got {self.decay}; 1 weighs all tokens alike.")
-        check_at_least("teaching.regression_weight", self.regression_weight, 0)
+    num_steps: Count | None = None
+    decay: Annotated[float, Bound(0, 1, excludes=(0,)), "1 weighs all tokens alike."] = 1.0
+    regression_weight: Annotated[float, Bound(0)] = 0.0

@@ -1,7 +1,5 @@
 """Roll out with the policy itself, through Hugging Face `generate`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count
+from tlt_lightning.arguments import Count, checked
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.requests import check_requests, joined, limit_of, noise_of, not_begun, num_written, text_of
@@ -34,8 +32,8 @@ class TransformersEngine(RolloutEngine):
 
     can_stop = True
 
-    def __init__(self, batch_size: int = 64) -> None:
-        check_count("batch_size", batch_size)
+    @checked()
+    def __init__(self, batch_size: Count = 64) -> None:
         self.batch_size = batch_size
         self._model: PreTrainedModel | None = None
         self._sampling: Sampling | None = None  # of the `generate` that is being read
@@ -49,7 +47,7 @@ class TransformersEngine(RolloutEngine):
         self._max_model_len = max_model_len
 
     @override
-    def attach(self, model: PreTrainedModel) -> None:
+    def attach(self, model: "PreTrainedModel") -> None:
         self._model = model
 
     @override

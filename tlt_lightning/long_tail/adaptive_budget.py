@@ -1,14 +1,12 @@
 """Train a drafter as much as it pays: weigh seconds of training against seconds of decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import expm1, inf, log
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_positive, check_share
+from tlt_lightning.arguments import Bound, Positive, Share, checked
 from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.forecast import GainForecast
 from tlt_lightning.long_tail.publication import Publication
@@ -47,11 +45,14 @@ class AdaptiveBudget(TrainingBudget):
         1.0
     """
 
-    def __init__(self, most: float = 1.0, trial: float = 0.5, overhead: float = 0.005, horizon: int = 50) -> None:
-        check_positive("most", most)
-        check_positive("trial", trial)
-        check_share("overhead", overhead)
-        check_count("horizon", horizon, 2)
+    @checked()
+    def __init__(
+        self,
+        most: Positive = 1.0,
+        trial: Positive = 0.5,
+        overhead: Share = 0.005,
+        horizon: Annotated[int, Bound(2)] = 50,
+    ) -> None:
         self.most = most
         self.trial = trial
         self.overhead = overhead

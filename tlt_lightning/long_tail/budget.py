@@ -1,7 +1,5 @@
 """Set how many of an iteration's tokens a drafter is trained on."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_count, check_finite
+from tlt_lightning.arguments import Count, NotNegative, checked
 from tlt_lightning.long_tail.publication import Publication
 
 
@@ -91,10 +89,8 @@ class FixedBudget(TrainingBudget):
         every_n_iterations: Train in every n-th iteration only.
     """
 
-    def __init__(self, share: float = 0.1, every_n_iterations: int = 1) -> None:
-        check_at_least("share", share, 0)
-        check_finite("share", share)
-        check_count("every_n_iterations", every_n_iterations)
+    @checked()
+    def __init__(self, share: NotNegative = 0.1, every_n_iterations: Count = 1) -> None:
         self.share = share
         self.every_n_iterations = every_n_iterations
 

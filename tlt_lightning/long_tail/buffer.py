@@ -4,8 +4,6 @@ Unlike TLT's DataBuffer: the bound is in bytes and is kept; the end of a trainin
 whole, not their last 512 tokens; held-out prompts are never trained on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_positive, check_share
+from tlt_lightning.arguments import Count, Share, check_argument, checked
 from tlt_lightning.drafter.packing import num_entries
 from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText, choose_rows
 
@@ -42,10 +40,8 @@ class DrafterBuffer:
         >>> packs = packs_of(buffer.sample(65_536, torch.Generator()), 4096, torch.device("cpu"))  # doctest: +SKIP
     """
 
-    def __init__(self, max_bytes: int, held_out_share: float = 0.25, previous_share: float = 0.25) -> None:
-        check_positive("max_bytes", max_bytes)
-        check_share("held_out_share", held_out_share)
-        check_share("previous_share", previous_share)
+    @checked()
+    def __init__(self, max_bytes: Count, held_out_share: Share = 0.25, previous_share: Share = 0.25) -> None:
         self.max_bytes = max_bytes
         self.held_out_share = held_out_share
         self.previous_share = previous_share
@@ -123,7 +119,7 @@ class DrafterBuffer:
         The sequences have `num_tokens` together on average, and one is drawn at least. The order is random. These are
         the objects that the buffer holds, so do not change them.
         """
-        check_positive("num_tokens", num_tokens)
+        check_argument("num_tokens", num_tokens, Count)
         pool = sorted(self.training, key=len)
         if not pool:
             raise RuntimeError("The drafter's buffer has nothing to train on; `add` an iteration's sequences first.")

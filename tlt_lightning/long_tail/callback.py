@@ -1,7 +1,5 @@
 """Train the drafter beside the policy, in the time that the long tail leaves idle."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_flag, check_positive, check_type, text_of
+from tlt_lightning.arguments import Positive, checked, text_of
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.vocabulary import count_tokens
@@ -80,26 +78,22 @@ class LongTailIdleCallback(RolloutCallback):
         >>> callback = LongTailIdleCallback(DrafterModule("Qwen/Qwen2.5-0.5B-Instruct"))  # doctest: +SKIP
     """
 
+    @checked()
     def __init__(
         self,
         drafter: DrafterModule,
         pack_tokens: int = 4096,
-        buffer_gib: float = 1.0,
+        buffer_gib: Positive = 1.0,
         budget: TrainingBudget | None = None,
-        max_passes: float = 2.0,
+        max_passes: Positive = 2.0,
         offload: bool = False,
         dirpath: str | None = None,
     ) -> None:
-        check_type("drafter", drafter, DrafterModule, "Give for example `DrafterModule('my-policy')`.")
-        check_flag("offload", offload)
-        check_positive("max_passes", max_passes)
-        check_positive("buffer_gib", buffer_gib)
         check_num_tokens(pack_tokens, "pack_tokens")
         self.drafter = drafter
         self.buffer = DrafterBuffer(int(buffer_gib * 2**30))
         self.pack_tokens = pack_tokens
         self.budget = AdaptiveBudget() if budget is None else budget
-        check_type("budget", self.budget, TrainingBudget, "Give for example `FixedBudget()`.")
         self.max_passes = max_passes
         self.offload = offload
         self.dirpath = None if dirpath is None else Path(text_of("dirpath", dirpath, "Give a folder."))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tlt_lightning.arguments import check_within
+from tlt_lightning.arguments import Probability, checked
 from tlt_lightning.objectives.base import Advantages, Reduce, fill, require, upcast
 from tlt_lightning.rollout import RolloutBatch
 
@@ -163,6 +163,7 @@ class WhitenedGroupBaseline(GroupCentred):
         return whiten(advantages, batch.response_mask.bool(), reduce), None
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class WhitenedRewardToGo(AdvantageEstimator):
     """Whitens discounted rewards to go: REINFORCE++ (arXiv 2501.03262).
@@ -171,10 +172,7 @@ class WhitenedRewardToGo(AdvantageEstimator):
         gamma: Discount per token; 1 treats early and late tokens alike.
     """
 
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_within("gamma", self.gamma, 0, 1)
+    gamma: Probability = 1.0
 
     def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         mask = batch.response_mask.bool()
@@ -184,6 +182,7 @@ class WhitenedRewardToGo(AdvantageEstimator):
         return whiten(discounted_sum(token_rewards, decay), mask, reduce), None
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class GAE(AdvantageEstimator):
     """Estimates advantages from a critic, whitened: GAE (arXiv 1506.02438, Eq. 16).
@@ -195,12 +194,8 @@ class GAE(AdvantageEstimator):
 
     needs_critic: ClassVar[bool] = True
 
-    gamma: float = 1.0
-    lam: float = 0.95
-
-    def __post_init__(self) -> None:
-        check_within("gamma", self.gamma, 0, 1)
-        check_within("lam", self.lam, 0, 1)
+    gamma: Probability = 1.0
+    lam: Probability = 0.95
 
     def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         """Return the whitened advantages and the critic's targets, which are not whitened.

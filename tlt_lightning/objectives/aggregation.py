@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import Count, checked
 from tlt_lightning.objectives.base import fill
 from tlt_lightning.rollout import RolloutBatch
 
@@ -91,6 +91,7 @@ class SequenceMeanTokenSum(Aggregation):
         return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class SequenceMeanTokenSumNorm(Aggregation):
     """Divides SequenceMeanTokenSum by a constant: no length bias (arXiv 2503.20783, 3.1).
@@ -100,10 +101,7 @@ class SequenceMeanTokenSumNorm(Aggregation):
             longest response of the micro-batch, which makes the loss depend on the split; we do not.
     """
 
-    max_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        check_at_least("max_tokens", self.max_tokens, 1)
+    max_tokens: Count = 1024
 
     def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
         return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum() / self.max_tokens, batch)

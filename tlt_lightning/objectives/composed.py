@@ -4,13 +4,13 @@ No `from __future__ import annotations` here: jsonargparse looks inherited annot
 silently accepts anything where it does not find the names (a researcher's file).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least, check_optional, check_type
+from tlt_lightning.arguments import NotNegative, check_argument
 from tlt_lightning.objectives.advantages import AdvantageEstimator
 from tlt_lightning.objectives.aggregation import Aggregation, token_mean
 from tlt_lightning.objectives.base import (
@@ -50,16 +50,11 @@ class ComposedObjective(PolicyObjective):
     correction: MismatchCorrection | None
     loss_kl: KLPenalty | None = None
     reward_kl: KLPenalty | None = None
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        check_type("advantage", self.advantage, AdvantageEstimator, "Give for example `GroupNormalized()`.")
-        check_type("surrogate", self.surrogate, Surrogate, "Give for example `ClippedRatio()`.")
-        check_type("aggregation", self.aggregation, Aggregation, "Give for example `TokenMean()`.")
-        check_optional("correction", self.correction, MismatchCorrection, "Give for example `TruncatedImportance()`.")
-        for name in ("loss_kl", "reward_kl"):
-            check_optional(name, getattr(self, name), KLPenalty, "Give for example `KLPenalty(coef=0.001)`.")
-        check_at_least("entropy_coef", self.entropy_coef, 0)
+        for field in fields(self):  # a subclass's too, whose constructor is its own
+            check_argument(field.name, getattr(self, field.name), field.type)
         if self.advantage.needs_critic and not self.needs_critic:
             raise ValueError(
                 f"`advantage` {type(self.advantage).__name__} needs a critic and {type(self).__name__} trains none; "

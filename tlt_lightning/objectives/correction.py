@@ -8,12 +8,12 @@ weight exp(old_logps - rollout_logps) multiplies the policy loss, never the KL o
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import Bound, Probability, checked
 from tlt_lightning.objectives.aggregation import sequence_sum
 from tlt_lightning.objectives.kl import log_ratio
 
@@ -59,6 +59,7 @@ def effective_sample_size(metrics: Mapping[str, float]) -> float | None:
     return metrics["mismatch/is_weight_mean"] ** 2 / square if square else 0.0
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class TruncatedImportance(MismatchCorrection):
     """Cuts weights at an upper bound: less variance for a little bias (TIS).
@@ -69,15 +70,13 @@ class TruncatedImportance(MismatchCorrection):
     """
 
     level: Level = "token"
-    max_weight: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_at_least("max_weight", self.max_weight, 1, "1 is the weight of a perfect match.")
+    max_weight: Annotated[float, Bound(1), "1 is the weight of a perfect match."] = 2.0
 
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
         return importance_weights(old_logps, rollout_logps, mask, self.level).clamp(max=self.max_weight)
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class MaskedImportance(MismatchCorrection):
     """Drops tokens or sequences whose weight is out of bounds, keeps the others' (IcePop).
@@ -89,15 +88,8 @@ class MaskedImportance(MismatchCorrection):
     """
 
     level: Level = "token"
-    keep_above: float = 0.5
-    keep_below: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.keep_above <= 1 <= self.keep_below:
-            raise ValueError(
-                "`keep_above` and `keep_below` must enclose 1, the weight of a perfect match, got "
-                f"{self.keep_above} and {self.keep_below}."
-            )
+    keep_above: Annotated[Probability, "1 is the weight of a perfect match."] = 0.5
+    keep_below: Annotated[float, Bound(1), "1 is the weight of a perfect match."] = 5.0
 
     def __call__(self, old_logps: Tensor, rollout_logps: Tensor, mask: Tensor) -> Tensor:
         weights = importance_weights(old_logps, rollout_logps, mask, self.level)

@@ -9,10 +9,11 @@ Differences from the sources:
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from torch import Tensor
 
-from tlt_lightning.arguments import check_positive, check_type
+from tlt_lightning.arguments import Positive, checked
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus and minus this before `exp` (verl's bound): e^20 is 4.9e8, far beyond every clip
@@ -70,6 +71,7 @@ class K3(KLEstimator):
         return k3(logps, ref_logps)
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class StraightThrough(KLEstimator):
     """Reports one estimator and descends K2, whose gradient is that of the KL itself.
@@ -80,14 +82,12 @@ class StraightThrough(KLEstimator):
 
     value: KLEstimator = field(default_factory=K3)
 
-    def __post_init__(self) -> None:
-        check_type("value", self.value, KLEstimator, "Give for example `K3()`.")
-
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         gradient = K2()(logps, ref_logps)
         return gradient + (self.value(logps, ref_logps) - gradient).detach()
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
     """Holds the policy near the reference, which costs a frozen copy and one pass with it.
@@ -97,12 +97,8 @@ class KLPenalty:
         estimator: How the KL is estimated from the sampled tokens.
     """
 
-    coef: float = 0.001
+    coef: Annotated[Positive, "Leave the KL penalty out instead."] = 0.001
     estimator: KLEstimator = field(default_factory=K3)
-
-    def __post_init__(self) -> None:
-        check_positive("coef", self.coef, "Leave the KL penalty out instead.")
-        check_type("estimator", self.estimator, KLEstimator, "Give for example `K3()`.")
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         """Return the weighted penalty of each token, (B, T)."""

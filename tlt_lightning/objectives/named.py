@@ -5,11 +5,12 @@ mismatch weights truncated at 2, no KL penalty. Any piece can be exchanged (`DrG
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_count, check_type, check_within
+from tlt_lightning.arguments import Bound, Count, check_argument, checked
 from tlt_lightning.objectives.advantages import (
     AdvantageEstimator,
     GroupCentred,
@@ -56,6 +57,7 @@ class DrGRPO(ComposedObjective):
     correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
+@checked("overlong.")
 @dataclass(frozen=True, kw_only=True)
 class OverlongPunishment:
     """Lowers the reward of responses that come close to the length limit.
@@ -68,12 +70,11 @@ class OverlongPunishment:
         buffer_tokens: Width of the ramp in tokens; DAPO uses a fifth of the limit (4096 of 20480).
     """
 
-    max_tokens: int
-    buffer_tokens: int
+    max_tokens: Count
+    buffer_tokens: Count
 
     def __post_init__(self) -> None:
-        check_count("overlong.max_tokens", self.max_tokens)
-        check_within("overlong.buffer_tokens", self.buffer_tokens, 1, self.max_tokens)
+        check_argument("overlong.buffer_tokens", self.buffer_tokens, Annotated[int, Bound(1, self.max_tokens)])
 
     def __call__(self, batch: RolloutBatch) -> Tensor:
         """Return what to add to each sequence's reward, between -1 and 0, (B,) in float32.
@@ -99,11 +100,6 @@ class DAPO(ComposedObjective):
     aggregation: Aggregation = field(default_factory=TokenMean)
     correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     overlong: OverlongPunishment
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        example = "`OverlongPunishment(max_tokens=1024, buffer_tokens=200)`"
-        check_type("overlong", self.overlong, OverlongPunishment, f"Give for example {example}.")
 
     @property
     def length_limits(self) -> dict[str, int]:

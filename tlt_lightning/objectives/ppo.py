@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_positive
+from tlt_lightning.arguments import Positive
 from tlt_lightning.objectives.advantages import GAE, AdvantageEstimator, global_moments
 from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
 from tlt_lightning.objectives.base import ObjectiveOutput, Reduce, fill, require
@@ -63,9 +63,9 @@ class PPO(ComposedObjective):
     surrogate: Surrogate = field(default_factory=ClippedRatio)
     aggregation: Aggregation = field(default_factory=TokenMean)
     correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
-    value_coef: float = 1.0
-    value_clip: float | None = 0.2
-    target_kl: float | None = None
+    value_coef: Positive = 1.0
+    value_clip: Positive | None = 0.2
+    target_kl: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,11 +74,6 @@ class PPO(ComposedObjective):
                 f"`advantage` {type(self.advantage).__name__} gives the critic no targets; use GAE, or an objective "
                 "without a critic such as ReinforcePlusPlus."
             )
-        check_positive("value_coef", self.value_coef)
-        if self.value_clip is not None:
-            check_positive("value_clip", self.value_clip)
-        if self.target_kl is not None:
-            check_positive("target_kl", self.target_kl)
 
     @property
     def stop_at_kl(self) -> float | None:

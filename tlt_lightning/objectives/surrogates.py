@@ -8,24 +8,23 @@ Differences from the sources, where verl and TRL disagree:
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import check_at_least, check_positive, check_within
+from tlt_lightning.arguments import Bound, Positive, Probability, checked
 from tlt_lightning.objectives.aggregation import sequence_mean
 from tlt_lightning.objectives.kl import log_ratio
+
+ClipLow = Annotated[Probability, "The ratio is kept above 1 minus it."]
+ClipHigh = Annotated[float, Bound(0), "The ratio is kept below 1 plus it."]
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
-
-
-def _check_clip(low: float, high: float, prefix: str = "") -> None:
-    check_within(f"{prefix}clip_low", low, 0, 1, "The ratio is kept above 1 minus it.")
-    check_at_least(f"{prefix}clip_high", high, 0, "The ratio is kept below 1 plus it.")
 
 
 class Surrogate(ABC):
@@ -43,6 +42,7 @@ class Surrogate(ABC):
         """
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class ClippedRatio(Surrogate):
     """Clips PPO's ratio (arXiv 1707.06347, Eq. 7) at two bounds, with a dual clip.
@@ -53,14 +53,9 @@ class ClippedRatio(Surrogate):
         dual_clip: Loss bound at negative advantages, in |advantage| (arXiv 1912.09729, Eq. 5); None is off, verl: 3.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"`dual_clip` must be above 1, got {self.dual_clip}; None switches it off.")
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.28
+    dual_clip: Annotated[float, Bound(1, excludes=(1,)), "None switches it off."] | None = None
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return max(-A r, -A clip(r)), at most -A `dual_clip` where A < 0."""
@@ -72,6 +67,7 @@ class ClippedRatio(Surrogate):
         return loss, clipped
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class SequenceRatio(Surrogate):
     """Clips one ratio per response, its tokens' geometric mean: GSPO (arXiv 2507.18071).
@@ -84,11 +80,8 @@ class SequenceRatio(Surrogate):
         sequence_clip_high: It gains nothing above 1 + this.
     """
 
-    sequence_clip_low: float = 3e-4
-    sequence_clip_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        _check_clip(self.sequence_clip_low, self.sequence_clip_high, prefix="sequence_")
+    sequence_clip_low: ClipLow = 3e-4
+    sequence_clip_high: ClipHigh = 4e-4
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return max(-A s, -A clip(s)) with the sequence's ratio s."""
@@ -97,6 +90,7 @@ class SequenceRatio(Surrogate):
         return _clipped(ratio, advantages, self.sequence_clip_low, self.sequence_clip_high)
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class CappedRatio(Surrogate):
     """Weighs by a bounded ratio, so that no token loses its gradient: CISPO (arXiv 2506.13585).
@@ -106,12 +100,8 @@ class CappedRatio(Surrogate):
         min_ratio: Lower bound; 0 is none.
     """
 
-    max_ratio: float = 5.0
-    min_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_ratio <= 1 <= self.max_ratio:
-            raise ValueError(f"`min_ratio` and `max_ratio` must enclose 1, got {self.min_ratio} and {self.max_ratio}.")
+    max_ratio: Annotated[float, Bound(1)] = 5.0
+    min_ratio: Probability = 0.0
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return -A clip(r) log p, without a gradient through r."""
@@ -120,6 +110,7 @@ class CappedRatio(Surrogate):
         return -weight * advantages * logps, weight != ratio
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class SoftGate(Surrogate):
     """Fades the gradient out by a sigmoid of the ratio, uncut: SAPO (arXiv 2511.20347).
@@ -129,12 +120,8 @@ class SoftGate(Surrogate):
         temperature_negative: Steepness otherwise; higher, because pushing tokens down is less stable.
     """
 
-    temperature_positive: float = 1.0
-    temperature_negative: float = 1.05
-
-    def __post_init__(self) -> None:
-        check_positive("temperature_positive", self.temperature_positive)
-        check_positive("temperature_negative", self.temperature_negative)
+    temperature_positive: Positive = 1.0
+    temperature_negative: Positive = 1.05
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return -A sigmoid(t (r - 1)) 4 / t."""

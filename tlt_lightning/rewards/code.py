@@ -1,7 +1,5 @@
 """Score Python code by its unit tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -14,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tlt_lightning.arguments import check_at_least, check_positive
+from tlt_lightning.arguments import Bound, Positive, checked
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +53,12 @@ class PythonTests:
         1.0
     """
 
-    def __init__(self, time_limit: float = 5.0, memory_mb: int = 1024) -> None:
-        check_positive("time_limit", time_limit)
-        check_at_least("memory_mb", memory_mb, 64, "Python itself takes that.")
+    @checked()
+    def __init__(
+        self,
+        time_limit: Positive = 5.0,
+        memory_mb: Annotated[int, Bound(64), "Python itself takes that."] = 1024,
+    ) -> None:
         self.time_limit = time_limit
         self.memory_mb = memory_mb
         self.use_namespaces = True

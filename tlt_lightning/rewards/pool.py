@@ -1,7 +1,5 @@
 """Score responses in the background while the rollout is still running."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, SupportsFloat
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import Count, checked
 from tlt_lightning.rewards.term import RewardTerm, as_terms
 
 log = logging.getLogger(__name__)
@@ -71,8 +69,8 @@ class RewardPool:
         >>> pool.close()
     """
 
-    def __init__(self, terms: Sequence[RewardTerm], num_workers: int = 4, timeout: float = 10.0) -> None:
-        check_at_least("num_workers", num_workers, 1)
+    @checked()
+    def __init__(self, terms: Sequence[RewardTerm], num_workers: Count = 4, timeout: float = 10.0) -> None:
         check_seconds("timeout", timeout)
         self.terms = as_terms(terms)
         self.timeout = timeout

@@ -1,12 +1,10 @@
 """Score responses with a Hugging Face reward model: a sequence classifier with one output."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import Count, checked
 
 # One for all instances: a lock in the instance could not be deep-copied, which Lightning does with hyperparameters.
 LOADING = threading.Lock()
@@ -30,8 +28,8 @@ class RewardModel:
         7.5
     """
 
-    def __init__(self, model: str, device: str = "cpu", max_length: int = 4096) -> None:
-        check_at_least("max_length", max_length, 1)
+    @checked()
+    def __init__(self, model: str, device: str = "cpu", max_length: Count = 4096) -> None:
         if not model:
             raise ValueError("`model` must be the folder or hub name of a reward model, got an empty string.")
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():

@@ -1,7 +1,5 @@
 """Name a reward function and weigh it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -9,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from tlt_lightning.arguments import check_number, check_type
+from tlt_lightning.arguments import checked
 from tlt_lightning.rewards.choice import multiple_choice
 from tlt_lightning.rewards.countdown import countdown
 from tlt_lightning.rewards.exact import exact_match
@@ -23,6 +21,7 @@ RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
 """Names under `reward/` that the statistics of the weighted sum have taken."""
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class RewardTerm:
     """Gives a reward function its name and its weight.
@@ -42,13 +41,11 @@ class RewardTerm:
 
     function: RewardFunction
     weight: float = 1.0
-    name: str = ""
+    name: Annotated[str, "It is logged as `reward/<name>`."] = ""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"`function` must be callable as (prompt, response, row), got {self.function!r}.")
-        check_number("weight", self.weight)
-        check_type("name", self.name, str, "It is logged as `reward/<name>`.")
         if not math.isfinite(self.weight):
             raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
         if not self.name:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.arguments import check_optional
+from tlt_lightning.arguments import check_argument
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.rollout import Request, Response
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule, begin_of, choice_of
@@ -160,7 +160,7 @@ class Backlog:
     """
 
     def __init__(self, schedule: RolloutSchedule | None) -> None:
-        check_optional("schedule", schedule, RolloutSchedule, "Give for example `TailBatching(extra=0.25)`.")
+        check_argument("schedule", schedule, RolloutSchedule | None)
         self.schedule = schedule or SynchronousSchedule()
         self.aside: list[OpenGroup] = []
         self.written_in: dict[int, int] = {}

@@ -1,7 +1,5 @@
 """Remember earlier answers to a prompt: lengths, and texts to draft from."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tlt_lightning.arguments import check_count, check_optional
+from tlt_lightning.arguments import Count, check_argument, checked
 
 if TYPE_CHECKING:
     from tlt_lightning.engine.base import RolloutEngine
 
 
+@checked("earlier_answers.")
 @dataclass(frozen=True, kw_only=True)
 class EarlierAnswers:
     """Keeps answers for the next time that their prompt is drawn; look-ups then draft from them, too.
@@ -26,10 +25,7 @@ class EarlierAnswers:
             Each rank holds all of them, in 4 bytes each, and the checkpoint holds them once.
     """
 
-    max_tokens: int = 4_000_000
-
-    def __post_init__(self) -> None:
-        check_count("earlier_answers.max_tokens", self.max_tokens, 1)
+    max_tokens: Count = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class Answered:
     """
 
     lengths: list[tuple[int, int]] = field(default_factory=list)
-    texts: list[tuple[int, array[int]]] = field(default_factory=list)
+    texts: "list[tuple[int, array[int]]]" = field(default_factory=list)
 
 
 class AnswerHistory:
@@ -55,12 +51,12 @@ class AnswerHistory:
     """
 
     def __init__(self, settings: EarlierAnswers | None = None) -> None:
-        check_optional("earlier_answers", settings, EarlierAnswers, "Give for example `EarlierAnswers()`.")
+        check_argument("earlier_answers", settings, EarlierAnswers | None)
         self.settings = settings
         self.mean_lengths: dict[int, float] = {}
         self.texts: dict[int, list[array[int]]] = {}  # by prompt, least recently answered first
 
-    def check(self, engine: RolloutEngine) -> None:
+    def check(self, engine: "RolloutEngine") -> None:
         """Raise ValueError if texts are kept that nobody could read."""
         if self.settings is not None and not engine.reads_drafts:
             raise ValueError(
@@ -94,7 +90,7 @@ class AnswerHistory:
             surplus -= sum(map(len, texts.pop(prompt)))
         self.texts = texts
 
-    def copy(self) -> AnswerHistory:
+    def copy(self) -> "AnswerHistory":
         """Return a history that holds what this one holds now."""
         made = AnswerHistory(self.settings)
         made.mean_lengths, made.texts = self.mean_lengths, self.texts

@@ -1,13 +1,12 @@
 """Continue unfinished responses in a later iteration (partial rollouts, Kimi k1.5, arXiv 2501.12599)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
+from typing import Annotated
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_within
+from tlt_lightning.arguments import Bound, Count, checked
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
 
 
@@ -24,9 +23,12 @@ class PartialRollout(RolloutSchedule):
         max_policy_lag: Most iterations between the writing of a token and the update that learns from it.
     """
 
-    def __init__(self, extra: float = 0.5, max_policy_lag: int = 2) -> None:
-        check_within("schedule.extra", extra, 0.01, 1)
-        check_at_least("schedule.max_policy_lag", max_policy_lag, 1, "SynchronousSchedule has no lag.")
+    @checked("schedule.")
+    def __init__(
+        self,
+        extra: Annotated[float, Bound(0.01, 1)] = 0.5,
+        max_policy_lag: Annotated[Count, "SynchronousSchedule has no lag."] = 2,
+    ) -> None:
         self.extra = extra
         self.max_policy_lag = max_policy_lag
 

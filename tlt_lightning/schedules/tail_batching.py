@@ -1,14 +1,12 @@
 """Batch the long tail: prompts with long responses wait for a rollout of their own (RollPacker, arXiv 2509.21009)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_within
+from tlt_lightning.arguments import Bound, checked
 from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
 
 
@@ -32,8 +30,8 @@ class TailBatching(RolloutSchedule):
     continues: ClassVar[bool] = False
     has_own_noise: ClassVar[bool] = True
 
-    def __init__(self, extra: float = 0.25) -> None:
-        check_within("schedule.extra", extra, 0.01, 1)
+    @checked("schedule.")
+    def __init__(self, extra: Annotated[float, Bound(0.01, 1)] = 0.25) -> None:
         self.extra = extra
 
     @override

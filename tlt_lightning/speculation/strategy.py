@@ -1,13 +1,11 @@
 """Define strategies and the selector that chooses among them. Pure: no torch, vLLM, Trainer."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tlt_lightning.arguments import check_count
+from tlt_lightning.arguments import CountOrZero, checked
 
 Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling", "twin"]
 """Drafters, each with what it drafts from:
@@ -29,6 +27,7 @@ LEARNED_DRAFTERS: tuple[Drafter, ...] = ("learned", "mixed")
 """Drafters in whose steps the learned head drafts."""
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Says how many tokens are drafted in an engine step, and by which drafter.
@@ -38,11 +37,10 @@ class Strategy:
         drafter: Who proposes them; ignored when off.
     """
 
-    num_draft_tokens: int = 0
+    num_draft_tokens: CountOrZero = 0
     drafter: Drafter = "learned"
 
     def __post_init__(self) -> None:
-        check_count("num_draft_tokens", self.num_draft_tokens, 0)
         if self.drafter not in DRAFTERS:
             raise ValueError(f"`drafter` must be one of {', '.join(DRAFTERS)}, got {self.drafter!r}.")
 

@@ -1,17 +1,15 @@
 """Take prompts from `reasoning-gym`, and score their answers by its verifiers (arXiv 2505.24760)."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_optional, check_text
+from tlt_lightning.arguments import Count, CountOrZero, checked
 from tlt_lightning.data.rows import Row, RowSource
 from tlt_lightning.rewards.answers import final_part
 
@@ -36,11 +34,14 @@ class ReasoningGym(RowSource):
         ValueError: The task or a setting does not exist, or the task has fewer than `size` questions.
     """
 
-    def __init__(self, task: str, size: int = 500, seed: int = 0, config: dict[str, Any] | None = None) -> None:
-        check_text("task", task, "Give for example 'chain_sum'.")
-        check_count("size", size)
-        check_count("seed", seed, 0)
-        check_optional("config", config, dict, "Give names and values, for example {'max_terms': 2}.")
+    @checked()
+    def __init__(
+        self,
+        task: Annotated[str, "Give for example 'chain_sum'."],
+        size: Count = 500,
+        seed: CountOrZero = 0,
+        config: Annotated[dict[str, Any] | None, "Give names and values, such as max_terms: 2."] = None,
+    ) -> None:
         rows: dict[str, Row] = {}
         for entry in islice(_dataset(task, size * MAX_DRAWS, seed, config or {}), size * MAX_DRAWS):
             row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}

@@ -1,18 +1,17 @@
 """Train PPO's critic: a value head on the policy's trunk, or a model of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import check_count, check_optional, check_positive, text_of
+from tlt_lightning.arguments import CountOrZero, Positive, checked, text_of
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding, as_forward
 
 
+@checked("critic.")
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """Holds the critic's settings: its trunk and its learning rate.
@@ -27,15 +26,12 @@ class CriticConfig:
 
     path: str | None = None
     lora: LoRA | None = None
-    lr: float = 1e-5
-    warmup_iterations: int = 0
+    lr: Positive = 1e-5
+    warmup_iterations: CountOrZero = 0
 
     def __post_init__(self) -> None:
-        check_positive("critic.lr", self.lr)
-        check_count("critic.warmup_iterations", self.warmup_iterations, 0)
         if self.path is not None:
             object.__setattr__(self, "path", text_of("critic.path", self.path, "Give a folder or hub name."))
-        check_optional("critic.lora", self.lora, LoRA, "Give for example `LoRA(rank=16)`.")
         if self.lora is not None and self.path is None:
             raise ValueError("`critic.lora` adapts the critic's own trunk: give `critic.path`, or drop `critic.lora`.")
 

@@ -1,7 +1,5 @@
 """Schedule, clip and resume the optimizer of a run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_count, check_share, check_type
+from tlt_lightning.arguments import Count, Share, check_argument, checked
 from tlt_lightning.training.lightning_callbacks import check_followed, validates_by_iteration
 
 log = logging.getLogger(__name__)
@@ -60,9 +58,7 @@ def build_with(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) 
 def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
     """Return the optimizer that `build` makes; raise TypeError or ValueError unless it moves the given parameters."""
     optimizer = build_with(build, groups)
-    check_type(
-        "optimizer(parameters)", optimizer, Optimizer, "Return one alone; schedulers are made by `lr_scheduler`."
-    )
+    check_argument("optimizer(parameters)", optimizer, Optimizer)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
         raise ValueError(
@@ -86,10 +82,8 @@ class WarmupCosine(LRScheduler):
         [0.2]
     """
 
-    def __init__(self, optimizer: Optimizer, num_steps: int | None = None, warmup_share: float = 0.05) -> None:
-        if num_steps is not None:
-            check_count("num_steps", num_steps)
-        check_share("warmup_share", warmup_share)
+    @checked()
+    def __init__(self, optimizer: Optimizer, num_steps: Count | None = None, warmup_share: Share = 0.05) -> None:
         self.num_steps, self.warmup_share = num_steps, warmup_share
         super().__init__(optimizer)
 
@@ -140,7 +134,7 @@ def with_schedule(
     if build is None:
         return optimizer
     scheduler = build(optimizer)
-    check_type("lr_scheduler(optimizer)", scheduler, LRScheduler, "Return one, alone: it moves once an optimizer step.")
+    check_argument("lr_scheduler(optimizer)", scheduler, LRScheduler)
     if isinstance(scheduler, WarmupCosine) and scheduler.num_steps is None:
         if num_steps is None or not isfinite(num_steps):
             raise MisconfigurationException(

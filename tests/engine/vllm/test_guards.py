@@ -43,7 +43,7 @@ def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> No
 
 def test_a_selector_in_the_place_of_speculation_is_refused_in_words() -> None:
     selector: Any = FixedSelector(3, "sibling")
-    with pytest.raises(TypeError, match=r"`speculation` must be a Speculation, got a FixedSelector\."):
+    with pytest.raises(TypeError, match=r"`speculation` must be a Speculation or None, got a FixedSelector\."):
         VLLMEngine(speculation=selector)
     kind: Any = FixedSelector
     with pytest.raises(TypeError, match=r"`speculation\.selector` must be a StrategySelector, got the class FixedS"):

@@ -1,19 +1,17 @@
 """Roll out with vLLM in the training process."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_choice, check_count, check_flag, check_number, check_optional, check_positive
+from tlt_lightning.arguments import Bound, Count, Positive, checked
 from tlt_lightning.engine.architectures import check_architecture, check_head_size, check_split
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.planned_memory import gpu_bytes, planned_memory, step_tokens
@@ -23,7 +21,7 @@ from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
-from tlt_lightning.engine.vllm.policy_weights import checked, forget_reloads, quiet_loading, reload_policy
+from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.required.parts import check_required
@@ -64,30 +62,20 @@ class VLLMEngine(RolloutEngine):
 
     max_num_seqs: int
 
+    @checked()
     def __init__(
         self,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        max_num_seqs: int = 256,
-        gpu_memory_utilization: float = 0.5,
-        kv_cache_gib: float | None = None,
+        max_num_seqs: Count = 256,
+        gpu_memory_utilization: Annotated[float, Bound(0, 1, excludes=(0,))] = 0.5,
+        kv_cache_gib: Annotated[Positive | None, "None derives it."] = None,
         enforce_eager: bool = False,
         sleep: bool = True,
         speculation: Speculation | None = None,
         quantization: Literal["fp8", "int8"] | Quantization | None = None,
-        tensor_parallel: int = 1,
+        tensor_parallel: Count = 1,
         compare_steps: bool = False,
     ) -> None:
-        check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_count("max_num_seqs", max_num_seqs)
-        check_count("tensor_parallel", tensor_parallel)
-        for name, flag in (("enforce_eager", enforce_eager), ("sleep", sleep), ("compare_steps", compare_steps)):
-            check_flag(name, flag)
-        check_number("gpu_memory_utilization", gpu_memory_utilization)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"`gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}.")
-        if kv_cache_gib is not None:
-            check_positive("kv_cache_gib", kv_cache_gib, "None derives it.")
-        check_optional("speculation", speculation, Speculation, "Give `Speculation(selector=...)`.")
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.enforce_eager, self.sleeps, self.compare_steps = enforce_eager, sleep, compare_steps
@@ -239,7 +227,7 @@ class VLLMEngine(RolloutEngine):
         return self.sleeps and not self._is_cpu
 
     @property
-    def _live(self) -> LLMEngine:
+    def _live(self) -> "LLMEngine":
         if self._engine is None:
             raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
         return self._engine
@@ -253,7 +241,7 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped; call `wake` first.")
         if engine.has_unfinished_requests():
             raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
-        tensors = checked(named_tensors, self._shapes)
+        tensors = checked_weights(named_tensors, self._shapes)
         self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
         reload_policy(engine, tensors, self._shapes)
         if not engine.reset_prefix_cache():

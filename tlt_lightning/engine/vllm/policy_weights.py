@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def checked(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
+def checked_weights(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
     """Return the policy's new tensors, with names and shapes checked.
 
     `PolicyWeights` tells its shapes beforehand. Any other stream is made a list first, which copies nothing where the

@@ -11,13 +11,11 @@ Elsewhere vLLM's rejection sampling verifies, and a seed reproduces a rollout if
 same steps, which selectors that learn from the clock do not promise.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tlt_lightning.arguments import check_choice, check_count, check_flag, check_optional, check_type, text_of
+from tlt_lightning.arguments import Count, checked, text_of
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@checked("speculation.")
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
     """Speculates with a strategy chosen anew for every engine step; samples stay unchanged.
@@ -69,27 +68,20 @@ class Speculation:
     cold_head: bool = False
     siblings: bool = False
     ngram: bool = False
-    max_draft_tokens: int = 7
+    max_draft_tokens: Count = 7
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
-    steps_per_choice: int = 2
+    steps_per_choice: Count = 2
     graph_pool: GraphPool | None = None
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        check_type("speculation.selector", self.selector, StrategySelector, "Give for example `CostModelSelector()`.")
         for name, what in (("head", "folder"), ("trace", "file")):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, text_of(f"speculation.{name}", path, f"Give a {what}, or leave it out."))
-        for name in ("cold_head", "siblings", "ngram"):
-            check_flag(f"speculation.{name}", getattr(self, name))
         if not self.drafters:
             raise ValueError(
                 "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
             )
-        for name in ("max_draft_tokens", "steps_per_choice"):
-            check_count(f"speculation.{name}", getattr(self, name))
-        check_choice("speculation.draft_sampling", self.draft_sampling, ("greedy", "probabilistic"))
-        check_optional("speculation.graph_pool", self.graph_pool, GraphPool, "Give for example `BucketedGraphPool()`.")
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
@@ -173,12 +165,12 @@ class Speculation:
 
     def install(
         self,
-        engine: LLMEngine,
+        engine: "LLMEngine",
         compute_dtype: str,
         head: HeadShape | None,
         graphs: PlannedGraphs | None,
         engine_ranks: EngineRanks = ALONE,
-    ) -> SpeculativeRunner:
+    ) -> "SpeculativeRunner":
         """Speculate in a live engine for as long as it lives.
 
         Args:

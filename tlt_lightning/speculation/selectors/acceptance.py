@@ -4,12 +4,10 @@ Our own; the paper's bandit needs no acceptance. A drafter that proposes fewer t
 look-up without a match does, simply has a lower acceptance.
 """
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import Count, checked
 
 PRIOR, PRIOR_STRENGTH = 0.6, 4.0
 """Chance assumed at the first position before anything was tried, and the observations that it is worth."""
@@ -34,9 +32,8 @@ class AcceptanceEstimator:
         [0.7, 0.7, 0.7]
     """
 
-    def __init__(self, longest_draft: int, window: int = 100) -> None:
-        check_at_least("longest_draft", longest_draft, 1)
-        check_at_least("window", window, 1)
+    @checked()
+    def __init__(self, longest_draft: Count, window: Count = 100) -> None:
         self.keep = 1 - 1 / window
         self._means = [PRIOR] * longest_draft
         self._counts = [0.0] * longest_draft  # observations still remembered

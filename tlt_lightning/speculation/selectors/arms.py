@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
-from tlt_lightning.arguments import check_distinct, check_list
+from tlt_lightning.arguments import check_argument
 from tlt_lightning.speculation.strategy import OFF, Drafter, Strategy
 
 
@@ -14,14 +13,16 @@ def make_arms(num_draft_tokens: Sequence[int], drafters: Sequence[Drafter]) -> t
 
     Raises:
         TypeError: A draft length is no whole number.
-        ValueError: There is no draft length or no drafter, one is named twice, or a length is not positive.
+        ValueError: There is no draft length or no drafter, or a length is not positive.
     """
-    check_distinct("num_draft_tokens", num_draft_tokens)
-    check_list("num_draft_tokens", list(num_draft_tokens), Integral, "whole numbers")
-    check_distinct("drafters", drafters)
-    if min(num_draft_tokens) < 1:
+    check_argument("num_draft_tokens", num_draft_tokens, Sequence[int])
+    check_argument("drafters", drafters, Sequence[str])
+    if not num_draft_tokens or not drafters or min(num_draft_tokens) < 1:
         raise ValueError(
-            f"`num_draft_tokens` lists draft lengths of at least 1, got {list(num_draft_tokens)}; off is always an arm "
-            "and is not listed."
+            f"`num_draft_tokens` lists draft lengths of at least 1, and `drafters` who drafts, got {num_draft_tokens} "
+            f"and {drafters}; off is always an arm and is not listed."
         )
-    return (OFF, *(Strategy(length, drafter) for length in sorted(num_draft_tokens) for drafter in drafters))
+    return (
+        OFF,
+        *(Strategy(length, drafter) for length in sorted(set(num_draft_tokens)) for drafter in dict.fromkeys(drafters)),
+    )

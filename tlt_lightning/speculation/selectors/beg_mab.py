@@ -19,8 +19,6 @@ against the best fixed draft length known in hindsight, and at most 1.8% in the 
 `CostModelSelector`, which shares what it sees among batch sizes and draft lengths, loses less.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 from collections import deque
@@ -32,7 +30,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_share
+from tlt_lightning.arguments import Count, Share, checked
 from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
@@ -70,20 +68,18 @@ class BEGMABSelector(StrategySelector):
         [0, 1]
     """
 
+    @checked()
     def __init__(
         self,
         groups: tuple[tuple[int, ...], ...] = ((5, 3, 1), (3, 1)),
         thresholds: tuple[int, ...] = (1, 49),
         drafters: tuple[Drafter, ...] = ("learned",),
-        epsilon: float = 0.02,
-        window: int = 12,
-        pull_size: int = 12,
+        epsilon: Share = 0.02,
+        window: Count = 12,
+        pull_size: Count = 12,
         seed: int = 0,
     ) -> None:
         check_groups(groups, thresholds)
-        check_share("epsilon", epsilon)
-        check_at_least("window", window, 1)
-        check_at_least("pull_size", pull_size, 1)
         self.thresholds = tuple(thresholds)
         self.epsilon = epsilon
         self.window = window

@@ -4,14 +4,12 @@ Our own. The prediction is expected tokens over expected seconds. What is unknow
 predicted loss is paid from a budget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least, check_share
+from tlt_lightning.arguments import Bound, Count, Share, checked
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.selectors.step_time import StepTimeModel
@@ -68,21 +66,18 @@ class CostModelSelector(StrategySelector):
         >>> selector.record(state, arm, num_emitted=(1, 2, 1, 1), seconds=0.005)
     """
 
+    @checked()
     def __init__(
         self,
         num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7),
         drafters: tuple[Drafter, ...] = ("learned",),
-        max_batch_tokens: int = 512,
-        exploration: float = 0.01,
-        margin: float = 0.02,
-        catch_up_seconds: float = 0.01,
+        max_batch_tokens: Count = 512,
+        exploration: Share = 0.01,
+        margin: Share = 0.02,
+        catch_up_seconds: Annotated[float, Bound(0)] = 0.01,
     ) -> None:
         self._all_arms = make_arms(num_draft_tokens, drafters)
         self._arms_up_to: dict[int, tuple[Strategy, ...]] = {}
-        check_at_least("max_batch_tokens", max_batch_tokens, 1)
-        check_share("exploration", exploration)
-        check_share("margin", margin)
-        check_at_least("catch_up_seconds", catch_up_seconds, 0)
         self.max_batch_tokens = max_batch_tokens
         self.exploration = exploration
         self.margin = margin

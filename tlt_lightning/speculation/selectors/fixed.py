@@ -1,10 +1,8 @@
 """Choose one strategy for the whole rollout."""
 
-from __future__ import annotations
-
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import CountOrZero, checked
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 
@@ -20,8 +18,8 @@ class FixedSelector(StrategySelector):
         Strategy(num_draft_tokens=3, drafter='learned')
     """
 
-    def __init__(self, num_draft_tokens: int = 3, drafter: Drafter = "learned") -> None:
-        check_at_least("num_draft_tokens", num_draft_tokens, 0)
+    @checked()
+    def __init__(self, num_draft_tokens: CountOrZero = 3, drafter: Drafter = "learned") -> None:
         self.strategy = Strategy(num_draft_tokens, drafter) if num_draft_tokens else OFF
 
     @override

@@ -4,13 +4,11 @@ Unlike in the paper, speculation goes off again when the batch grows back, and a
 the threshold from switching at every step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.arguments import check_at_least
+from tlt_lightning.arguments import Count, CountOrZero, checked
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
 
@@ -29,12 +27,10 @@ class ThresholdSelector(StrategySelector):
         [0, 3, 3, 0]
     """
 
+    @checked()
     def __init__(
-        self, num_draft_tokens: int = 3, drafter: Drafter = "learned", max_running: int = 32, band: int = 8
+        self, num_draft_tokens: Count = 3, drafter: Drafter = "learned", max_running: Count = 32, band: CountOrZero = 8
     ) -> None:
-        check_at_least("num_draft_tokens", num_draft_tokens, 1)
-        check_at_least("max_running", max_running, 1)
-        check_at_least("band", band, 0)
         self.strategy = Strategy(num_draft_tokens, drafter)
         self.max_running = max_running
         self.band = band

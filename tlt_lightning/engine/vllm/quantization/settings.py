@@ -1,14 +1,12 @@
 """Set which of the policy's layers vLLM computes in 8 bit, and check that it can."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from tlt_lightning.arguments import check_choice, check_list
+from tlt_lightning.arguments import checked
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.quantization.cache_scales import unbounded, unknown_norms
@@ -21,6 +19,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SPECS = {"fp8": "fp8_per_channel_static", "int8": "int8_per_channel_static"}  # vLLM's names
 
 
+@checked("quantization.")
 @dataclass(frozen=True)
 class Quantization:
     """Rolls out in 8 bit: vLLM quantizes the linear layers itself whenever weights arrive.
@@ -43,17 +42,14 @@ class Quantization:
     kv_cache: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("quantization.weights", self.weights, (*_SPECS, None))
-        check_list("quantization.layers_in_16_bit", self.layers_in_16_bit, str, "patterns")
         if self.weights is None and self.layers_in_16_bit:
             raise ValueError(
                 f"`quantization.layers_in_16_bit` is {list(self.layers_in_16_bit)}, but `quantization.weights` is "
                 "None, which leaves all layers in 16 bit; drop the patterns, or set `weights`."
             )
-        check_choice("quantization.kv_cache", self.kv_cache, ("auto", "fp8"))
 
     @classmethod
-    def of(cls, given: Literal["fp8", "int8"] | Quantization | None, dtype: str) -> Quantization:
+    def of(cls, given: "Literal['fp8', 'int8'] | Quantization | None", dtype: str) -> "Quantization":
         """Return the settings of an engine with weights of type `dtype`, given by a short name or whole.
 
         Raises ValueError for a type that has no layers in 8 bit beside it.
