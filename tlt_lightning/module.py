@@ -29,7 +29,7 @@ from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, describe, keep_arguments, made_of
 from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
-from tlt_lightning.training.fsdp2 import agreement, sharding_of
+from tlt_lightning.training.fsdp2 import largest_counts, sharding_of
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
 from tlt_lightning.training.networks import Networks, arguments_of, load_networks, score
@@ -185,7 +185,7 @@ class RLModule(L.LightningModule):
             micro_batch_tokens,
             self.device,
             self.trainer.precision_plugin.forward_context,
-            agreement(self.trainer),
+            largest_counts(self.trainer),
             scores_policy=not single_update or self.critic is not None or self.objective.needs_old_logps,
         )
 

@@ -56,7 +56,7 @@ def test_micro_batches_name_rows_and_refuse_what_fits_into_none() -> None:
     assert cut_micro_batches(rows, lengths, 10, is_padded=True) == [[4, 0], [1], [2]]
     assert cut_micro_batches(rows[:0], lengths, 11) == []
     assert cut_micro_batches(rows, lengths, 9) == [[1], [0, 2], [4]]
-    assert cut_alike([rows], lengths, 10, is_padded=True, agree=None) == [[[4, 0], [1], [2]]]
+    assert cut_alike([rows], lengths, 10, is_padded=True, largest_counts=None) == [[[4, 0], [1], [2]]]
     with pytest.raises(ValueError, match="has 9 tokens, more than `micro_batch_tokens` 8"):
         cut_micro_batches(rows, lengths, 8)
 
@@ -84,7 +84,7 @@ def test_ranks_cut_each_step_into_equally_many_parts(is_padded: bool) -> None:
 
     def cut(lengths: torch.Tensor) -> list[list[list[int]]]:
         rounds = iter(counts[1:])
-        return cut_alike(steps, lengths, 100, is_padded=is_padded, agree=lambda own: next(rounds, own))
+        return cut_alike(steps, lengths, 100, is_padded=is_padded, largest_counts=lambda own: next(rounds, own))
 
     while True:
         plans = [cut(lengths) for lengths in ranks]

@@ -13,7 +13,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import Bound, Count, checked, folder_of
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.guard.files import set_aside
-from tlt_lightning.training.fsdp2 import FSDP2Strategy
+from tlt_lightning.training.fsdp2 import is_sharded
 from tlt_lightning.training.resume import begins_run
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,6 @@ def _is_resumable_alone(trainer: L.Trainer) -> bool:
     data = trainer.datamodule  # type: ignore[attr-defined]
     if trainer.world_size == 1 or not isinstance(data, RolloutDataModule):
         return True  # ranks that warm a drafter up keep nothing of their own
-    if isinstance(trainer.strategy, FSDP2Strategy) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
+    if is_sharded(trainer) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
         return False
     return not data.backlog.schedule.stops  # each rank puts its own aside

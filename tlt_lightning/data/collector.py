@@ -18,7 +18,7 @@ from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.course import RolloutCourse
-from tlt_lightning.training.fsdp2 import agreement
+from tlt_lightning.training.fsdp2 import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class RolloutCollector:
         ids = [prompt.ids for prompt in prompts]
         requests = course.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
-        is_alone = self.engine.num_ranks == 1 and agreement(self.trainer) is None
+        is_alone = self.engine.num_ranks == 1 and not is_sharded(self.trainer)
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
         if not sleeps_on:
             self._wake()
@@ -129,7 +129,7 @@ class RolloutCollector:
         version = (self.trainer.global_step,)
         current = [rollout for rollout in rollouts if rollout.response.policy_versions == version]
         has_any = bool(current)
-        if agreement(self.trainer) is not None:
+        if is_sharded(self.trainer):
             has_any = is_first and self.trainer.strategy.reduce_boolean_decision(has_any, all=True)
         if has_any and self.probe.check(self.trainer, self.engine, current, sampling):
             self.log.lap("logprobs")  # the policy's first pass, for which a GPU compiles

@@ -24,7 +24,7 @@ from tlt_lightning.schedules.course import Backlog, RolloutCourse
 from tlt_lightning.schedules.deal import deal
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.seeds import iteration_seed
-from tlt_lightning.training.fsdp2 import agreement
+from tlt_lightning.training.fsdp2 import largest_counts
 from tlt_lightning.training.micro_batches import plan_minibatches
 from tlt_lightning.training.optimization import check_accumulation
 
@@ -239,7 +239,7 @@ class PolicyIteration:
                 num_minibatches=self.settings.num_minibatches,
                 generator=generator,
                 is_padded=self.module.networks.is_padded,
-                agree=agreement(self.trainer),
+                largest_counts=largest_counts(self.trainer),
             )
             own = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
             counts = self._sum(torch.tensor(own))

@@ -19,6 +19,12 @@ def sum_over_ranks(trainer: L.Trainer, value: Tensor) -> Tensor:
     return trainer.strategy.reduce(summed, reduce_op="sum").to(value)
 
 
+def largest_over_ranks(trainer: L.Trainer, values: Tensor) -> Tensor:
+    """Return the largest of every rank's `values`, which stay as they are, for each place."""
+    largest = values.to(trainer.strategy.root_device, copy=True)  # it is reduced in place
+    return trainer.strategy.reduce(largest, reduce_op="max").to(values)
+
+
 def gather_over_ranks(trainer: L.Trainer, own: T) -> list[T]:
     """Return every rank's `own`, which can be pickled, in their order."""
     ranks = [own] * trainer.world_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -17,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from tlt_lightning.ranks.reduce import largest_over_ranks
 from tlt_lightning.sharding.rows import Rows, sharded_as
 from tlt_lightning.sharding.units import Sharding
-from tlt_lightning.training.micro_batches import Agree
+from tlt_lightning.training.micro_batches import LargestCounts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,17 +124,14 @@ def sharding_of(trainer: L.Trainer) -> Sharding | None:
     return trainer.strategy.sharding if isinstance(trainer.strategy, FSDP2Strategy) else None
 
 
-def agreement(trainer: L.Trainer) -> Agree | None:
-    """Return how ranks agree on a number of passes, of which each is a collective; None where each has its own."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, FSDP2Strategy):
-        return None
+def is_sharded(trainer: L.Trainer) -> bool:
+    """Return True if a run shards its models, and each pass over one is a collective."""
+    return isinstance(trainer.strategy, FSDP2Strategy)
 
-    def agree(numbers: Tensor) -> Tensor:
-        own = numbers.to(strategy.root_device, copy=True)  # it is reduced in place
-        return strategy.reduce(own, reduce_op="max").to(numbers)
 
-    return agree
+def largest_counts(trainer: L.Trainer) -> LargestCounts | None:
+    """Return how ranks learn the largest number of passes, where all make as many; None where each has its own."""
+    return partial(largest_over_ranks, trainer) if is_sharded(trainer) else None
 
 
 StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks")

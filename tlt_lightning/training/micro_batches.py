@@ -78,8 +78,8 @@ def fill(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[li
     return sorted(parts, key=lambda part: -len(part) * lengths[part[0]])
 
 
-Agree = Callable[[Tensor], Tensor]
-"""Returns the largest of every rank's numbers, for each place of a tensor."""
+LargestCounts = Callable[[Tensor], Tensor]
+"""Returns the largest of every rank's counts, for each place of a tensor; a collective."""
 
 
 def plan_minibatches(
@@ -89,7 +89,7 @@ def plan_minibatches(
     num_minibatches: int,
     generator: torch.Generator,
     is_padded: bool,
-    agree: Agree | None = None,
+    largest_counts: LargestCounts | None = None,
 ) -> list[list[list[int]]]:
     """Split sequences at random into steps, and steps into micro-batches.
 
@@ -99,19 +99,20 @@ def plan_minibatches(
         num_minibatches: Optimizer steps, which divide B.
         generator: Shuffles.
         is_padded: As in `cut_micro_batches`.
-        agree: Makes all ranks, with B sequences each, cut a step into equally many; None where each may by itself.
+        largest_counts: Makes all ranks, with B sequences each, cut a step into equally many; None where each may cut
+            by itself.
 
     Returns:
         Row numbers by optimizer step and micro-batch, each step's largest one first.
     """
     steps = torch.randperm(len(lengths), generator=generator).chunk(num_minibatches)
-    return cut_alike(steps, lengths, micro_batch_tokens, is_padded=is_padded, agree=agree)
+    return cut_alike(steps, lengths, micro_batch_tokens, is_padded=is_padded, largest_counts=largest_counts)
 
 
 def cut_alike(
-    steps: Sequence[Tensor], lengths: Tensor, max_tokens: int, *, is_padded: bool, agree: Agree | None
+    steps: Sequence[Tensor], lengths: Tensor, max_tokens: int, *, is_padded: bool, largest_counts: LargestCounts | None
 ) -> list[list[list[int]]]:
-    """Cut each of some steps as `cut_micro_batches` does, with `agree` into as many parts as on every other rank.
+    """Cut each of some steps as `cut_micro_batches` does, with `largest_counts` into as many parts on every rank.
 
     A rank that is to cut more finely may need still more parts, so ranks ask again until nobody does: in the end every
     sequence would be a part of its own.
@@ -123,7 +124,7 @@ def cut_alike(
             for rows, num_parts in zip(steps, least.tolist(), strict=True)
         ]
         counts = torch.tensor([len(step) for step in plan])
-        if agree is None or torch.equal(most := agree(counts), least):
+        if largest_counts is None or torch.equal(most := largest_counts(counts), least):
             return plan
         least = most
 

@@ -19,7 +19,7 @@ from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
-from tlt_lightning.training.micro_batches import Agree, cut_alike
+from tlt_lightning.training.micro_batches import LargestCounts, cut_alike
 from tlt_lightning.training.reference import Reference
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def score(
     max_tokens: int,
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
-    agree: Agree | None = None,
+    largest_counts: LargestCounts | None = None,
     *,
     scores_policy: bool,
 ) -> RolloutBatch:
@@ -83,14 +83,16 @@ def score(
         max_tokens: Most tokens of a pass.
         device: Where the networks are.
         context: Made around each pass.
-        agree: As in `cut_alike`.
+        largest_counts: As in `cut_alike`.
         scores_policy: Run policy and critic, too, and not the reference alone.
     """
     reference, scores = networks.reference, dict[str, Tensor]()
     if not scores_policy and reference is None:
         return batch
     rows_of_all, is_padded = [torch.arange(len(batch))], networks.is_padded
-    for rows in cut_alike(rows_of_all, batch.lengths, max_tokens, is_padded=is_padded, agree=agree)[0]:
+    for rows in cut_alike(rows_of_all, batch.lengths, max_tokens, is_padded=is_padded, largest_counts=largest_counts)[
+        0
+    ]:
         part, found = move_data_to_device(batch.select(rows), device), dict[str, Tensor | None]()
         with context():
             if scores_policy:
