@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
 from tlt_lightning.policy import load_shapes, read_config
-from tlt_lightning.sharding.units import norm_of
+from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
@@ -255,7 +255,7 @@ def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float
     Loss and gradient are known before a step, so what the last step left shows in the weights alone.
     """
     norms = {name: metrics.get(name, 0.0) for name in ("train/loss", "train/grad_norm")}
-    norms["norm of the weights"] = float(norm_of([p.detach() for p in module.parameters()]))
+    norms["norm of the weights"] = float(total_norm([p.detach() for p in module.parameters()]))
     for name, value in norms.items():
         if not isfinite(value):
             raise RuntimeError(

@@ -24,12 +24,12 @@ from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
 from tlt_lightning.policy import HOW_TO_SAVE, LoRA, PolicyWeights
 from tlt_lightning.rollout import Rollout, RolloutBatch
-from tlt_lightning.sharding.units import norm_of
+from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, describe, keep_arguments, made_of
-from tlt_lightning.training.frozen import frozen_names, leave_out, put_back
-from tlt_lightning.training.fsdp2 import largest_counts, sharding_of
+from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_frozen
+from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
 from tlt_lightning.training.networks import Networks, arguments_of, load_networks, score
@@ -128,7 +128,7 @@ class RLModule(L.LightningModule):
         if self.policy is not None:
             return
         self.loaded_with = given = arguments_of(self)
-        sharding = None if self._trainer is None else sharding_of(self.trainer)
+        sharding = None if self._trainer is None else run_sharding(self.trainer)
         networks = load_networks(objective=self.objective, sharding=sharding, **given)
         self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
         self._frozen = frozen_names(self)
@@ -246,7 +246,7 @@ class RLModule(L.LightningModule):
         if self.critic is not None and config is not None and self.current_epoch < config.warmup_iterations:
             self.policy.zero_grad()
         if gradients := [p.grad for p in self.policy.parameters() if p.grad is not None]:
-            self.iteration_log.mean("train/grad_norm", norm_of(gradients))
+            self.iteration_log.mean("train/grad_norm", total_norm(gradients))
         if (lr := optimizer.param_groups[0].get("lr")) is not None:
             self.iteration_log.mean("train/lr", lr)
 
@@ -337,12 +337,12 @@ class RLModule(L.LightningModule):
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}
-        leave_out(self._frozen, checkpoint)
+        drop_frozen(self._frozen, checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_together(checkpoint)
-        put_back(self._frozen, checkpoint, self)
+        restore_frozen(self._frozen, checkpoint, self)
         resume.check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
             resume.warn_of_choices(checkpoint, self, self.trainer.datamodule)  # type: ignore[attr-defined]

@@ -20,11 +20,11 @@ from typing_extensions import override
 from tlt_lightning.arguments import Count, checked
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, chunk_size_of, is_frozen_linear
+from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear, rows_per_chunk
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.rollout import RolloutBatch
-from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, units_of
+from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, named_units
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -368,7 +368,7 @@ def response_logps(
             states,
             targets,
             temperature=batch.temperature,
-            chunk_size=chunk_size or chunk_size_of(head.weight.shape[0]),
+            chunk_size=chunk_size or rows_per_chunk(head.weight.shape[0]),
             needs_entropy_grad=needs_entropy_grad,
         )
         return logps, entropy, states, index
@@ -400,7 +400,7 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
 
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for unit, names in units_of(self.model):
+        for unit, names in named_units(self.model):
             # vLLM completes embedding and head, whose vocabulary it pads, after all others: the root's need copies.
             must_copy = unit is self.model and is_sharded(unit)
             with gathered(unit):
@@ -432,7 +432,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     return layer.get_delta_weight("default").float().add_(weight).to(weight.dtype)  # in place: these are large
 
 
-def weight_of(layer: Any) -> Tensor:
+def computed_weight(layer: Any) -> Tensor:
     """Return the weight that a layer computes with: a copy if the layer is adapted, otherwise the layer's own."""
     return _merged(layer, layer.base_layer.weight) if hasattr(layer, "base_layer") else layer.weight.detach()
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.tensor_sizes import LargestOfWidth
-from tlt_lightning.fused.logps import chosen_logps, chunk_size_of
+from tlt_lightning.fused.logps import chosen_logps, rows_per_chunk
 from tlt_lightning.policy import token_logps
 
 TEMPERATURE = 0.7
@@ -114,4 +114,4 @@ def test_entropies_before_a_frozen_head_carry_gradients_where_the_loss_has_them(
     ("vocab_size", "num_states"), [(600, 266_240), (49_152, 3072), (152_064, 1024), (262_144, 1024)]
 )
 def test_a_small_vocabulary_meets_more_states_at_a_time(vocab_size: int, num_states: int) -> None:
-    assert chunk_size_of(vocab_size) == num_states
+    assert rows_per_chunk(vocab_size) == num_states

@@ -11,7 +11,7 @@ from tests.conftest import save_policy
 from tests.support.architectures import save_architecture
 from tlt_lightning import RLModule
 from tlt_lightning.engine.architectures import ARCHITECTURES
-from tlt_lightning.fused.logps import chunk_size_of
+from tlt_lightning.fused.logps import rows_per_chunk
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.packed_pass import Pack, packed_states, without_mask
 from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_shapes, token_logps
@@ -236,7 +236,7 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
         with torch.autocast("cuda", torch.bfloat16):
             states = packed_states(causal_lm(model).base_model, pack)
             head = causal_lm(model).get_output_embeddings()
-            logps, _ = token_logps(head, states, ids, temperature=1.0, chunk_size=chunk_size_of(32000))
+            logps, _ = token_logps(head, states, ids, temperature=1.0, chunk_size=rows_per_chunk(32000))
         logps.mean().backward()
         optimizer.step()
         optimizer.zero_grad()

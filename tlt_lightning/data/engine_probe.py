@@ -12,7 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from tlt_lightning.engine.base import RolloutEngine
-from tlt_lightning.engine.probe import EIGHT_BIT, check_agreement
+from tlt_lightning.engine.probe import EIGHT_BIT, check_same_logps
 from tlt_lightning.policy import response_logps
 from tlt_lightning.rollout import Rollout, Sampling, collate
 
@@ -60,7 +60,7 @@ class EngineProbe:
         batch = collate(parts, pad_id=0, temperature=sampling.temperature)
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             logps = response_logps(policy, move_data_to_device(batch, trainer.lightning_module.device))[0]
-        check_agreement(
+        check_same_logps(
             [part.response.logps for part in parts],
             logps,
             batch.response_mask,

@@ -31,8 +31,8 @@ class WeightSync:
         Ranks that shard the policy, or are one engine, do so together: each may see changes of its own rows alone.
         """
         module, version = trainer.lightning_module, trainer.global_step
-        fingerprint = fingerprint_of(module)
-        is_current = self.engine.policy_version == version and fingerprint == self._fingerprint
+        found = fingerprint(module)
+        is_current = self.engine.policy_version == version and found == self._fingerprint
         if is_sharded(trainer) or self.engine.num_ranks > 1:
             is_current = trainer.strategy.reduce_boolean_decision(is_current, all=True)
         if is_current:
@@ -44,13 +44,13 @@ class WeightSync:
                 f"`{type(self.engine).__name__}.update_weights` was given version {version} and left `policy_version` "
                 f"at {self.engine.policy_version}: set it to `version`, by which responses say what wrote them."
             )
-        self._fingerprint = fingerprint
+        self._fingerprint = found
         self.engine.warm_up()
         call_rollout_hook(trainer, "on_weights_synced", version)
 
 
-def fingerprint_of(module: nn.Module) -> tuple[int, ...]:
+def fingerprint(module: nn.Module) -> tuple[int, ...]:
     """Return a hash of the bits that this rank has of each parameter, which sees changes to `tensor.data`, too."""
-    own = (local(parameter.detach()) for parameter in module.parameters())
-    hashes = [torch.hash_tensor(tensor) for tensor in own if tensor.numel()]
+    rows = (local(parameter.detach()) for parameter in module.parameters())
+    hashes = [torch.hash_tensor(tensor) for tensor in rows if tensor.numel()]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()

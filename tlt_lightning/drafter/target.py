@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from tlt_lightning.policy import causal_lm, weight_of
+from tlt_lightning.policy import causal_lm, computed_weight
 from tlt_lightning.sharding.units import gathered, is_sharded
 from tlt_lightning.speculation.eagle3_files import default_layer_ids
 
@@ -85,5 +85,5 @@ def live_weights(policy: nn.Module) -> TargetWeights:
     model: Any = causal_lm(policy)
     modules = (model.get_input_embeddings(), model.base_model.norm, model.get_output_embeddings())
     with gathered(model):
-        tensors = [weight_of(module) for module in modules]
+        tensors = [computed_weight(module) for module in modules]
         return TargetWeights(*([tensor.clone() for tensor in tensors] if is_sharded(model) else tensors))

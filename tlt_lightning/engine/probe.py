@@ -32,7 +32,7 @@ _CAUSES_OF_8_BIT = (
 )
 
 
-def check_agreement(
+def check_same_logps(
     engine: Sequence[Sequence[float]], trainer: Tensor, mask: Tensor, *, dtype: str, when: str
 ) -> float:
     """Return the mean absolute difference of log-probs; raise RuntimeError above tolerance.

@@ -24,10 +24,10 @@ def fuse_layers(model: nn.Module) -> None:
     """Let norms and MLPs of a Hugging Face model compute as this module does, where that is their own function."""
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-    norm, mlp = source_of(LlamaRMSNorm.forward), source_of(LlamaMLP.forward)
+    norm, mlp = source_code(LlamaRMSNorm.forward), source_code(LlamaMLP.forward)
     for layer in model.modules():
         forward: Callable[..., Tensor] | None = None
-        source = source_of(type(layer).forward)
+        source = source_code(type(layer).forward)
         if source == norm:
             forward = _norm_forward
         elif source == mlp and _is_silu(layer.act_fn):
@@ -43,7 +43,7 @@ def _is_silu(activation: object) -> bool:
 
 
 @cache  # a model has hundreds of layers of a few classes
-def source_of(function: Callable[..., Any] | None) -> str:
+def source_code(function: Callable[..., Any] | None) -> str:
     """Return a function's source; empty of one without a file, and of None."""
     try:
         return inspect.getsource(function)  # type: ignore[arg-type]

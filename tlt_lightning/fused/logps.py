@@ -19,7 +19,7 @@ _FEWEST = 1024
 _LOGITS = 160_000_000  # at a time: 305 MiB in 16 bit
 
 
-def chunk_size_of(vocab_size: int) -> int:
+def rows_per_chunk(vocab_size: int) -> int:
     """Return how many hidden states meet a vocabulary at a time.
 
     A large vocabulary limits them by the memory of logits. Each chunk launches all kernels once, so that a small one

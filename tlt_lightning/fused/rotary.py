@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from tlt_lightning.fused.compiled import compiled_on_gpu
-from tlt_lightning.fused.layers import source_of
+from tlt_lightning.fused.layers import source_code
 
 NAME = "apply_rotary_pos_emb"
 """Name by which attention layers of transformers call their file's function."""
@@ -42,7 +42,7 @@ def _is_llamas(function: Any) -> bool:
 
     half = getattr(inspect.unwrap(function), "__globals__", {}).get("rotate_half") if callable(function) else None
     theirs = llama.apply_rotary_pos_emb, llama.rotate_half
-    return [source_of(each) for each in (function, half)] == [source_of(each) for each in theirs]
+    return [source_code(each) for each in (function, half)] == [source_code(each) for each in theirs]
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

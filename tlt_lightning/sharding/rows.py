@@ -35,5 +35,5 @@ def sharded_as(value: Rows | Tensor, like: DTensor) -> DTensor:
         return value
     size, first = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     rows = value if isinstance(value, Rows) else Rows([value])
-    own = rows.between(first[0], first[0] + size[0]).to(like.device)
-    return DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    held = rows.between(first[0], first[0] + size[0]).to(like.device)
+    return DTensor.from_local(held, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

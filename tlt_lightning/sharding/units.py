@@ -43,7 +43,7 @@ class Sharding:
             model: On the CPU, where its weights may still lie in their files.
             dtype: Type in which shards are held, but for those of adapters, which stay as they are.
         """
-        layers = layers_of(model)
+        layers = unit_layers(model)
         if not layers:
             raise ValueError(
                 f"`policy` is a {type(model).__name__}, which does not name the layers that `fsdp2` could shard "
@@ -71,7 +71,7 @@ class Sharding:
                 parameter.data = parameter.data.to(device).to(held)  # in the file's type, mostly half, over the bus
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+def unit_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers that transformers would not split over devices, which are units when sharded."""
     names = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__ in names]
@@ -90,16 +90,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def units_of(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+def named_units(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     """Return units with the names of their own parameters, layers first; a model that is not sharded is one."""
     sharded = {name: module for name, module in model.named_modules() if is_sharded(module)}
     units = sharded or {"": model}
-    own: dict[str, list[str]] = {unit: [] for unit in sorted(units, key=lambda name: not name)}  # the root last
+    names: dict[str, list[str]] = {unit: [] for unit in sorted(units, key=lambda name: not name)}  # the root last
     for name, _ in model.named_parameters():
         parents = name.split(".")
         places = (".".join(parents[:depth]) for depth in range(len(parents), -1, -1))
-        own[next(place for place in places if place in units)].append(name)
-    return [(units[unit], names) for unit, names in own.items()]
+        names[next(place for place in places if place in units)].append(name)
+    return [(units[unit], held) for unit, held in names.items()]
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of tensors together, over all ranks that hold rows of them."""
     norm = nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -16,14 +16,14 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters if not parameter.requires_grad)
 
 
-def leave_out(frozen: Set[str], checkpoint: dict[str, Any]) -> None:
+def drop_frozen(frozen: Set[str], checkpoint: dict[str, Any]) -> None:
     """Drop the weights named `frozen` from a checkpoint that is about to be written."""
     for state in checkpoint.keys() & set(_STATES):
         checkpoint[state] = {name: value for name, value in checkpoint[state].items() if name not in frozen}
 
 
-def put_back(frozen: Set[str], checkpoint: dict[str, Any], module: nn.Module) -> None:
+def restore_frozen(frozen: Set[str], checkpoint: dict[str, Any], module: nn.Module) -> None:
     """Complete a checkpoint that was read by the module's own weights, so that it can be loaded strictly."""
-    own = {name: value for name, value in module.state_dict().items() if name in frozen}
+    values = {name: value for name, value in module.state_dict().items() if name in frozen}
     for state in checkpoint.keys() & set(_STATES):
-        checkpoint[state] = own | checkpoint[state]
+        checkpoint[state] = values | checkpoint[state]

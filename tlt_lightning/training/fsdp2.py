@@ -98,8 +98,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        state = {name: _sharded(value, own.get(name)) for name, value in saved.items()}
+        alike, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        state = {name: _sharded(value, alike.get(name)) for name, value in saved.items()}
         self.lightning_module.load_state_dict(state, strict=strict)
 
     @override
@@ -119,7 +119,7 @@ def _sharded(value: Any, like: Tensor | None) -> Any:
     return sharded_as(value, like) if is_alike and isinstance(like, DTensor) else value
 
 
-def sharding_of(trainer: L.Trainer) -> Sharding | None:
+def run_sharding(trainer: L.Trainer) -> Sharding | None:
     """Return how a run shards its models; None where each rank has them whole."""
     return trainer.strategy.sharding if isinstance(trainer.strategy, FSDP2Strategy) else None
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.test_policy import make_batch
 from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
-from tlt_lightning.sharding.units import Sharding, norm_of, units_of
+from tlt_lightning.sharding.units import Sharding, named_units, total_norm
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.reference import Reference
 
@@ -60,14 +60,14 @@ def compare(path: str, sharding: Sharding, lora: LoRA | None, checkpointed: bool
         (logps.sum() + entropy.sum() + (values - 1).square().sum()).backward()
         found = {**gradients(policy), **{f"critic.{name}": each for name, each in gradients(critic).items()}}
         assert each is None or (is_apart(policy) and is_apart(critic))
-        norm = norm_of([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
+        norm = total_norm([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
         streamed = {name: tensor.clone() for name, tensor in PolicyWeights(policy)}
         assert PolicyWeights(policy).shapes == {name: tensor.shape for name, tensor in streamed.items()}
         results.append((scored, logps.detach(), values.detach(), found, streamed))
         if each is not None:
             total = torch.stack([value.norm() for name, value in found.items() if "critic." not in name]).norm()
             torch.testing.assert_close(norm, total)
-            assert len(units_of(causal_lm(policy))) == 3  # two layers, and the rest
+            assert len(named_units(causal_lm(policy))) == 3  # two layers, and the rest
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
 
 

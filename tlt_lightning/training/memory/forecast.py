@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tlt_lightning.fused.logps import chunk_size_of
+from tlt_lightning.fused.logps import rows_per_chunk
 from tlt_lightning.policy import LoRA, causal_lm, load_shapes
 from tlt_lightning.training.memory.optimizer_state import bytes_of, optimizer_bytes
 from tlt_lightning.training.memory.passes import Passes, gathered_bytes, kept_bytes
@@ -102,7 +102,7 @@ def forecast(
     gathered = {"gathered": sum(gathered_bytes(model, passes) for model in built.values())}
     kept, backward = zip(*(kept_bytes(model, passes) for model in built.values()), strict=True)
     width = 2 if passes.is_autocast else 4
-    logits = float(LOGIT_COPIES * width * vocab_size * min(chunk_size_of(vocab_size), passes.micro_batch_tokens))
+    logits = float(LOGIT_COPIES * width * vocab_size * min(rows_per_chunk(vocab_size), passes.micro_batch_tokens))
     return MemoryForecast(
         held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},
         activations={

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.packed_pass import without_mask
 from tlt_lightning.policy import causal_lm
-from tlt_lightning.sharding.units import layers_of
+from tlt_lightning.sharding.units import unit_layers
 
 GRADIENTS_AT_ONCE = 3
 """Gradients of a layer's widest tensors that its backward pass holds at once: of gate, up and their product."""
@@ -45,7 +45,7 @@ def gathered_bytes(model: nn.Module, passes: Passes) -> float:
     Trained weights come with a gradient of the same type; that of the root is then copied to float32 to be reduced.
     """
     network, width = causal_lm(model), 2 if passes.is_autocast else 4
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(network)]
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in unit_layers(network)]
     root = sum(p.numel() for p in network.parameters()) - sum(layers)
     is_trained = any(p.requires_grad and "lora_" not in name for name, p in network.named_parameters())
     return width * (root + 2.0 * max(layers)) + ((width + 4.0) * root if is_trained else 0.0)
