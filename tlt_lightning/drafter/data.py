@@ -105,7 +105,10 @@ class DrafterDataModule(L.LightningDataModule):
         texts = Texts(self.paths, reader, config.vocab_size, self.config, self.split)
         parts = split_by_prompt(texts.prompts, self.val_share, self.seed)
         self.train_texts, self.val_texts = map(texts.part, parts)
-        self.target = load_target(self._drafter.target, strategy.root_device, shards=self.shard_target)
+        is_mixed = self.trainer.precision != "32-true"  # type: ignore[union-attr]
+        self.target = load_target(
+            self._drafter.target, strategy.root_device, is_mixed=is_mixed, shards=self.shard_target
+        )
 
     def token_counts(self) -> Tensor:
         """Count how often each token was written in the training texts, (V,)."""

@@ -60,12 +60,11 @@ def write_head(
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = head.embed_tokens.weight.dtype
+    dtype: Any = head.config.dtype
     saved = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in tensors}
     if head.d2t is not None and head.t2d is not None:
         saved |= {"d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()}
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    head.config.dtype = dtype
     head.config.architectures = [type(head).__name__]
     head.config.save_pretrained(folder)
     (folder / "README.md").write_text(_readme(head, quality, rule))

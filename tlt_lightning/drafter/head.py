@@ -241,6 +241,7 @@ def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
     loaded = head.lm_head.weight.detach()
     distance = (loaded - rows).norm() / rows.norm()  # not a number if none was loaded
     follows = not bool(distance > _OWN_OUTPUT)
+    head.config.dtype = weights.embedding.dtype  # in which it is exported, whatever type it computes in
     head.embed_tokens.weight = _frozen(weights.embedding)
     head.verifier_norm.weight = _frozen(weights.norm)
     tied = rows.data_ptr() == weights.embedding.data_ptr()

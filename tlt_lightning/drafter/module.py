@@ -20,7 +20,7 @@ from tlt_lightning.drafter.export import keep_earlier, write_head
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
-from tlt_lightning.drafter.target import live_weights, read_target, read_weights
+from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
@@ -42,8 +42,8 @@ POLICY_ROWS = "lm_head.weight"
 class DrafterModule(L.LightningModule):
     """Trains and measures an EAGLE-3 head that drafts for a target policy.
 
-    The caller sets the precision: `bf16-mixed` on a GPU. The head's weights are float32; shared ones keep the type of
-    the target's checkpoint. Never make it a submodule of the policy's module.
+    The caller sets the precision: `bf16-mixed` on a GPU. The head's weights are float32; the target's keep the type of
+    its checkpoint, but on a CPU (`frozen_dtype`). Never make it a submodule of the policy's module.
 
     Args:
         target: Path or hub name of the policy to draft for, of the Llama, Qwen2 or Qwen3 family.
@@ -185,6 +185,13 @@ class DrafterModule(L.LightningModule):
                 choose_vocabulary(head, self._counts)
             self.follows_target = heads.attach_target(head, read_weights(self.target, self.target_config))
         self.head = head
+        if self._trainer is not None:
+            self.compute_on(self.trainer.strategy.root_device, is_mixed=self.trainer.precision != "32-true")
+
+    def compute_on(self, device: torch.device, *, is_mixed: bool) -> None:
+        """Hold the target's weights in the type that products run in there."""
+        if frozen_dtype(device, is_mixed=is_mixed) is torch.float32:
+            self._built.float()
 
     @property
     def _built(self) -> "Eagle3DraftModel":

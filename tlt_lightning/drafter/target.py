@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from tlt_lightning.policy import causal_lm, computed_weight
@@ -30,6 +31,14 @@ class TargetWeights:
     embedding: Tensor
     norm: Tensor
     output: Tensor
+
+
+def frozen_dtype(device: torch.device, *, is_mixed: bool) -> torch.dtype | None:
+    """Return the type that a target's frozen weights are held in, and products with them run in; None is their files'.
+
+    Without autocast a CPU computes in float32: in bfloat16 a product takes 18 times as long where it has no AVX-512.
+    """
+    return torch.float32 if device.type == "cpu" and not is_mixed else None
 
 
 def read_target(path: str) -> PretrainedConfig:

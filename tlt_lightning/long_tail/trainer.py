@@ -72,6 +72,8 @@ class DrafterTrainer:
         offload: bool = False,
     ) -> None:
         self.drafter = drafter.to("cpu" if offload else device)
+        self._is_mixed = device.type == "cuda"
+        drafter.compute_on(device, is_mixed=self._is_mixed)
         self._residence = HostResidence(self.drafter, device) if offload else None
         self.buffer = buffer
         self.pack_tokens = pack_tokens
@@ -292,7 +294,7 @@ class DrafterTrainer:
 
     def autocast(self) -> torch.autocast:
         """Compute in bfloat16 on a GPU."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._is_mixed)
 
     @torch.no_grad()
     def average(self) -> None:

@@ -29,6 +29,9 @@ class OneWeight(nn.Module):
         self.direction = -1.0
         self.seen: list[int] = []
 
+    def compute_on(self, device: torch.device, *, is_mixed: bool) -> None:
+        """Has no target."""
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam([self.fc], lr=0.25 / (1 / WARMUP_STEPS + 2 / WARMUP_STEPS))
 

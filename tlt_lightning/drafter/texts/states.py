@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from tlt_lightning.drafter.target import frozen_dtype
 from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 from tlt_lightning.policy import load_whole
@@ -64,8 +65,10 @@ class StateReader:
         return int(most)
 
 
-def load_target(path: str, device: torch.device, *, shards: bool) -> PreTrainedModel:
-    """Load the trunk of the model at `path`, frozen, in the type of its files, whole or sharded over all ranks.
+def load_target(path: str, device: torch.device, *, is_mixed: bool, shards: bool) -> PreTrainedModel:
+    """Load the trunk of the model at `path`, frozen, whole or sharded over all ranks.
+
+    It is in the type of its files, but on a CPU (`frozen_dtype`).
 
     Raises:
         MisconfigurationException: Only one rank is there to shard it over.
@@ -77,7 +80,9 @@ def load_target(path: str, device: torch.device, *, shards: bool) -> PreTrainedM
             "`shard_target` shards the target over the ranks of a run, of which there is one; use it with "
             "`Trainer(strategy='ddp', devices=...)`."
         )
-    target: Any = load_whole(AutoModel, path, "target", may_hold_more=True, dtype="auto").requires_grad_(False)
+    target: Any = load_whole(
+        AutoModel, path, "target", may_hold_more=True, dtype=frozen_dtype(device, is_mixed=is_mixed) or "auto"
+    ).requires_grad_(False)
     if shards:  # its weights lie in their files until a layer is taken to the device, and cut
         Sharding(dist.init_device_mesh(device.type, (dist.get_world_size(),))).shard(target, target.dtype)
     return target.to(device)
