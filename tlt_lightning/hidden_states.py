@@ -38,19 +38,6 @@ class PolicyText:
     policy_version: int = 0
     others: tuple[tuple[int, int], ...] = ()
 
-    def __post_init__(self) -> None:
-        lengths = {len(self.input_ids), len(self.states), len(self.last_states)}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"`input_ids`, `states` and `last_states` must cover the same tokens, got {len(self.input_ids)}, "
-                f"{len(self.states)} and {len(self.last_states)}."
-            )
-        if not 0 < self.prompt_length <= len(self.input_ids):
-            raise ValueError(
-                f"`prompt_length` must be in [1, {len(self.input_ids)}], the tokens there are, got "
-                f"{self.prompt_length}."
-            )
-
     def __len__(self) -> int:
         return len(self.input_ids)
 

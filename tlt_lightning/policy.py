@@ -141,9 +141,6 @@ def load_whole(
     except SafetensorError:
         check_files(path, {}, argument)
         raise
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"`{argument}` {path!r} cannot be loaded by {auto_class.__name__}: {reason}") from error
     prefix = "" if needs_head else f"{model.base_model_prefix}."
     faults = {
         "lack": {name for name in info["missing_keys"] if name.startswith(prefix)},
@@ -239,11 +236,7 @@ def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedMod
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    try:
-        adapted: Any = get_peft_model(model, config)
-    except ValueError as error:
-        known = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-        raise ValueError(f"`lora.target_modules` {lora.target_modules!r} must name some of {sorted(known)}.") from error
+    adapted: Any = get_peft_model(model, config)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     if shared := [name for name, layer in _adapters(adapted).items() if uses[id(_adapted_weight(layer))] > 1]:
         raise ValueError(

@@ -5,7 +5,6 @@ import torch
 
 from tests.support.drafters.draft_texts import pack, random_sequence
 from tlt_lightning.drafter.packing import PADDING, PackedBatch, check_num_tokens, plan_packs
-from tlt_lightning.hidden_states import PolicyText
 
 
 def spans(lengths: list[int], num_tokens: int) -> dict[int, list[tuple[int, int]]]:
@@ -84,13 +83,3 @@ def test_pieces_of_a_long_sequence_keep_their_positions() -> None:
 def test_pack_lengths_that_are_no_multiple_of_128_are_refused(num_tokens: int) -> None:
     with pytest.raises(ValueError, match=r"`num_tokens`.*128"):
         check_num_tokens(num_tokens)
-
-
-def test_sequences_that_do_not_fit_together_are_refused() -> None:
-    states = torch.zeros(4, 6)
-    with pytest.raises(ValueError, match="same tokens"):
-        PolicyText(torch.zeros(5, dtype=torch.long), states, states, 1)
-    with pytest.raises(ValueError, match="`prompt_length`"):
-        PolicyText(torch.zeros(4, dtype=torch.long), states, states, 5)
-    with pytest.raises(ValueError, match=r"`prompt_length` must be in \[1, 4\].*got 0"):
-        PolicyText(torch.zeros(4, dtype=torch.long), states, states, 0)

@@ -91,35 +91,11 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def check_divides(policy: str, head: str | None, num_ranks: int) -> None:
-    """Raise ValueError unless the attention heads and MLPs of policy and head split evenly over `num_ranks`."""
-    from transformers import PretrainedConfig
-
-    for argument, path in (("policy", policy), ("speculation.head", head)):
-        if path is None:
-            continue
-        config: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
-        config = config.get("transformer_layer_config") or config  # as `speculators` writes a head's
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        fits = {
-            "num_attention_heads": heads % num_ranks == 0,
-            "num_key_value_heads": kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0,
-            "intermediate_size": config.get("intermediate_size", num_ranks) % num_ranks == 0,
-        }
-        if wrong := [f"`{name}` {config.get(name, heads)}" for name, is_even in fits.items() if not is_even]:
-            raise ValueError(
-                f"`tensor_parallel` {num_ranks} does not divide `{argument}` {path!r}, of {' and '.join(wrong)}: every "
-                "rank holds an equal part of them; choose a number that divides them."
-            )
-
-
-def check_split(policy: str, head: str | None, num_ranks: int) -> None:
-    """Raise ValueError unless the run's ranks, the policy and its head (paths) split into engines of `num_ranks`."""
+def check_split(num_ranks: int) -> None:
+    """Raise ValueError unless the run's ranks split into engines of `num_ranks`."""
     world_size = count_ranks()
     if world_size % num_ranks:
         raise ValueError(
             f"`tensor_parallel` {num_ranks} makes one engine of so many neighbouring ranks, and does not divide the "
             f"{world_size} of this run: start more (`Trainer(devices=..., strategy='ddp')`), or choose a divisor."
         )
-    check_divides(policy, head, num_ranks)

@@ -115,7 +115,7 @@ class VLLMEngine(RolloutEngine):
         self._shapes = policy_shapes(policy)
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
-        check_split(policy, head_path, self.num_ranks)
+        check_split(self.num_ranks)
         internals.set_environment()
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
