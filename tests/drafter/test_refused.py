@@ -78,6 +78,9 @@ def test_heads_that_do_not_fit_are_refused(policy_path: str, tmp_path: Path) -> 
     save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, head / "model.safetensors")
     with pytest.raises(ValueError, match=r"files lack fc\.weight"):
         make_drafter(drafter.target, head=str(head))
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] / 0}, head / "model.safetensors")
+    with pytest.raises(ValueError, match=r"NaN or infinite numbers, in fc\.weight"):
+        make_drafter(drafter.target, head=str(head))
     for name, tensor in (("fc.weight", tensors["fc.weight"][:, :-1]), ("foo.weight", torch.zeros(3))):
         save_file(tensors | {name: tensor.contiguous()}, head / "model.safetensors")
         with pytest.raises(ValueError, match=f"config\\.json speaks of, but others: .*{name}"):

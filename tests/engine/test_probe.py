@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from tlt_lightning.engine.probe import TOLERANCES, check_same_logps, warn_of_mismatch
+from tlt_lightning.engine.probe import TOLERANCES, check_same_logps, warn_of_mismatch, warn_of_surprise
 
 ROWS = [[-1.0, -2.0], [-3.0]]
 MASK = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -44,3 +44,40 @@ def test_a_large_kl_is_a_warning_in_every_iteration(caplog: pytest.LogCaptureFix
         warn_of_mismatch(0.3, 3)
     assert [record.getMessage()[:12] for record in caplog.records] == ["Iteration 2:", "Iteration 3:"]
     assert "TransformersEngine" in caplog.text
+
+
+def surprise_of(seed: int, *, moved: float = 0.0, replaced: float = 0.0, num_tokens: int = 2000) -> dict[str, float]:
+    """Metrics of tokens whose policy has `moved` since, a share of them `replaced` by the least likely token."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(num_tokens, 8, generator=generator, dtype=torch.float64)
+    logps = logits.log_softmax(-1)
+    theirs = (logits + moved * torch.randn(num_tokens, 8, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    tokens = torch.multinomial(theirs.exp(), 1, generator=generator)
+    is_replaced = torch.rand(num_tokens, 1, generator=generator) < replaced
+    tokens = torch.where(is_replaced, logits.argmin(-1, keepdim=True), tokens)
+    surprise = -logps.gather(-1, tokens)[:, 0] + (logps.exp() * logps).sum(-1)
+    difference = (logps - theirs).gather(-1, tokens)
+    return {
+        "mismatch/surprise": surprise.mean().item(),
+        "mismatch/surprise_square": surprise.square().mean().item(),
+        "mismatch/kl": (difference.exp() - 1 - difference).mean().item(),
+        "rollout/tokens": num_tokens,
+    }
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.01, 0.1, 0.5, 1.0])
+def test_tokens_of_the_policy_or_one_beside_it_are_no_surprise(moved: float, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(20):
+        metrics = surprise_of(seed, moved=moved)
+        warn_of_surprise(metrics, 1)
+        assert "mismatch/surprise_square" not in metrics
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.1])
+def test_tokens_that_nobody_drew_are_loud(moved: float, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(20):
+        warn_of_surprise(surprise_of(seed, moved=moved, replaced=0.2), 3)
+    assert len(caplog.records) == 20
+    assert "Iteration 3: `mismatch/surprise` is " in caplog.text
+    assert "Leave `engine.speculation` out" in caplog.text

@@ -139,12 +139,16 @@ def test_every_metric_that_the_package_logs_is_in_the_docs() -> None:
     shown = {re.sub(r"<.*?>", "<>", name) for name in re.findall(r"`([\w/<>]+)`", pages)}
     shown |= {f"drafter/{name}" for name in shown}
     made_of_parts = {"speculation/<>_<>", "rollout/length_p<>", "drafter/<>"}  # whose results are shown one by one
-    elsewhere = {"mismatch/is_weight_square", "rollout/variety"}  # taken out before logging; the gallery's
+    elsewhere = {
+        "mismatch/is_weight_square",
+        "mismatch/surprise_square",
+        "rollout/variety",
+    }  # taken out before logging; the gallery's
     assert logged - shown - made_of_parts - elsewhere == set()
     followed = {
         name.replace("<>", "x") for name in logged | shown if re.match("(?:reward|rollout|train|mismatch)/", name)
     }
-    parts = {"mismatch/is_weight_square", "rollout/length_px", "reward/x_x"}
+    parts = {"mismatch/is_weight_square", "mismatch/surprise_square", "rollout/length_px", "reward/x_x"}
     assert followed - set(NAMES) - parts == {"reward/x", "reward/x_errors", "reward/x_timeouts"}
 
 

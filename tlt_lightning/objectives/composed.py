@@ -109,6 +109,7 @@ class ComposedObjective(PolicyObjective):
         losses, clipped = pair_of(self.surrogate, self.surrogate(logps, old_logps, advantages, mask), mask)
         level: Level = "token" if self.correction is None else self.correction.level
         ratio = importance_weights(old_logps, rollout_logps, mask, level)
+        surprise = -logps - entropy  # 0 in the mean for tokens drawn from this very policy
         metrics = {
             "train/entropy": token_mean(entropy, batch),
             "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
@@ -116,8 +117,8 @@ class ComposedObjective(PolicyObjective):
             "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
             "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
             "mismatch/ratio_max": ratio.max(),
-            # 0 in the mean for tokens drawn from this very policy: the one trace that a wrong sampler leaves in a run.
-            "mismatch/surprise": token_mean(-logps - entropy, batch),
+            "mismatch/surprise": token_mean(surprise, batch),
+            "mismatch/surprise_square": token_mean(surprise.square(), batch),
         }
         if self.correction is not None:
             weights = self.correction(old_logps, rollout_logps, mask)

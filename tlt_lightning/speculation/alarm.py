@@ -45,8 +45,9 @@ class AcceptanceAlarm:
         self.is_ringing = True
         self.num_rung += 1
         log.warning(
-            "The draft head is switched off: %d of its last %d drafts were accepted. A head that has hardly been "
-            "trained does that; otherwise it belongs to another policy. The next weights are tried again.",
+            "The draft head is switched off: %d of its last %d drafts were accepted. Responses still follow "
+            "the policy exactly, only slower. A head that has hardly been trained does that; otherwise it belongs to "
+            "another policy, or it overflows. The next weights are tried again.",
             self._accepted,
             self._verified,
         )

@@ -97,6 +97,8 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens without `d2t`, the map back to tokens")
     elif missing := sorted({f"{part}.weight" for part in HEAD_PARTS} - set(map(canonical_name, head.tensors))):
         faults.append(f"its files lack {', '.join(missing)}")
+    elif broken := _not_finite(head.path):
+        faults.append(f"its files hold NaN or infinite numbers, in {', '.join(broken)}")
     if biases := sorted(name for name in head.tensors if name.endswith(".bias")):
         faults.append(f"biases, which `update_drafter` does not know: {', '.join(biases)}")
     layers = config["num_hidden_layers"]
@@ -141,6 +143,12 @@ def load_weights(file: Path, device: str = "cpu") -> dict[str, Any]:
     is_safe = file.suffix == ".safetensors"
     tensors: dict[str, Any] = load_file(file, device) if is_safe else torch.load(file, device, weights_only=True)
     return tensors
+
+
+def _not_finite(path: str) -> list[str]:
+    """Return the names of tensors that hold NaN or infinite numbers."""
+    tensors = (pair for file in weight_files(path) for pair in load_weights(file).items())
+    return sorted(name for name, tensor in tensors if not tensor.isfinite().all())
 
 
 def _tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from tlt_lightning.checks import check_policy_is_whole
 from tlt_lightning.engine.base import RolloutEngine
-from tlt_lightning.engine.probe import warn_of_mismatch
+from tlt_lightning.engine.probe import warn_of_mismatch, warn_of_surprise
 from tlt_lightning.objectives.correction import effective_sample_size
 from tlt_lightning.schedules.cycle import CycleDiagnosis
 from tlt_lightning.schedules.tail_batching import TailBatching
@@ -57,6 +57,7 @@ class CloseIteration(L.Callback):
         engine: RolloutEngine = trainer.datamodule.engine  # type: ignore[attr-defined]
         if not metrics.get("schedule/age"):  # tokens of older weights differ, as they should
             warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1, engine.compute_dtype)
+        warn_of_surprise(metrics, trainer.current_epoch + 1)
         judge_weights(metrics, trainer.current_epoch + 1)
         log_of_iteration(pl_module, metrics)
         before, self._weights = self._weights, sample_of(self._trained)

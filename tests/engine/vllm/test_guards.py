@@ -116,6 +116,15 @@ def test_a_head_without_some_of_its_weights_is_refused(policy: str, tmp_path: Pa
         check_head(read_head(path), policy)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_head_with_a_number_that_is_not_finite_is_refused(value: float, policy: str, tmp_path: Path) -> None:
+    head = make_head(policy)
+    with torch.no_grad():
+        head.norm.weight[3] = value
+    with pytest.raises(ValueError, match=r"its files hold NaN or infinite numbers, in norm\.weight\. Use the head"):
+        Speculation(selector=FixedSelector(3), head=save_head(head, tmp_path / "head")).check(policy, 4)
+
+
 @pytest.mark.parametrize(
     ("config", "fault"),
     [

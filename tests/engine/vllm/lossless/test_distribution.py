@@ -2,8 +2,8 @@
 
 The policy knows 6 tokens and writes at most 3, so the probability of every text is known. The drafter is a random head,
 or a look-up in a prompt made to match whatever comes; both are mostly wrong, which is where a faulty verification
-shows. On a GPU the same is counted under vLLM's V2 runner with CUDA graphs and asynchronous scheduling, in both types;
-`--junit-xml FILE` of pytest keeps what was counted.
+shows. One head has logits that are no finite numbers. On a GPU the same is counted under vLLM's V2 runner with CUDA
+graphs and asynchronous scheduling, in both types; `--junit-xml FILE` of pytest keeps what was counted.
 """
 
 import math
@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy drafts and look-ups": {"draft_sampling": "greedy", "siblings": True, "ngram": True},
     "sampled drafts and look-ups": {"draft_sampling": "probabilistic", "siblings": True, "ngram": True},
     "sampled drafts, the head alone": {"draft_sampling": "probabilistic"},
+    "sampled drafts, a head that overflows": {"draft_sampling": "probabilistic"},
 }
 SOME = torch.tensor([1, 1, 2, 2])
 """Map of a head alone to the tokens that it drafts: 1, 2, 4 and 5."""
@@ -72,6 +73,9 @@ def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.
     drafters: list[Drafter] = ["learned", *(("sibling", "ngram", "mixed") if case.get("siblings") else ())]
     is_alone = drafters == ["learned"]
     head = make_head(policy, seed=3, draft_vocab_size=len(SOME) if is_alone else None)
+    if "overflows" in name:  # finite weights, and logits that are infinite or no numbers
+        with torch.no_grad():
+            head.norm.weight.fill_(3e38)
     path = save_head(head, tmp_path_factory.mktemp("head"))
     selector = ScriptedSelector(tuple(drafters), longest=3)
     speculation = Speculation(selector=selector, head=path, max_draft_tokens=3, steps_per_choice=1, **case)

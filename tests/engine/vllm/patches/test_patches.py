@@ -26,9 +26,11 @@ from tlt_lightning.engine.vllm.patches import (
     cpu_temperatures,
     cpu_tied_head,
     cublas_workspaces,
+    finite_drafts,
     patched,
     shared_device,
 )
+from tlt_lightning.engine.vllm.patches.finite_drafts import finite
 from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
 from tlt_lightning.engine.vllm.patches.patch import Patch, replace
 from tlt_lightning.policy import PolicyWeights, load_policy
@@ -187,6 +189,32 @@ def test_a_graph_keeps_its_workspace_when_the_others_are_freed() -> None:
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_head_drafts_from_finite_numbers_at_every_temperature(dtype: torch.dtype) -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[2.5, -1.0, 3.0, -inf], [inf, 0.0, 1.0, -inf], [nan, nan, nan, nan], [6e4, 1.0, -6e4, nan]]
+    logits = torch.tensor(rows, dtype=dtype)
+    healthy = logits[0].softmax(-1)
+    found = finite(logits)
+    assert found is logits
+    assert torch.equal(found[0].softmax(-1), healthy)
+    for temperature in (0.01, 0.7, 2.0):
+        drafts = (found / temperature).softmax(-1, dtype=torch.float32)
+        torch.testing.assert_close(drafts.sum(-1), torch.ones(4))
+    assert finite(None) is None
+
+
+@pytest.mark.vllm
+def test_a_head_computes_its_logits_through_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    monkeypatch.setattr(Eagle3LlamaForCausalLM, "compute_logits", lambda head, states: states / 0)
+    head = object.__new__(Eagle3LlamaForCausalLM)
+    assert not Eagle3LlamaForCausalLM.compute_logits(head, torch.ones(2)).isfinite().any()
+    with finite_drafts.PATCH.applied():
+        assert Eagle3LlamaForCausalLM.compute_logits(head, torch.ones(2)).isfinite().all()
 
 
 def test_splits_shrink_with_the_batch() -> None:

@@ -153,7 +153,8 @@ REQUIRED: dict[str, str] = {
     "v1.attention.backend.CommonAttentionMetadata": "max_query_len; num_reqs; block_table_tensor",
     # The head's keys and values, written without running it.
     "model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM": (
-        "model; config; lm_head; draft_id_to_target_id; load_weights(weights); combine_hidden_states(hidden_states)"
+        "model; config; lm_head; draft_id_to_target_id; load_weights(weights); compute_logits(hidden_states); "
+        "combine_hidden_states(hidden_states)"
     ),
     "model_executor.models.llama_eagle3.LlamaModel": "layers; embed_tokens",
     "model_executor.models.llama_eagle3.LlamaDecoderLayer": "self_attn; input_layernorm; _residual_norm",
