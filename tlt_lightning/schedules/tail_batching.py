@@ -16,9 +16,9 @@ class TailBatching(RolloutSchedule):
     Once each rank has deferred as many prompts as an iteration needs, the next iteration answers these, and waits for
     all of them: no prompt is deferred twice. Current weights answer them anew, so that each update is on-policy, and
     with the noise of the first time. Where the same noise gives the same text, a cycle of short and long iterations
-    chooses nothing by length. Noise gives another text where weights have moved, or where speculation drafted otherwise
-    (not with vLLM's V2 runner and greedy drafts); then learning leans to short responses. `schedule/repeated` is the
-    share of deferred tokens that were written again.
+    chooses nothing by length. Noise gives another text where weights have moved, and on vLLM's V1 runner, or with
+    sampled drafts without look-ups, where speculation drafted otherwise; then learning leans to short responses.
+    `schedule/repeated` is the share of deferred tokens that were written again.
 
     Groups are taken whole. RollPacker starts more responses than a group needs and takes the first, the short ones.
 
