@@ -6,6 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = {
+    "main_table": "benchmarks.main_table",
     "target": "benchmarks.target.run",
     "pad_to_7b": "benchmarks.target.pad_to_7b",
     "rollout": "benchmarks.rollout.run",

@@ -34,6 +34,8 @@ ENGINES = {
     "head in fp8": "the same head beside linear layers in fp8",
     "sampled in fp8": "the same, drafts sampled from its whole distribution",
     "table": "the same head under vLLM's own scheduler and `num_speculative_tokens_per_batch_size`",
+    "vLLM K=3": "the same head under vLLM's own scheduler, three drafts in every step",
+    "vLLM K=5": "the same, five drafts",
 }
 """Kinds of engines; a further head has a kind of its own, `head <name>`."""
 
@@ -57,7 +59,12 @@ class Arm:
     @property
     def is_modelled(self) -> bool:
         """True if the arm drafts nothing, or likeliest tokens of the first head, as in the model."""
-        return self.engine in ("plain", "head", "table")
+        return self.engine in ("plain", "head") or is_vllm_alone(self.engine)
+
+
+def is_vllm_alone(engine: str) -> bool:
+    """Return whether vLLM speculates by itself in this kind of engine, without this package's runner."""
+    return engine.partition(" ")[0] in ("table", "vLLM")
 
 
 def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
@@ -75,6 +82,7 @@ def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
         add("BEG-MAB", "core", "head", BEGMABSelector)
         add("off", "core", "head", partial(FixedSelector, 0))
         arms.append(Arm(name="vLLM table", part="others", engine="table"))
+        arms += [Arm(name=name, part="stock", engine=name) for name in ("vLLM K=3", "vLLM K=5")]
         for name, selector in (("adaptive", CostModelSelector), ("K=3", partial(FixedSelector, 3))):
             add(f"{name}, sampled drafts", "others", "sampled", selector)
         for head in heads[1:]:

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from benchmarks.common.engine import BenchEngine
-from benchmarks.rollout.arms import KS, WarmUpSelector, arms_of
+from benchmarks.rollout.arms import KS, WarmUpSelector, arms_of, is_vllm_alone
 from benchmarks.rollout.setup import Setup
 from benchmarks.rollout.steps import EDGES, Row, row_of, summarize
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -43,7 +43,7 @@ class Bench:
             enforce_eager=setup.enforce_eager,
             sleep=False,
             speculation=self._speculation(kind),
-            arguments=table_arguments(setup.heads[0], table) if kind == "table" else None,
+            arguments=vllm_arguments(setup.heads[0], kind, table) if is_vllm_alone(kind) else None,
         )
         began = time.perf_counter()
         self.engine.setup(setup.policy, max_model_len=setup.max_model_len, seed=setup.seed)
@@ -56,7 +56,7 @@ class Bench:
             pass
 
     def _speculation(self, kind: str) -> Speculation | None:
-        if kind in ("plain", "table"):
+        if kind == "plain" or is_vllm_alone(kind):
             return None
         named = {f"head {Path(head).name}": head for head in self.setup.heads}
         head = None if kind in ("siblings", "ngram") else named.get(kind, next(iter(self.setup.heads), None))
@@ -106,16 +106,18 @@ class Bench:
         self.engine.forget_prompts()
 
 
-def table_arguments(head: str, table: Table) -> dict[str, Any]:
-    """Return the arguments of an engine under vLLM's own table of draft lengths."""
-    config = {
+def vllm_arguments(head: str, kind: str, table: Table) -> dict[str, Any]:
+    """Return the arguments of an engine in which vLLM speculates by itself, of kind `table` or `vLLM K=<n>`."""
+    drafts = kind.partition(" K=")[2]
+    config: dict[str, Any] = {
         "method": "eagle3",
         "model": head,
-        "num_speculative_tokens": max(k for *_, k in table),
+        "num_speculative_tokens": int(drafts) if drafts else max(k for *_, k in table),
         "draft_sample_method": "greedy",
         "rejection_sample_method": "standard",
-        "num_speculative_tokens_per_batch_size": [tuple(entry) for entry in table],
     }
+    if not drafts:
+        config["num_speculative_tokens_per_batch_size"] = [tuple(entry) for entry in table]
     return {"speculative_config": config}
 
 

@@ -8,6 +8,7 @@ rolls out `num_prompts` x `group_size` responses at temperature 1 and top-p 1, i
 - `core`: lengths are recorded once by a plain rollout; then the plain engine, every fixed K, TLT's rule, BEG-MAB and
   the adaptive selector write responses of exactly these lengths, ends ignored, so that all do the same work.
 - `others`: vLLM's own table of K by batch size, tuned on what `core` measured, and drafts sampled from the head.
+- `stock`: vLLM's own EAGLE-3 with 3 and 5 drafts in every step.
 - `heads`: the further ones of `--head`. `lookups`: siblings and n-grams, with a head and without. `fp8`: 8-bit engines.
 
 Engines live side by side in processes of their own and take turns, so that an arm is repeated minutes after its first
@@ -37,7 +38,7 @@ from benchmarks.rollout.process import EngineError, EngineProcess, Engines
 from benchmarks.rollout.report import by_arm, render
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
 
-PARTS = ("core", "others", "heads", "lookups", "fp8")
+PARTS = ("core", "others", "stock", "heads", "lookups", "fp8")
 
 
 class Job(NamedTuple):

@@ -79,7 +79,13 @@ def test_everything_is_measured_compared_and_written(run: Any, tmp_path: Path) -
     measured = [(job["arm"], job["turn"]) for job in results["runs"] if job["part"] == "core"]
     arms = ["plain", "adaptive", "K=3", "K=5", "K=1", "K=7", "TLT rule", "BEG-MAB", "off"]
     assert measured == [("plain", 0), *((arm, turn) for turn in range(3) for arm in arms)]  # recorded, then in turns
-    parts = [["plain", "head"], ["table", "sampled"], ["head early"], ["mixed", "siblings", "ngram"]]
+    parts = [
+        ["plain", "head"],
+        ["table", "sampled"],
+        ["vLLM K=3", "vLLM K=5"],
+        ["head early"],
+        ["mixed", "siblings", "ngram"],
+    ]
     assert engines.needed == [*parts, ["head in fp8", "sampled in fp8", "plain in fp8"], []]
     assert results["lengths"] == LENGTHS
     assert results["failures"] == results["left_out"] == []
