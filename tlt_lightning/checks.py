@@ -310,8 +310,8 @@ def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:
         )
 
 
-def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
-    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation.
+def context_of(policy: str) -> int | None:
+    """Return the most tokens of a sequence, None where the policy has no limit.
 
     The frequencies of `longrope` follow the longest sequence of a pass, in vLLM the longest that may come: a pack, a
     padded batch and the engine would differ on a short sequence, so its context ends where they begin to.
@@ -323,6 +323,12 @@ def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_s
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):  # one, or one a type of layer
         if rope.get("rope_type") == "longrope":
             limit = rope["original_max_position_embeddings"]
+    return limit
+
+
+def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
+    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation."""
+    limit = context_of(policy)
     for name, max_tokens in (("sampling", sampling.max_tokens), ("val_sampling", val_sampling.max_tokens)):
         if limit is not None and max_prompt_tokens + max_tokens > limit:
             raise ValueError(

@@ -82,8 +82,8 @@ def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *product(["group_size", "max_prompt_tokens", "inner_epochs", "val_group_size"], ["8", None, 0.5, 0]),
-        *product(["micro_batch_tokens"], ["8", 0.5, 0]),
+        *product(["group_size", "inner_epochs", "val_group_size"], ["8", None, 0.5, 0]),
+        *product(["micro_batch_tokens", "max_prompt_tokens"], ["8", 0.5, 0]),
     ],
 )
 def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any, prompts_path: str) -> None:
