@@ -126,4 +126,4 @@ def _is_resumable_alone(trainer: L.Trainer) -> bool:
         return True  # ranks that warm a drafter up keep nothing of their own
     if is_sharded(trainer) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
         return False
-    return not backlog.schedule.stops  # each rank puts its own aside
+    return not backlog.schedule.defers  # each rank has its own that wait

@@ -45,8 +45,8 @@ from tlt_lightning.rewards import RewardFunction, RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import check_seconds
 from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
+from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import RolloutSchedule
-from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
@@ -281,7 +281,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._trainer.validating and not self._module.update_state.validated:  # a resumed run validates anew
             own["engine"] = self._unvalidated_engine or own["engine"]
         own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
-        own |= self.backlog.state_dict(None if anew is None else anew.first_aside)
+        own |= self.backlog.state_dict(None if anew is None else anew.first_deferred)
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,
