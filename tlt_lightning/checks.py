@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
-from tlt_lightning.policy import load_shapes, read_config
+from tlt_lightning.model_files import read_config
+from tlt_lightning.policy import load_shapes
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known

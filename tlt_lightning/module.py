@@ -22,9 +22,10 @@ from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook, check_overrides
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.held_out import HeldOutMetrics
+from tlt_lightning.model_files import HOW_TO_SAVE
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
-from tlt_lightning.policy import HOW_TO_SAVE, LoRA, PolicyWeights
+from tlt_lightning.policy import LoRA, PolicyWeights
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
@@ -34,8 +35,7 @@ from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_fro
 from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
-from tlt_lightning.training.networks import Networks, arguments_of, load_networks, score
-from tlt_lightning.training.reference import Reference
+from tlt_lightning.training.networks import Networks, Reference, arguments_of, load_networks, score
 from tlt_lightning.training.throughput import log_work
 
 

@@ -21,7 +21,7 @@ FLOORS = [
     {"speculation"},
     {"rollout"},
     {"fused"},
-    {"policy", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
+    {"policy", "model_files", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
     {"engine"},
     {"hooks", "metrics", "checks", "training", "schedules"},
     {"guard", "callbacks"},
