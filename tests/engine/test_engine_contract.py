@@ -1,7 +1,7 @@
 """Duties of every engine, run on both with the same tiny policy."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,25 +12,29 @@ import torch
 
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.base import RolloutProgress
-from tlt_lightning.policy import PolicyWeights, causal_lm, load_policy, load_tokenizer
+from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
 from tlt_lightning.rollout import Request, Response, Sampling
+from tlt_lightning.testing.engines import DUTIES, MAX_MODEL_LEN, EngineCase
 
 PROMPTS = [[12, 13, 3, 15, 4], [14, 13, 3, 17, 4], [12, 12, 12, 3, 19, 4]]
-MAX_MODEL_LEN = 96
 WRITTEN = Response(0, [3, 4], [-1.0, -1.0], "unfinished", (0,))
 # vLLM's attention for GPUs multiplies float32 numbers as TF32.
 TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-4
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def engine(request: pytest.FixtureRequest, policy_path: str) -> Iterator[RolloutEngine]:
+def case(request: pytest.FixtureRequest, policy_path: str) -> Iterator[EngineCase]:
     if request.param == "vllm":
         engine: RolloutEngine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=8, enforce_eager=True)
     else:
         engine = TransformersEngine(batch_size=4)
-    engine.setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
-    yield engine
+    yield EngineCase(engine, policy_path)
     engine.close()
+
+
+@pytest.fixture
+def engine(case: EngineCase) -> RolloutEngine:
+    return case.engine
 
 
 @pytest.fixture
@@ -40,6 +44,11 @@ def policy(engine: RolloutEngine, policy_path: str) -> torch.nn.Module:
     engine.attach(model)
     engine.update_weights(PolicyWeights(model), 0)
     return model
+
+
+@pytest.mark.parametrize("duty", DUTIES)
+def test_duty(duty: Callable[[EngineCase], None], case: EngineCase, policy: torch.nn.Module) -> None:
+    duty(case)
 
 
 def requests(num_siblings: int = 4) -> list[Request]:
@@ -69,22 +78,6 @@ def test_greedy_is_the_argmax_of_the_policy(engine: RolloutEngine, policy: torch
         assert tokens == greedy_by_hand(policy, list(request.prompt_ids), 24)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_logps_are_those_of_the_sampling_distribution(
-    engine: RolloutEngine, policy: torch.nn.Module, temperature: float
-) -> None:
-    differences = []
-    for (tokens, logps, _), request in zip(
-        run(engine, Sampling(max_tokens=24, temperature=temperature)), requests(), strict=True
-    ):
-        ids = torch.tensor([[*request.prompt_ids, *tokens]])
-        with torch.no_grad():
-            logits = policy(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
-        differences += (expected - torch.tensor(logps)).abs().tolist()
-    assert sum(differences) / len(differences) < TOLERANCE
-
-
 def test_top_k_logps_are_renormalised(engine: RolloutEngine, policy: torch.nn.Module) -> None:
     tokens, logps, _ = run(engine, Sampling(max_tokens=1, top_k=2))[0]
     with torch.no_grad():
@@ -92,19 +85,6 @@ def test_top_k_logps_are_renormalised(engine: RolloutEngine, policy: torch.nn.Mo
     kept = logits.topk(2)
     expected = kept.values.log_softmax(-1)[kept.indices.tolist().index(tokens[0])]
     assert logps[0] == pytest.approx(expected.item(), abs=TOLERANCE)
-
-
-def test_responses_end_at_eos_or_at_the_limit(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    for tokens, logps, reason in run(engine, Sampling(max_tokens=12)):
-        assert len(tokens) == len(logps) <= 12
-        assert 1 not in tokens[:-1]
-        assert reason == ("stop" if tokens[-1] == 1 else "length")
-
-
-def test_requests_may_have_limits_of_their_own(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    mixed = [Request(id=i, prompt_ids=PROMPTS[0], max_tokens=limit) for i, limit in enumerate([1, 5, None])]
-    responses = {r.request_id: r for r in engine.generate(mixed, Sampling(max_tokens=9), seed=0)}
-    assert all(len(responses[i].token_ids) <= limit for i, limit in enumerate([1, 5, 9]))
 
 
 def test_stop_tokens_end_a_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
@@ -158,12 +138,6 @@ def test_a_stop_string_of_two_tokens_ends_a_response(
     assert len(tokens) == len(logps) > end
 
 
-def test_same_seed_same_responses(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    first, again, other = (run(engine, Sampling(max_tokens=16), seed=seed) for seed in (3, 3, 4))
-    assert first == again
-    assert first != other
-
-
 def draw(*_: object) -> tuple[float, float, float]:
     """One number of each of the process's generators."""
     return torch.rand(1).item(), random.random(), float(np.random.rand())
@@ -200,31 +174,6 @@ def test_however_a_rollout_ends_engine_and_random_numbers_are_as_before(
                 stream.close()
     assert draw() == numbers
     assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
-
-
-def test_new_weights_write_the_next_response(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    before = run(engine, Sampling(max_tokens=24, temperature=0))
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
-    engine.update_weights(PolicyWeights(policy), 3)
-    responses = list(engine.generate(requests(), Sampling(max_tokens=24, temperature=0), seed=0))
-    assert engine.policy_version == 3
-    assert {response.policy_versions for response in responses} == {(3,)}
-    after = {response.request_id: list(response.token_ids) for response in responses}
-    for request in requests():
-        assert after[request.id] == greedy_by_hand(causal_lm(policy), list(request.prompt_ids), 24)
-    assert [after[i] for i in sorted(after)] != [tokens for tokens, _, _ in before]
-
-
-def test_progress_counts_every_request_and_token(engine: RolloutEngine, policy: torch.nn.Module) -> None:
-    seen = []
-    responses = list(engine.generate(requests(), Sampling(max_tokens=16), seed=0, on_progress=seen.append))
-    assert all(progress.total == len(requests()) for progress in seen)
-    assert [p.finished for p in seen] == sorted(p.finished for p in seen)
-    assert (seen[-1].running, seen[-1].waiting) == (0, 0)
-    assert seen[-1].tokens == sum(len(response.token_ids) for response in responses)
-    assert seen[-1].longest == max(len(response.token_ids) for response in responses)
 
 
 def test_progress_counts_the_tokens_of_this_rollout_alone(engine: RolloutEngine, policy: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields
+from importlib import import_module
 from inspect import isabstract
 from io import StringIO
 from pathlib import Path
@@ -21,7 +22,7 @@ from nbclient import NotebookClient
 
 import tlt_lightning
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import RewardTerm, objectives
+from tlt_lightning import RewardTerm, objectives, testing
 from tlt_lightning.__main__ import main
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.metrics.names import NAMES
@@ -92,6 +93,28 @@ def test_your_own_callback_reward_selector_and_objective_run(
     trainer = make_trainer(tmp_path, own["Longest"](), max_epochs=1)
     trainer.fit(make_module(policy_path, objective=own["Cautious"]()), data)
     assert trainer.callback_metrics.keys() >= {"rollout/longest", "reward/right"}
+
+
+def test_the_plugins_of_the_docs_keep_their_duties(
+    policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own: dict[str, Any] = {}
+    for page in ("your_plugins.md", "your_reward.md"):
+        for _, title, code in BLOCK.findall((ROOT / "docs" / page).read_text()):
+            if title.endswith(".py"):
+                (tmp_path / title).write_text(code)
+                monkeypatch.setitem(sys.modules, title.removesuffix(".py"), None)  # so that it is forgotten later
+                del sys.modules[title.removesuffix(".py")]
+                own |= vars(import_module(title.removesuffix(".py")))
+    for name in ("test_my_selector", "test_my_rewards"):
+        own[name]()
+    for callback in (own["Patience"](), own["Digits"]()):
+        testing.check_callback(callback, policy_path)
+    testing.check_selector(own["LongContexts"]())
+    testing.check_objective(own["WeightedGRPO"]())
+    testing.check_objective(own["Reinforce"]())
+    testing.check_methods(own["EarlyOnly"]())
 
 
 def test_the_loss_of_the_docs_does_not_hang_on_micro_batches(

@@ -1,0 +1,383 @@
+"""Plugins of somebody who has read the documentation, and has made a mistake: the kit finds it."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tlt_lightning import FixedSelector, ObjectiveOutput, RolloutCallback, SynchronousSchedule, TransformersEngine
+from tlt_lightning.long_tail.budget import FixedBudget
+from tlt_lightning.objectives import GRPO, PPO
+from tlt_lightning.objectives.advantages import GroupCentred
+from tlt_lightning.objectives.surrogates import Surrogate
+from tlt_lightning.rewards import exact_match
+from tlt_lightning.speculation.graphs.pool import BucketedGraphPool
+from tlt_lightning.speculation.strategy import OFF, Strategy
+from tlt_lightning.testing import (
+    check_callback,
+    check_engine,
+    check_methods,
+    check_objective,
+    check_reward,
+    check_selector,
+)
+from tlt_lightning.testing.methods import check_method
+
+
+def mine(base: type, **members: Any) -> Any:
+    """Return an object of a class `Mine`, derived from `base` with these members, whose constructor takes nothing."""
+    return type("Mine", (base,), {"__init__": lambda self: super(type(self), self).__init__(), **members})()
+
+
+async def wait(*_: Any, **__: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("check", "base", "method", "called_with"),
+    [
+        (check_objective, GRPO, "advantages", "batch, reduce"),
+        (check_objective, GRPO, "loss", "batch, logps, entropy, values"),
+        (lambda piece: check_objective(GRPO(advantage=piece)), GroupCentred, "__call__", "batch, rewards, token_rewar"),
+        (check_methods, SynchronousSchedule, "begin", "demand, "),
+        (check_engine, TransformersEngine, "generate", "requests, sampling, seed=..., on_progress=..."),
+        (check_selector, FixedSelector, "select", "state"),
+        (check_methods, BucketedGraphPool, "plan", "arms, capture_sizes"),
+        (check_methods, FixedBudget, "decide", "iteration, remaining"),
+        (check_callback, RolloutCallback, "on_rollout_end", "trainer, pl_module, rollouts"),
+    ],
+)
+def test_a_method_that_cannot_be_called(
+    check: Callable[[Any], None], base: type, method: str, called_with: str
+) -> None:
+    given = {method: lambda self: None}
+    with pytest.raises(AssertionError, match=rf"`Mine\.{method}` is called with \({called_with}.*too many positional"):
+        check(mine(base, **given))
+    with pytest.raises(AssertionError, match=rf"`Mine\.{method}` is async, .*drop `async`"):
+        check(mine(base, **{method: wait}))
+
+
+def test_a_method_in_the_place_of_a_property() -> None:
+    """It would be true, whatever it returns."""
+    with pytest.raises(AssertionError, match=r"`Mine\.needs_entropy_grad` is a method.*add `@property`"):
+        check_objective(mine(GRPO, needs_entropy_grad=lambda self: False))
+
+
+def test_a_builtin_that_tells_no_signature_is_taken_as_a_method() -> None:
+    class Plugin:
+        largest = staticmethod(max)
+
+    def largest(self: Plugin, one: float, other: float) -> float: ...
+
+    check_method(Plugin(), "largest", largest)
+
+
+# Objectives
+
+
+def advantages(change: Callable[..., Any], base: type = GRPO) -> Any:
+    """Make other advantages of an objective's by `change`."""
+    return mine(base, advantages=lambda self, batch, reduce: change(batch, *base.advantages(self, batch, reduce)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch, a, returns: a, "returned tensor.*: return a pair"),
+        (lambda batch, a, returns: (a[:, 0], None), r"returned advantages \(12,\): return one for each token"),
+        (lambda batch, a, returns: (a, a[:, :1]), r"returned targets \(12, 1\)"),
+        (lambda batch, a, returns: (None, None), "returned advantages None"),
+        (lambda batch, a, returns: (a * torch.nan, None), "returned advantages with NaN or infinite values"),
+        (lambda batch, a, returns: (a + 1, None), "returned others than 0 where `batch.response_mask` is 0: multiply"),
+        (lambda batch, a, returns: (a * torch.rand(()), None), "returned others in the second call: keep nothing"),
+        (lambda batch, a, returns: (batch.rollout_logps.zero_() + a, None), "changed `batch.rollout_logps` in place"),
+        (lambda batch, a, returns: (a - batch.ref_logps, None), "raised TypeError.*None here: .*`batch.ref_logps`"),
+    ],
+)
+def test_advantages(change: Callable[..., Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=rf"`Mine\.advantages` {message}"):
+        check_objective(advantages(change))
+
+
+def test_a_critic_without_targets() -> None:
+    with pytest.raises(AssertionError, match=r"`Mine\.advantages` returned targets None"):
+        check_objective(advantages(lambda batch, a, returns: (a, None), PPO))
+
+
+def loss(change: Callable[..., Any]) -> Any:
+    """Make another loss of GRPO's by `change`."""
+    return mine(GRPO, loss=lambda self, batch, *given: change(batch, GRPO.loss(self, batch, *given), *given))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda batch, out, logps, h, v: ObjectiveOutput(out.loss - 0.1 * h.mean(), out.metrics),
+            "learns from `entropy`",
+        ),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss.detach(), out.metrics), "returned a loss without gradient"),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss * 0, {}), "returned a loss without gradient"),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss.item(), out.metrics), "return an `ObjectiveOutput`"),
+        (lambda batch, out, logps, *_: ObjectiveOutput(logps), "return an `ObjectiveOutput`"),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss, None), "`metrics` are a dictionary"),  # type: ignore[arg-type]
+        (lambda batch, out, *_: None, "return an `ObjectiveOutput`"),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss * torch.inf), "returned a loss of -?(inf|nan)"),
+        (
+            lambda batch, out, *_: ObjectiveOutput(out.loss, {"mine": out.loss}),
+            r"returned `mine` .*: `detach\(\)` a scalar",
+        ),
+        (
+            lambda batch, out, logps, *_: ObjectiveOutput((logps * batch.advantages).mean()),
+            "in its two micro-batches: divide",
+        ),
+        (
+            lambda batch, out, logps, *_: ObjectiveOutput(logps.square().sum() / batch.num_loss_tokens),
+            "counts tokens where",
+        ),
+    ],
+)
+def test_a_loss(change: Callable[..., Any], message: str) -> None:
+    """An entropy bonus without `needs_entropy_grad` did nothing; a plain mean counts a step of two batches twice."""
+    with pytest.raises(AssertionError, match=rf"`Mine\.loss` .*{message}"):
+        check_objective(loss(change))
+
+
+def test_the_entropy_may_be_read_and_weighed_by_zero() -> None:
+    check_objective(loss(lambda batch, out, logps, h, v: ObjectiveOutput(out.loss + 0 * h.mean(), out.metrics)))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (lambda losses: losses, "returned tensor.*: return a pair, losses and which of them are clipped"),
+        (lambda losses: (losses.mean(), losses), r"returned losses \(\): return one for each token"),
+        (lambda losses: (losses, None), "returned which losses are clipped None: return one for each token"),
+    ],
+)
+def test_a_surrogate(found: Any, message: str) -> None:
+    """One number for all would be spread over the tokens."""
+
+    class Own(Surrogate):
+        def __call__(self, logps: Any, old_logps: Any, advantages: Any, mask: Any) -> Any:
+            return found(-logps * advantages)
+
+    with pytest.raises(AssertionError, match=rf"`Own` {message}"):
+        check_objective(GRPO(surrogate=Own()))
+
+
+# Selectors
+
+
+@pytest.mark.parametrize("arms", [None, Strategy(3, "sibling"), (0, 3), (each for each in (OFF,))])
+def test_arms_that_are_no_strategies(arms: Any) -> None:
+    with pytest.raises(AssertionError, match=r"`Mine\.arms` returned .* for a batch of 1: return a tuple"):
+        check_selector(mine(FixedSelector, arms=lambda self, batch_size: arms))
+
+
+def test_arms_without_off() -> None:
+    arms = {"arms": lambda self, batch_size: (Strategy(3, "sibling"),)}
+    with pytest.raises(AssertionError, match=r"`Mine\.arms` returned .*: return `Strategy\(0\)` there, too"):
+        check_selector(mine(FixedSelector, **arms))
+
+
+def test_a_choice_that_is_no_arm() -> None:
+    with pytest.raises(AssertionError, match=r"`Mine\.select` chose Strategy.* for a batch of 64, where its `arms`"):
+        check_selector(mine(FixedSelector, select=lambda self, state: Strategy(7, "sibling")))
+
+
+class Alternates(FixedSelector):
+    """Chooses off every other time."""
+
+    turn = 0
+
+    def select(self, state: Any) -> Strategy:
+        self.turn += 1
+        return OFF if self.turn % 3 else self.strategy
+
+
+def test_a_state_that_is_not_saved() -> None:
+    with pytest.raises(AssertionError, match=r"`Alternates\.state_dict` lets a resumed run choose Strategy"):
+        check_selector(Alternates())
+    with pytest.raises(
+        AssertionError, match=r"`Mine\.state_dict` returned what a checkpoint does not load: return ten"
+    ):
+        check_selector(mine(Alternates, state_dict=lambda self: {"arm": self.strategy}))
+
+
+# Callbacks
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("on_rollout_finished", lambda *_: None, r"is no hook.*hooks are .*on_rollout_end, "),
+        ("on_weight_synced", lambda *_: None, r"is no hook.*on_weights_synced"),
+        ("on_hidden_state", lambda *_: None, r"is no hook.*on_hidden_states"),
+        (
+            "on_rollout_start",
+            lambda self, trainer, module, step: None,
+            "is called with .*: missing a required argument: 'step'",
+        ),
+        ("on_iteration_end", None, "is None: make it a method"),
+        (
+            "on_rollout_end",
+            lambda self, trainer, module, rollouts: rollouts[:1],
+            "returned a tuple, which nothing reads",
+        ),
+        (
+            "on_rollout_idle",
+            lambda self, t, m, window: [window.is_open() for _ in range(30)],
+            "went on in a closed window",
+        ),
+    ],
+)
+def test_a_hook(name: str, method: Any, message: str, policy_path: str) -> None:
+    with pytest.raises(AssertionError, match=rf"`Mine\.{name}` {message}"):
+        check_callback(mine(L.Callback, **{name: method}), policy_path)
+
+
+def test_a_metric_under_a_name_of_the_packages_own(policy_path: str) -> None:
+    class Named(RolloutCallback):
+        def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
+            if trainer.training:
+                pl_module.iteration_log.mean("reward/mean", 1.0)
+
+        def on_train_batch_end(self, trainer, pl_module, *_):  # type: ignore[no-untyped-def]
+            pl_module.iteration_log.mean("train/mine", 1.0)
+
+    with pytest.raises(AssertionError, match=r"`Named` logs \['reward/mean'\], as the package does"):
+        check_callback(Named(), policy_path)
+
+
+def test_a_state_that_is_not_loaded(policy_path: str) -> None:
+    class Counts(RolloutCallback):
+        count = 0
+
+        def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = 0
+
+    with pytest.raises(AssertionError, match=r"`Counts\.load_state_dict` leaves another state"):
+        check_callback(Counts(), policy_path)
+
+
+# Rewards
+
+LOCK = threading.Lock()
+
+
+def swapped(response: str, prompt: str, row: dict) -> float:
+    return exact_match(prompt, response, row)
+
+
+def count_calls(prompt: str, response: str, row: dict, calls: list = []) -> float:  # noqa: B006 - the mistake
+    with LOCK:
+        calls.append(response)
+        return 99 * (response == "42") + len(calls)
+
+
+def last_line(prompt: str, response: str, row: dict) -> float:
+    return float(response.splitlines()[-1] == row["answer"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (
+            lambda prompt, response, answer: float(response == answer),
+            "scores the right response 0.0|is called as",
+        ),
+        (lambda prompt, response, row: None, "fails on the response '42': .*returned None"),
+        (lambda prompt, response, row: float("nan"), "fails on the response '42': .*not finite"),
+        (last_line, "fails on the response '': return a number for any text. IndexError"),
+        (count_calls, "scores .*: keep nothing between calls"),
+    ],
+)
+def test_a_reward(reward: Any, message: str) -> None:
+    reward.__name__ = "mine"
+    with pytest.raises((AssertionError, TypeError), match=rf"Reward `mine` {message}"):
+        check_reward(reward, {"prompt": "6 * 7 =", "answer": "42"}, right="42", wrong="41")
+
+
+# Engines
+
+
+class Mine(TransformersEngine):
+    """Spoils its answers by `spoil`, which None drops."""
+
+    spoil: Any = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        for response in super().generate(*args, **kwargs):
+            if (spoilt := self.spoil(response)) is not None:
+                yield spoilt
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda r: replace(r, logps=r.logps[:-1]), r"answered request \d+ with \d+ `token_ids` and \d+ `logps`: give"),
+        (lambda r: replace(r, token_ids=torch.tensor(r.token_ids)), r"`token_ids` tensor\(\[.*: give a list"),
+        (lambda r: replace(r, logps=None), r"`logps` None: give a list"),
+        (lambda r: replace(r, token_ids="text"), "`token_ids` 'text': give a list"),
+        (lambda r: replace(r, finish_reason="eos"), "`finish_reason` 'eos': give one of .'stop', 'length'"),
+        (lambda r: replace(r, policy_versions=()), r"`policy_versions` \(\): give"),
+        (lambda r: replace(r, policy_versions=(7,)), r"`policy_versions` \(7,\): give"),
+        (lambda r: replace(r, request_id=99), "answered request 99, which was not asked or has been answered"),
+        (lambda r: replace(r, request_id=0), r"(answered request 0, which was not asked|left requests)"),
+        (lambda r: {"token_ids": r.token_ids}, r"yielded \{.*: yield a `Response`"),
+        (lambda r: None, r"left requests \[0\] without a response"),
+        (
+            lambda r: replace(r, logps=[-0.1] * len(r.logps)),
+            "gave `logps` .* nats from the policy's at temperature 1.0",
+        ),
+        (lambda r: replace(r, logps=[float("nan")] * len(r.logps)), "give finite log-probs"),
+        (lambda r: replace(r, finish_reason="stop"), "with `finish_reason` 'stop': end with the first"),
+    ],
+)
+def test_a_response(spoil: Any, message: str, policy_path: str) -> None:
+    """Among them are tensors, whose end of sequence no reward would be spared, and a log-prob too few."""
+    engine = Mine()
+    engine.spoil = spoil
+    with pytest.raises(AssertionError, match=rf"`Mine\.generate` .*{message}"):
+        check_engine(engine, policy_path)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"generate": lambda self, *a, **k: None}, r"generate` returned None: yield responses"),
+        (
+            {"update_weights": lambda self, tensors, version: None},
+            r"update_weights` was given version 0 and did not note",
+        ),
+        (
+            {"generate": lambda self, *a, seed, **k: TransformersEngine.generate(self, *a, seed=0, **k)},
+            "generate` wrote the same text with another `seed`",
+        ),
+        (
+            {"generate": lambda self, *a, on_progress, **k: TransformersEngine.generate(self, *a, **k)},
+            r"generate` ended with \[\] for `on_progress`",
+        ),
+        (
+            {"attach": lambda self, model: setattr(self, "_model", self._model or model)},
+            "generate` gave `logps` .* after `update_weights` has",
+        ),
+        (
+            {"stop": lambda self, ids: None},
+            "stop` had 12 of 12 requests answered, one of them from `add`, 0 unfinished",
+        ),
+    ],
+)
+def test_an_engine(members: dict[str, Any], message: str, policy_path: str) -> None:
+    with pytest.raises(AssertionError, match=rf"`Mine\.{message}"):
+        check_engine(mine(TransformersEngine, **members), policy_path)

@@ -1,0 +1,113 @@
+"""Check a callback in a small run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from tlt_lightning.data.module import RolloutDataModule
+from tlt_lightning.data.prompts import PromptSource
+from tlt_lightning.engine.transformers import TransformersEngine
+from tlt_lightning.hooks import HOOK_PREFIXES, ROLLOUT_HOOKS, RolloutCallback
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.module import RLModule
+from tlt_lightning.objectives import GRPO
+from tlt_lightning.ranks.idle_windows import IdleWindow
+from tlt_lightning.rewards.term import RewardTerm
+from tlt_lightning.rollout import Sampling
+from tlt_lightning.testing.methods import POLICY, check_method, named, saved
+
+
+class _WatchedLog(IterationLog):
+    """Notes which names the package logs (False), and which a callback (True)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_callbacks, self.names = False, {True: set[str](), False: set[str]()}
+
+    def _note(self, kind: str, name: str, value: float | Tensor) -> None:
+        self.names[self.is_callbacks].add(name)
+        super()._note(kind, name, value)
+
+    def call(self, hook: Callable[..., Any], who: str, *args: Any, **more: Any) -> None:
+        """Call a callback's hook, which has to return nothing."""
+        self.is_callbacks = True
+        returned = hook(*args, **more)
+        self.is_callbacks = False
+        remedy = "change what the hook is given, or set `trainer.should_stop`"
+        assert returned is None, f"{who} returned a {type(returned).__name__}, which nothing reads: {remedy}."
+
+
+class _IdleWorker(RolloutCallback):
+    """Gives a callback an idle window as though another worker still wrote, and closes it after some questions."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+
+    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Any) -> None:
+        answers = [False, *[True] * 20]
+
+        def is_open() -> bool:
+            who = named(self.callback, "on_rollout_idle")
+            assert answers, f"{who} went on in a closed window: return as soon as `window.is_open()` is False."
+            return answers.pop()
+
+        if trainer.training and hasattr(self.callback, "on_rollout_idle"):
+            self.callback.on_rollout_idle(trainer, pl_module, IdleWindow(is_open, num_waiting_for=1))
+
+
+def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
+    """Check a callback in a run of two iterations with validation, and with an idle window in each.
+
+    Args:
+        callback: Fresh from its constructor; the run is its own.
+        policy: Path or hub name of a small policy.
+    """
+    for name in (each for each in dir(type(callback)) if each.startswith(HOOK_PREFIXES)):
+        hooks = ", ".join(ROLLOUT_HOOKS)
+        assert name in ROLLOUT_HOOKS, (
+            f"{named(callback, name)} is no hook, and nothing would call it: hooks are {hooks}."
+        )
+        check_method(callback, name, getattr(RolloutCallback, name))
+    log = _WatchedLog()
+    own = {name for kind in type(callback).__mro__[: type(callback).__mro__.index(L.Callback)] for name in vars(kind)}
+    own = {name for name in own if name.startswith("on_")}
+    for name in own:
+        setattr(callback, name, partial(log.call, getattr(callback, name), named(callback, name)))
+    _fit(log, [callback, _IdleWorker(callback)], policy)
+    for name in own:
+        delattr(callback, name)
+    both = sorted(log.names[True] & log.names[False])
+    assert not both, f"`{type(callback).__name__}` logs {both}, as the package does: choose other names, as `mine/...`."
+    state = saved(callback)
+    callback.load_state_dict(state)
+    is_loaded = repr(saved(callback)) == repr(state)
+    assert is_loaded, f"{named(callback, 'load_state_dict')} leaves another state than it was given: load all of it."
+
+
+def _fit(log: IterationLog, callbacks: list[L.Callback], policy: str) -> None:
+    module = RLModule(policy, GRPO(), optimizer=partial(torch.optim.AdamW, lr=1e-4))
+    module.iteration_log = log
+    prompts = PromptSource(
+        rows=[{"prompt": f"make {7 * i} from 7 {i} :"} for i in range(2, 6)], chat=False, answer_column=None
+    )
+    sizes = {"group_size": 2, "prompts_per_iteration": 4, "num_minibatches": 1, "max_prompt_tokens": 32}
+    reward = RewardTerm(function=lambda prompt, response, row: 1 / (1 + len(response)), name="brevity")
+    data = RolloutDataModule(
+        TransformersEngine(), [reward], train=prompts, val=prompts, sampling=Sampling(max_tokens=8), **sizes
+    )
+    off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
+    with tempfile.TemporaryDirectory() as root:
+        given: dict[str, Any] = {
+            "max_epochs": 2,
+            "accelerator": "cpu",
+            "default_root_dir": root,
+            **dict.fromkeys(off, False),
+        }
+        L.Trainer(callbacks=callbacks, num_sanity_val_steps=0, **given).fit(module, data)

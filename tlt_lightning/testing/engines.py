@@ -1,0 +1,215 @@
+"""Check an engine against the policy that it writes with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
+from tlt_lightning.engine.probe import TOLERANCES
+from tlt_lightning.policy import PolicyWeights, causal_lm, end_token_ids, load_policy, load_tokenizer
+from tlt_lightning.rollout import FINISH_REASONS, Request, Response, Sampling
+from tlt_lightning.testing.methods import POLICY, check_methods, named
+
+MAX_MODEL_LEN = 96
+
+
+def check_engine(engine: RolloutEngine, policy: str = POLICY) -> None:
+    """Check that an engine keeps each of `DUTIES`.
+
+    Args:
+        engine: Fresh from its constructor; closed in the end.
+        policy: Path or hub name of a small policy.
+    """
+    try:
+        case = EngineCase(engine, policy)
+        for duty in DUTIES:
+            duty(case)
+    finally:
+        for _ in range(2):  # the second time has to be safe
+            engine.close()
+
+
+class EngineCase:
+    """Holds an engine that is set up, the policy that it writes with, and requests.
+
+    Args:
+        engine: Fresh from its constructor.
+        policy: Path or hub name.
+    """
+
+    def __init__(self, engine: RolloutEngine, policy: str) -> None:
+        check_methods(engine)
+        self.engine, self.policy, self.who = engine, policy, named(engine, "generate")
+        self.ends = end_token_ids(policy, load_tokenizer(policy))
+        engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
+        self.push()
+        draws, size = random.Random(0), self.model.config.vocab_size
+        prompts = [[draws.randrange(size) for _ in range(length)] for length in (5, 5, 7)]
+        self.requests = [Request(id=i, prompt_ids=prompts[i // 4], group=i // 4) for i in range(12)]
+
+    def push(self, change: float = 0.0) -> None:
+        """Load the policy, change its weights by noise of this size, and push them into the engine."""
+        self.model, version = causal_lm(load_policy(self.policy)), self.engine.policy_version + 1
+        noise = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(change * torch.randn(parameter.shape, generator=noise))
+        self.engine.attach(self.model)
+        self.engine.update_weights(PolicyWeights(self.model), version)
+        has_noted, who = self.engine.policy_version == version, named(self.engine, "update_weights")
+        assert has_noted, f"{who} was given version {version} and did not note it: set `self.policy_version = version`."
+        self.engine.warm_up()
+
+    def write(
+        self,
+        requests: Sequence[Request] | None = None,
+        *,
+        seed: int = 0,
+        on_progress: Callable[[RolloutProgress], Any] | None = None,
+        **sampling: Any,
+    ) -> list[Response]:
+        """Return the responses in the order of the requests, None being all, each of the right form."""
+        requests = self.requests if requests is None else requests
+        given: dict[str, Any] = {"max_tokens": 16, **sampling}
+        stream: Any = self.engine.generate(requests, Sampling(**given), seed=seed, on_progress=on_progress)
+        assert isinstance(stream, Iterable), f"{self.who} returned {stream!r:.200}: yield responses."
+        found: dict[int, Response] = {}
+        for response in stream:
+            self._check_form(response, {request.id for request in requests} - found.keys())
+            found[response.request_id] = response
+        left = sorted({request.id for request in requests} - found.keys())
+        assert not left, f"{self.who} left requests {left} without a response: yield one for each."
+        return [found[request.id] for request in requests]
+
+    def _check_form(self, response: Any, open_ids: Collection[int]) -> None:
+        assert isinstance(response, Response), f"{self.who} yielded {response!r:.200}: yield a `Response`."
+        who, is_open = f"{self.who} answered request {response.request_id}", response.request_id in open_ids
+        assert is_open, f"{who}, which was not asked or has been answered: give the `id` of each request back, once."
+        tokens, logps, versions = response.token_ids, response.logps, response.policy_versions
+        for name, values in (("token_ids", tokens), ("logps", logps)):
+            is_list = isinstance(values, Sequence) and not isinstance(values, str)  # tensors are none
+            assert is_list, f"{who} with `{name}` {values!r:.200}: give a list of numbers, as `tolist()` makes it."
+        is_even, counts = len(tokens) == len(logps), f"{len(tokens)} `token_ids` and {len(logps)} `logps`"
+        assert is_even, f"{who} with {counts}: give one log-prob for each token, the end-of-sequence token included."
+        are_finite = all(-inf < value < 1e-3 for value in logps)
+        assert are_finite, f"{who} with `logps` {logps!r:.200}: give finite log-probs of what was sampled."
+        is_reason = response.finish_reason in FINISH_REASONS
+        assert is_reason, f"{who} with `finish_reason` {response.finish_reason!r}: give one of {FINISH_REASONS}."
+        is_current = isinstance(versions, tuple) and versions[-1:] == (self.engine.policy_version,)
+        assert is_current, f"{who} with `policy_versions` {versions!r}: give `(self.policy_version,)`."
+
+    def logps(self, request: Request, response: Response, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return the policy's own log-probs of a response's tokens, (T,), and of the likeliest in their places."""
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
+        with torch.no_grad():
+            logits = self.model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+        logps = (logits / temperature).log_softmax(-1)
+        return logps.gather(-1, torch.tensor(response.token_ids)[:, None]).squeeze(-1), logps.amax(-1)
+
+    def check_logps(self, when: str, temperature: float = 1.0) -> None:
+        """Write, and check the log-probs against the policy's own."""
+        pairs = zip(self.requests, self.write(temperature=temperature), strict=True)
+        differences = [self.logps(*pair, temperature)[0] - torch.tensor(pair[1].logps) for pair in pairs]
+        mean, dtype = float(torch.cat(differences).abs().mean()), self.engine.compute_dtype
+        assert mean <= TOLERANCES[dtype], (
+            f"{self.who} gave `logps` {mean:.2g} nats from the policy's {when}: give those of the distribution sampled "
+            f"from, after temperature, by the newest weights; {TOLERANCES[dtype]} is allowed in {dtype}."
+        )
+
+
+def responses_end_where_they_must(case: EngineCase) -> None:
+    """A response ends at the policy's end of sequence, at a stop token, or at the limit of the request."""
+    limits = [1, 5, 9] * 4
+    asked = [replace(each, max_tokens=limit) for each, limit in zip(case.requests, limits, strict=True)]
+    (greedy,) = case.write(case.requests[:1], temperature=0)
+    stop = greedy.token_ids[len(greedy.token_ids) // 2]
+    for response, limit in zip(case.write(asked, stop_token_ids=(stop,)), limits, strict=True):
+        *tokens, last = response.token_ids
+        ends = {*case.ends, stop}
+        is_right = not ends & {*tokens} and response.finish_reason == ("stop" if last in ends else "length")
+        assert is_right and (last in ends or len(tokens) + 1 == limit), (
+            f"{case.who} wrote {[*tokens, last]} with `finish_reason` {response.finish_reason!r}: end with the first "
+            f"of {sorted(ends)} (stop), or at {limit} tokens (length)."
+        )
+
+
+def logps_are_those_of_the_distribution_sampled_from(case: EngineCase) -> None:
+    """Log-probs are the policy's at the temperature, and at temperature 0 each token is its likeliest."""
+    for temperature in (1.0, 0.7):
+        case.check_logps(f"at temperature {temperature}", temperature)
+    for request, response in zip(case.requests, case.write(temperature=0), strict=True):
+        chosen, likeliest = case.logps(request, response)
+        gap = float((likeliest - chosen).max())
+        is_greedy = gap <= TOLERANCES[case.engine.compute_dtype]
+        assert is_greedy, f"{case.who} chose at temperature 0 a token {gap:.2g} nats below the likeliest: take that."
+
+
+def the_seed_decides_the_text(case: EngineCase) -> None:
+    """The same seed gives the same text whoever else draws random numbers, and leaves those of the process alone."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = case.write(seed=3)
+    is_alone = torch.equal(torch.get_rng_state(), before)
+    assert is_alone, f"{case.who} moved the process's random numbers: draw from a generator of the engine's own."
+    again, other = case.write(seed=3, on_progress=lambda _: torch.rand(1)), case.write(seed=4)
+    assert again == first, f"{case.who} wrote other text with the same `seed`: let it decide, or a resumed run differs."
+    assert other != first, f"{case.who} wrote the same text with another `seed`: draw from it."
+
+
+def new_weights_write_the_next_response(case: EngineCase) -> None:
+    """After `update_weights` the responses are those of the new weights, under their version."""
+    case.push(change=0.05)
+    case.check_logps("after `update_weights` has brought others")
+    case.push()
+
+
+def progress_counts_every_request_and_token(case: EngineCase) -> None:
+    """`on_progress` is called after each step, and its numbers add up."""
+    seen: list[RolloutProgress] = []
+    lengths = [len(response.token_ids) for response in case.write(on_progress=seen.append)]
+    found = [(each.total, each.finished, each.tokens, each.longest) for each in seen]
+    assert found[-1:] == [(12, 12, sum(lengths), max(lengths))], (
+        f"{case.who} ended with {seen[-1:]} for `on_progress`, having written 12 responses of {sum(lengths)} tokens, "
+        f"{max(lengths)} in the longest: count what is written, and call it after each step."
+    )
+
+
+def stopped_responses_go_on_and_requests_are_added(case: EngineCase) -> None:
+    """With `can_stop`, what is stopped is unfinished and continued later; requests that are added are answered."""
+    if not case.engine.can_stop:
+        return
+    limits = [2, *[24] * 11]
+    first, *others = [replace(each, max_tokens=limit) for each, limit in zip(case.requests, limits, strict=True)]
+    found: dict[int, Response] = {}
+    for response in case.engine.generate([first, *others[:-1]], Sampling(max_tokens=24), seed=0):
+        if not found:
+            case.engine.add(others[-1:])
+            case.engine.stop([request.id for request in others])
+        found[response.request_id] = response
+    left = [replace(each, written=found.get(each.id)) for each in case.requests]
+    left = [each for each in left if each.written is not None and each.written.is_unfinished]
+    assert len(found) == 12 and left, (
+        f"{named(case.engine, 'stop')} had {len(found)} of 12 requests answered, one of them from `add`, {len(left)} "
+        "unfinished: yield what a stopped request has, with `finish_reason` 'unfinished', and answer all."
+    )
+    for request, response in zip(left, case.write(left, max_tokens=24), strict=True):
+        before = list(cast("Response", request.written).token_ids)
+        is_continued = list(response.token_ids[: len(before)]) == before
+        assert is_continued, f"{case.who} went on with {before} by {response.token_ids}: begin with `Request.written`."
+
+
+DUTIES: tuple[Callable[[EngineCase], None], ...] = (
+    responses_end_where_they_must,
+    logps_are_those_of_the_distribution_sampled_from,
+    the_seed_decides_the_text,
+    new_weights_write_the_next_response,
+    progress_counts_every_request_and_token,
+    stopped_responses_go_on_and_requests_are_added,
+)

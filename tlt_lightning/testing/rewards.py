@@ -1,0 +1,45 @@
+"""Check a reward on right, wrong and odd responses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tlt_lightning.rewards.pool import Call, run
+from tlt_lightning.rewards.term import RewardFunction, RewardTerm
+
+ODD_RESPONSES = ("", " \n", "<answer>", "\\boxed{", "1/0", "\U0001f642" * 9, "9" * 5000, "(" * 5000)
+"""What a policy may write before it has learned anything, or after it has collapsed."""
+
+
+def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, right: str, wrong: str) -> None:
+    r"""Check a reward on a right, a wrong and some odd responses, by several threads at once, as in a run.
+
+    Args:
+        reward: A function, or a term with a name and a weight.
+        row: A row of the data; its `prompt`, if any, is what the reward gets as the prompt.
+        right: A response that has to score more than `wrong`.
+        wrong: A response that has to score less.
+
+    Example:
+        >>> from tlt_lightning.rewards import math_equivalence
+        >>> check_reward(math_equivalence, {"prompt": "1/2 + 1/2 =", "answer": "1"}, right=r"\boxed{1}", wrong="2")
+    """
+    term = reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward)
+    who, texts = f"Reward `{term.name}`", [right, wrong, *ODD_RESPONSES]
+
+    def score(response: str) -> float:
+        try:
+            return run(Call(term, str(row.get("prompt", "")), response, row), timeout=10)
+        except Exception as error:
+            failed = f"{who} fails on the response {response[:40]!r}: return a number for any text. {error!r}"
+            raise AssertionError(failed) from error
+
+    with ThreadPoolExecutor(4) as pool:
+        scores = list(pool.map(score, [*texts, *texts]))
+    assert scores[0] > scores[1], (
+        f"{who} scores the right response {scores[0]} and the wrong one {scores[1]}: it is called as (prompt, "
+        "response, row), by place; compare with what the row holds."
+    )
+    for text, first, again in zip(texts, scores, scores[len(texts) :], strict=False):
+        assert first == again, f"{who} scores {text[:40]!r} {first}, then {again}: keep nothing between calls."
