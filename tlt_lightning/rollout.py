@@ -94,14 +94,12 @@ class Request:
         max_tokens: Limit for this request alone, `written` included; None uses `Sampling.max_tokens`.
         written: An unfinished response to go on with; the new response holds it, too. None begins anew.
         seed: Noise of this request alone. The same weights then write the same text whatever runs beside it, up to
-            rounding, and unless drafts change the draws (see `drafts_may_share_noise`). None draws from the rollout's.
+            rounding, and unless drafts change the draws, as those that rejection sampling verifies do. None draws from
+            the rollout's.
         expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
             of the requests start the longest first.
-        earlier_answers: Texts to look drafts up in, for engines that do. Unless `drafts_may_share_noise`, none of them
-            may have been written with this request's noise: exactness then rests on drafts that know nothing of what
-            verification will draw.
-        twin: What other weights wrote for this very request, with its prompt and its seed: the first draft of engines
-            whose `drafts_may_share_noise`, passed over by others.
+        earlier_answers: Texts to look drafts up in, for engines that do. None of them may have been written with this
+            request's noise: exactness rests on drafts that know nothing of what verification will draw.
     """
 
     id: int
@@ -112,7 +110,6 @@ class Request:
     seed: int | None = None
     expected_tokens: float = 0.0
     earlier_answers: Sequence[Sequence[int]] = ()
-    twin: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Answers:
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
-        self.engine = SimpleNamespace(state_dict=dict, drafts_may_share_noise=False)
+        self.engine = SimpleNamespace(state_dict=dict)
         self.requests: list[Request] = []
 
     def collect(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tlt_lightning.speculation import lookup
-from tlt_lightning.speculation.lookup import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, TWIN_MATCH, LookupDrafter, LookupScores
+from tlt_lightning.speculation.lookup import LEARNED, PRIOR_COUNT, TRIAL_PERIOD, LookupDrafter, LookupScores
 from tlt_lightning.speculation.strategy import Strategy
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -119,38 +119,6 @@ def test_earlier_answers_draft_for_every_response_to_their_prompt(monkeypatch: p
     made.clear()
     made.begin("c", prompt)
     assert made.drafts("c", [*prompt, 40, 41]) == []
-
-
-def test_a_twin_drafts_where_it_fits_before_all_others() -> None:
-    made = Texts(ngram=True)
-    twin = list(range(20, 40))
-    made.written["c"] = [*PROMPT]
-    made.add("c", made.written["c"], earlier=[[20, 50, 51, 52]] * 3, twin=twin)
-    found = made.propose("c", SIBLING, 3)
-    assert found is not None
-    assert (found.tokens, found.source) == ([20, 21, 22], ("twin", 0))
-    assert made.drafts("c", [*PROMPT, 20], NGRAM) == []
-    assert made.drafts("c", [*PROMPT, 20], MIXED) == [21, 22, 23]
-    assert made.drafts("b", [*PROMPT, 20]) == [50, 51, 52]  # it is nobody else's
-    assert made.drafts("c", [*PROMPT, *twin[:18]]) == [38, 39]
-    assert made.drafts("c", [*PROMPT, *twin]) == []  # it has no more
-
-
-def test_a_twin_that_turned_out_wrong_drafts_again_once_it_has_been_right_for_some_tokens() -> None:
-    made = Texts()
-    twin = list(range(20, 40))
-    made.written["c"] = [*PROMPT]
-    made.add("c", made.written["c"], twin=twin)
-    for right, drafts in ((0, []), (TWIN_MATCH - 1, []), (TWIN_MATCH, twin[12:15])):
-        assert made.drafts("c", [*PROMPT, *twin[:3], 9, *twin[4 : 4 + right]]) == drafts
-    assert made.drafts("c", [*PROMPT, *twin[:3], *twin[4 : 4 + TWIN_MATCH]]) == []  # it is at another place
-
-
-def test_twins_are_no_drafts_where_siblings_are_not() -> None:
-    made = Texts(siblings=False, ngram=True)
-    made.written["c"] = [*PROMPT]
-    made.add("c", made.written["c"], twin=[20, 21])
-    assert made.drafts("c", PROMPT) == []
 
 
 def test_a_response_that_is_continued_drafts_for_its_siblings_and_they_for_it() -> None:

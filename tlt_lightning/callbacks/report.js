@@ -199,7 +199,7 @@ section("Time",
   chart("Most memory held on the GPU", named("memory/peak_").map((name) => line(name, stageColor(name.slice(12)), name.slice(12))), { zero: true, latest: true, note: "GiB, in each stage" }));
 
 // Speculation
-const WHO = { learned: ["blue", "the head"], mixed: ["sky", "head and look-ups"], sibling: ["green", "a sibling"], earlier: ["yellow", "an earlier answer"], ngram: ["purple", "an own look-up"], twin: ["pink", "what other weights wrote for it"], off: ["grey", "off"] };
+const WHO = { learned: ["blue", "the head"], mixed: ["sky", "head and look-ups"], sibling: ["green", "a sibling"], earlier: ["yellow", "an earlier answer"], ngram: ["purple", "an own look-up"], off: ["grey", "off"] };
 const published = points("drafter/published").filter((point) => point[1] > 0).map(([x], i) => [x, `v${metrics["drafter/version"]?.[iterations.indexOf(x)] ?? i + 1}`]);
 const share = (name) => points("rollout/tokens").map(([x, tokens]) => [x, (metrics[name][iterations.indexOf(x)] || 0) / tokens]);
 const kept = named("speculation/kept_").map((name) => name.slice(17));

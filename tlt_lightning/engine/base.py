@@ -87,9 +87,6 @@ class RolloutEngine(ABC):
     reads_drafts = False
     """True if drafts are looked up in `Request.earlier_answers`."""
 
-    drafts_may_share_noise = False
-    """True if drafts may have been written with the noise that verifies them; known after `setup`."""
-
     @abstractmethod
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         """Load the engine for a policy, given by path or hub name.

@@ -57,10 +57,10 @@ def check_requests(
                 f"`requests` continues a response (id {request.id}) and `sampling.stop_strings` is "
                 f"{sampling.stop_strings}: one across the seam would be missed. Use `stop_token_ids`."
             )
-    drafts = {id(text): text for each in requests for text in (*each.earlier_answers, each.twin) if len(text)}
+    drafts = {id(text): text for each in requests for text in each.earlier_answers if len(text)}
     if drafts and not 0 <= min(map(min, drafts.values())) <= max(map(max, drafts.values())) < vocab_size:
         raise ValueError(
-            "`requests` has an earlier answer or a twin with a token beyond the policy's vocabulary, which is 0 to "
+            "`requests` has an earlier answer with a token beyond the policy's vocabulary, which is 0 to "
             f"{vocab_size - 1}: these were written by another policy, leave them out."
         )
 

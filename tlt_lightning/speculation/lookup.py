@@ -21,13 +21,11 @@ READ_PER_STEP = 1024
 """Tokens that a step reads at most before it looks up, a few milliseconds of the host."""
 TRIAL_PERIOD = 64
 """One draft in so many is looked up although the head promises more: the look-ups may have been unlucky."""
-TWIN_MATCH = 8
-"""Last tokens in which a response must agree with its twin, place by place, to be drafted from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupDraft:
-    """Holds a draft, by `ngram`, `sibling`, `earlier` or `twin`, that was copied from text.
+    """Holds a draft, by `ngram`, `sibling` or `earlier`, that was copied from text.
 
     Args:
         match_length: Tokens of the response's end that the copied text shares.
@@ -83,17 +81,6 @@ class _Text:
     tokens: Sequence[int]  # prompt and response; grows while it is written
     read: dict[Drafter, int]  # tokens of it that each index holds
     num_prompt_tokens: int = 0
-    twin: list[int] = field(default_factory=list)
-
-    def draft_from_twin(self, num_tokens: int) -> LookupDraft | None:
-        """Return the twin's tokens from this place on; None beyond its end, or if the response just left it."""
-        at = len(self.tokens) - self.num_prompt_tokens
-        if not 0 <= at < len(self.twin):
-            return None
-        start = max(0, at - TWIN_MATCH)
-        if self.twin[start:at] != [*self.tokens[self.num_prompt_tokens + start :]]:
-            return None
-        return LookupDraft(self.twin[at : at + num_tokens], "twin", at - start, len(self.tokens))
 
 
 class LookupDrafter:
@@ -101,7 +88,7 @@ class LookupDrafter:
 
     Text is read only for a look-up, so responses cost nothing while speculation is off. What was written meanwhile is
     read over the steps after speculation is switched on. `siblings` switches look-ups in other responses and in earlier
-    answers on, and drafts from twins, `ngram` look-ups in the prompt and the response itself.
+    answers on, `ngram` look-ups in the prompt and the response itself.
     """
 
     def __init__(self, *, siblings: bool, ngram: bool) -> None:
@@ -125,7 +112,6 @@ class LookupDrafter:
         tokens: Sequence[int],
         num_prompt_tokens: int | None = None,
         earlier: Sequence[Sequence[int]] = (),
-        twin: Sequence[int] = (),
     ) -> None:
         """Begin a response.
 
@@ -134,7 +120,6 @@ class LookupDrafter:
             tokens: Prompt and what is written of the response, held by reference: the text grows.
             num_prompt_tokens: Tokens of the prompt; None is all there are now.
             earlier: Answers to the prompt from before; those that its group has already stay.
-            twin: What older weights wrote of this response with the same noise.
         """
         prompt = tuple(tokens[:num_prompt_tokens])
         is_first = prompt not in self._groups
@@ -146,7 +131,6 @@ class LookupDrafter:
         }
         text = self._texts[request_id] = _Text(request_id, group, tokens, read, len(prompt))
         if "sibling" in self.indices:
-            text.twin = [*twin]
             self._members.setdefault(("sibling", group), []).append(text)
             if earlier and ("earlier", group) not in self._members:
                 end = prompt[-MATCH_LENGTHS[0] :]
@@ -164,14 +148,11 @@ class LookupDrafter:
         """Return the draft of most expected accepted tokens; a mixed step's must beat the head.
 
         None also where the response has ended. Where `strategy` asks for siblings' drafts, earlier answers and the
-        response itself may draft too, if they are indexed, but not the other way round. A twin, where it fits, comes
-        before all others: nobody else knows the noise.
+        response itself may draft too, if they are indexed, but not the other way round.
         """
         text = self._texts.get(request_id)
         if text is None:
             return None
-        if strategy.drafter != "ngram" and (draft := text.draft_from_twin(num_tokens)) is not None:
-            return draft
         num_known, best, most = len(text.tokens), None, -1.0
         tail = text.tokens[max(0, num_known - MATCH_LENGTHS[0]) :]
         if strategy.drafter == "mixed":

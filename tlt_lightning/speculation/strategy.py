@@ -7,17 +7,16 @@ from typing import Any, Literal, get_args
 
 from tlt_lightning.arguments import CountOrZero, checked
 
-Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling", "twin"]
+Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling"]
 """Drafters, each with what it drafts from:
 
 ========= ==========================================================================================================
 learned   the head
 ngram     look-ups in the prompt and the response itself
 earlier   look-ups in earlier answers to the same prompt; part of `sibling`, and chosen by no selector
-twin      what other weights wrote as this very response, with its noise; part of `sibling`, and chosen by no selector
-sibling   the response's twin, or look-ups in other responses to the same prompt and in earlier answers, and in the
-          response itself where `ngram` is there too
-mixed     the head, and in its place the twin, and look-ups wherever they are expected to be accepted more often
+sibling   look-ups in other responses to the same prompt and in earlier answers, and in the response itself where
+          `ngram` is there too
+mixed     the head, and in its place look-ups wherever they are expected to be accepted more often
 ========= ==========================================================================================================
 """
 

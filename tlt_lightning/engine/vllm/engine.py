@@ -144,7 +144,6 @@ class VLLMEngine(RolloutEngine):
         engine_ranks, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
         if self.speculation is not None:
             self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, engine_ranks)
-            self.drafts_may_share_noise = self._speculative.shares_noise
         self._writer = RequestWriter(self._engine, self._speculative, engine_ranks, comparison)
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", installed_version(), time.perf_counter() - started)

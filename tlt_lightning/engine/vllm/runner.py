@@ -90,9 +90,6 @@ class SpeculativeRunner(ABC):
         graphs: The CUDA graphs captured by plan; None without.
     """
 
-    shares_noise = False
-    """True if drafts may have been written with the noise that verifies them."""
-
     def __init__(
         self, runner: Any, controller: StrategyController, *, head: Any = None, graphs: PlannedGraphs | None = None
     ) -> None:
@@ -146,8 +143,7 @@ class SpeculativeRunner(ABC):
     def add(self, request: Request, request_id: str, tokens: Sequence[int]) -> None:
         """Begin the response to a request of this name; `tokens` grows while it is written."""
         if (lookups := self.controller.lookups) is not None:
-            twin = request.twin if self.shares_noise else ()
-            lookups.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers, twin)
+            lookups.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers)
         self.verified[request_id] = self.verified_for[str(request.id)] = []
 
     def end_rollout(self) -> None:

@@ -49,8 +49,7 @@ class RunnerV2(SpeculativeRunner):
         self._propose = reach(self.speculator, "propose")
         self._signature = inspect.signature(self._propose)
         self.speculator.propose = self.propose
-        self.shares_noise = reach(self.speculator, "draft_logits") is None
-        if self.shares_noise:
+        if reach(self.speculator, "draft_logits") is None:  # drafts are tokens alone, and are verified as such
             self._verifier = reach(runner, "rejection_sampler")
             width = reach(self._verifier, "num_speculative_steps") + 1
             self._columns = torch.arange(width + 1, device=self._drafts.device)

@@ -226,24 +226,6 @@ def test_texts_drafted_from_earlier_answers_are_as_likely_as_they_should_be(
         assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
 
 
-def test_texts_drafted_with_their_own_noise_are_as_likely_as_they_should_be(setup: Setup) -> None:
-    """Half of the drafts are what the noise will give, and the others are not, which would bias rejection sampling."""
-    if "sibling" not in setup.drafters or not setup.engine.drafts_may_share_noise:
-        pytest.skip("no draft may know the noise")
-    setup.selector.script = lambda state: Strategy(3, "sibling")
-    sampling = Sampling(max_tokens=HORIZON)
-    logps = text_logps(setup.policy, sampling)
-    texts = {response.request_id: [*response.token_ids] for response in draw(setup, sampling, 9, 4 * NUM_DRAWS)}
-    twins = {i: text if text[-1] >= VOCAB / 2 else [text[0], 0, 0] for i, text in texts.items()}
-    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(9, i), twin=twin) for i, twin in twins.items()]
-    responses = list(setup.engine.generate(requests, sampling, seed=9))
-    kept = sum(response.num_kept.get("twin", 0) for response in responses)
-    assert NUM_DRAWS < kept < sum(len(twin) - 1 for twin in twins.values())
-    assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
-    for response in responses:
-        assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
-
-
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8, "temperature": 0.7}])
 def test_top_k_and_top_p_hold_for_drafts(setup: Setup, limits: dict[str, Any]) -> None:
     sampling = Sampling(**{"max_tokens": HORIZON, **limits})

@@ -24,7 +24,6 @@ from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.runner_v2 import keep_drawn
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.strategy import Strategy
@@ -94,40 +93,6 @@ def test_responses_stopped_and_continued_keep_their_noise(setup: Setup) -> None:
         responses = write_in_pieces(setup.engine, seeded(), sampling, num_steps=7, seed=1)
         same = [list(response.token_ids) == text for response, text in zip(responses, plain, strict=True)]
         assert sum(same) >= len(same) - 1, same
-
-
-def share_kept(setup: Setup, twins: list[list[int]]) -> float:
-    """Share of the tokens drafted from `twins`, within the responses, that are kept."""
-    requests = [replace(request, twin=twin) for request, twin in zip(seeded(), twins, strict=True)]
-    responses = list(setup.engine.generate(requests, SAMPLINGS[1], seed=2))
-    drafts = [
-        (min(drafted, len(response.token_ids) - at), kept)
-        for response in responses
-        for at, drafter, drafted, kept in response.drafts
-        if drafter == "twin"
-    ]
-    assert len(drafts) > len(responses) / 2
-    return sum(kept for _, kept in drafts) / sum(drafted for drafted, _ in drafts)
-
-
-def test_what_the_same_weights_wrote_with_the_same_seed_is_kept(setup: Setup) -> None:
-    setup.selector.script = lambda state: Strategy(3, "sibling")
-    assert share_kept(setup, write(setup.engine, seeded(), SAMPLINGS[1])) >= 0.95
-
-
-def test_what_weights_of_before_wrote_with_the_same_seed_is_nearly_always_kept(setup: Setup) -> None:
-    """The policies differ by a total variation of 0.05; of a text with other noise one token in seven would be kept."""
-    setup.selector.script = lambda state: Strategy(3, "sibling")
-    twins = write(setup.engine, seeded(), SAMPLINGS[1])
-    model, generator = load_policy(setup.policy), torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.01 * parameter.std() * torch.randn(parameter.shape, generator=generator))
-        setup.engine.update_weights(PolicyWeights(model), 1)
-        assert share_kept(setup, twins) > 0.6  # of drafts of three, up to the first that is not kept
-    finally:
-        setup.engine.update_weights(PolicyWeights(load_policy(setup.policy)), 2)
 
 
 def test_drafts_are_counted_without_a_wait_for_the_device() -> None:

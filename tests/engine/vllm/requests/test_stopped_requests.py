@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -152,20 +152,9 @@ def test_a_continued_response_drafts_for_its_siblings_and_earlier_answers_for_al
     assert "earlier" not in response.num_kept  # they are those of the rollout alone
 
 
-@pytest.mark.parametrize("drafts", [{"earlier_answers": [[6, 10**6]]}, {"twin": [6, 10**6]}])
-def test_an_earlier_answer_of_another_vocabulary_is_refused(setup: Setup, drafts: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"an earlier answer or a twin with a token beyond the policy's vocabulary"):
-        list(setup.engine.generate([Request(id=0, prompt_ids=[5], **drafts)], GREEDY, seed=0))
-
-
-def test_a_twin_drafts_only_where_drafts_may_share_the_noise(setup: Setup) -> None:
-    setup.selector.script = lambda state: Strategy(3, "sibling")
-    first = Request(id=0, prompt_ids=PROMPTS[0], max_tokens=40)
-    (written,) = setup.engine.generate([first], GREEDY, seed=0)
-    (response,) = setup.engine.generate([replace(first, twin=written.token_ids)], GREEDY, seed=0)
-    assert list(response.token_ids) == list(written.token_ids)
-    assert setup.engine.drafts_may_share_noise is internals.runs_v2()
-    assert (response.num_kept.get("twin", 0) > 20) is setup.engine.drafts_may_share_noise
+def test_an_earlier_answer_of_another_vocabulary_is_refused(setup: Setup) -> None:
+    with pytest.raises(ValueError, match="an earlier answer with a token beyond the policy's vocabulary"):
+        list(setup.engine.generate([Request(id=0, prompt_ids=[5], earlier_answers=[[6, 10**6]])], GREEDY, seed=0))
 
 
 @pytest.mark.parametrize("draws_by_position", [False, True])
