@@ -21,7 +21,6 @@ BENCHMARKS = {
     "cold_head": "benchmarks.micro.cold_head",
     "warm_up": "benchmarks.micro.warm_up",
     "forecast": "benchmarks.micro.forecast",
-    "budget": "benchmarks.micro.budget",
     "schedules": "benchmarks.schedules.run",
 }
 

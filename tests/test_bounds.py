@@ -35,8 +35,7 @@ from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
-from tlt_lightning.long_tail.budget import FixedBudget
+from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.rewards import PythonTests, RewardModel, RewardPool, RewardTerm, exact_match
 from tlt_lightning.speculation import FixedSelector, Strategy, ThresholdSelector

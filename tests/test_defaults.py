@@ -12,8 +12,7 @@ import tlt_lightning as tlt
 from tlt_lightning import objectives, rewards
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
-from tlt_lightning.long_tail.budget import FixedBudget
+from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StrategyController

@@ -124,8 +124,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     if arm not in ("adaptive", "random", "random-siblings", *["frozen"] * (work.lengths is None)):
         return []
     from tlt_lightning.drafter.module import DrafterModule
-    from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
-    from tlt_lightning.long_tail.budget import FixedBudget
+    from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
     is_random = arm.startswith("random")

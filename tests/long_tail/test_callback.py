@@ -20,9 +20,9 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
-from tlt_lightning.long_tail.budget import FixedBudget, MeasuredIteration, TrainingBudget
+from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget, MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
+from tlt_lightning.long_tail.trainer import TrainingCosts
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
 from tlt_lightning.ranks.idle_windows import IdleWindow
@@ -30,9 +30,18 @@ from tlt_lightning.speculation import CostModelSelector, FixedSelector
 from tlt_lightning.training.optimization import WarmupCosine
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are written to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+ROOT: Any = SimpleNamespace(default_root_dir=".", global_rank=0)
+
+
 def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = POLICY) -> None:
     module = SimpleNamespace(policy_path=policy, held_by_callbacks={})
-    callback.on_engine_setup(SimpleNamespace(), module, engine)  # type: ignore[arg-type]
+    callback.on_engine_setup(ROOT, module, engine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,7 @@ class Loop:
         self.trainer: Any = SimpleNamespace(
             training=True, current_epoch=0, max_epochs=9, world_size=1, global_step=0, global_rank=0, strategy=strategy
         )
-        self.trainer.datamodule, self.trainer.is_global_zero = data, False
+        self.trainer.datamodule, self.trainer.is_global_zero, self.trainer.default_root_dir = data, False, "."
         self.trainer.state, self.trainer.ckpt_path = SimpleNamespace(fn="fit"), None
         self.module: Any = SimpleNamespace(
             policy_path=POLICY,
@@ -159,7 +168,7 @@ def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:
     given: Any = engine.speculation
     for ended in ("teardown", "on_exception"):
         callback: Any = make_callback()
-        callback.on_engine_setup(SimpleNamespace(), module, engine)
+        callback.on_engine_setup(ROOT, module, engine)
         assert engine.speculation is not given
         module.hidden_state_request = "of this callback's"
         getattr(callback, ended)(SimpleNamespace(), module, "fit")
@@ -212,6 +221,36 @@ def test_a_step_that_does_not_fit_is_refused_before_the_run(monkeypatch: pytest.
         loop.callback.on_train_start(loop.trainer, loop.module)
     frozen = Loop(make_callback(share=0.0))
     frozen.callback.on_train_start(frozen.trainer, frozen.module)  # it never trains
+
+
+def test_what_is_tried_before_a_run_is_announced_and_a_stage_of_its_first_iteration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = Loop(make_callback(pack_tokens=512))
+    caplog.set_level("INFO")
+    loop.callback.on_train_start(loop.trainer, loop.module)
+    assert "A training step of the drafter is tried and timed" in caplog.text
+    loop.module.iteration_log.clear()  # as the module does afterwards
+    tried = loop.callback._seconds_tried
+    for epoch, seconds in ((0, tried), (1, 0.0)):
+        loop.begin_iteration(epoch)
+        assert loop.module.iteration_log.seconds("drafter_trial") == seconds
+        loop.module.iteration_log.clear()
+    assert tried > 0
+
+
+def test_no_step_begins_that_the_budget_cannot_pay_for() -> None:
+    batch: Any = SimpleNamespace(lengths=torch.full((16,), 100))
+    trained = []
+    for step, judged_token in ((1e-9, 1e-9), (1e3, 1e-9), (1e-9, 1e3)):
+        loop = Loop(make_callback(budget=AdaptiveBudget(trial=1e2), pack_tokens=128))
+        loop.callback._drift.measure = lambda *_: 0.0  # type: ignore[method-assign]
+        loop.callback._costs = TrainingCosts(step, judged_token)
+        loop.begin_iteration(0)
+        loop.callback.on_rollout_scored(loop.trainer, loop.module, batch)
+        loop.callback.on_hidden_states(loop.trainer, loop.module, texts_of(12))
+        trained.append(loop.num_steps > 0)
+    assert trained == [True, False, False]
 
 
 def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run() -> None:

@@ -47,7 +47,7 @@ def test_what_is_moved_learns_and_is_published_bit_for_bit_as_what_stays() -> No
     for name, value in expected[0].items():
         assert torch.equal(state[0][name], value)
     assert len(set(stayed)) == 1
-    home = moved[3]  # after the first burst and its decision
+    home = moved[3]  # after the first stretch and its decision
     assert moved[7] == moved[11] == home
     assert home not in moved[4:7] + moved[8:11]
 
@@ -86,8 +86,8 @@ def test_a_window_without_memory_for_the_drafter_is_left_out_counted_and_ends_no
     trainer = DrafterTrainer(drafter, make_buffer(), pack_tokens=128, device=torch.device("cpu"), offload=True)  # type: ignore[arg-type]
     trainer.begin(0)
     before, home, rows.is_full = weight(trainer), drafter.fc.data_ptr(), True
-    burst = trainer.train(steps(3))
-    assert (burst.losses, burst.num_out_of_memory) == ([], 1)
+    stretch = trainer.train(steps(3))
+    assert (stretch.losses, stretch.num_out_of_memory) == ([], 1)
     assert "no memory to come to the device, and stays away for now: Tried to allocate" in caplog.text
     assert (weight(trainer), drafter.fc.data_ptr(), trainer.num_pending) == (before, home, 0)
     rows.is_full = False

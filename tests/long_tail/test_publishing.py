@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,8 +12,15 @@ from torch import Tensor
 from tests.long_tail.test_buffer import sequence
 from tests.support.drafters.one_weight import OneWeight, Ranks, make_buffer, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
+from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.long_tail import publishing
-from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged, clusters_of, compare
+from tlt_lightning.long_tail.publishing import (
+    DrafterPublisher,
+    PublishDecision,
+    choose_judged,
+    clusters_of,
+    compare,
+)
 
 
 def publisher_of(drafter: Any = None, sum_over_ranks: Any = None, **buffer: int) -> DrafterPublisher:
@@ -224,7 +232,7 @@ def test_evidence_of_a_young_head_is_not_held_against_it(head_path: str | None) 
         publisher.trainer.train(steps(1))
         drafter.load_trainable(dict(drafter.trainable_tensors()) | {"fc.weight": torch.full((2,), worth)})
         published.append(publisher.publish_if_better().is_published)  # type: ignore[union-attr]
-        is_young.append(publisher.trainer.is_young)
+        is_young.append(publisher.trainer.learns_first_drafts)
     assert published == [False, head_path is None, True]
     assert is_young == [head_path is None] * 2 + [False]  # of more than two tokens per step
 
@@ -377,3 +385,21 @@ def test_the_margin_is_a_quantile_of_students_over_clusters_that_are_there(num_c
     gain, error = compare(torch.cat([empty, pair], 1)[..., None])
     assert gain == pytest.approx(gains.mean().item())
     assert error == pytest.approx(quantile * (gains.std() / num_clusters**0.5).item(), rel=1e-4)
+
+
+BEFORE, AFTER = (DraftQuality((length - 1,), (0.5,), (0.75,), (2.0,), 9) for length in (1.5, 1.75))
+
+
+@pytest.mark.parametrize(("is_published", "in_force"), [(True, 1.75), (False, 1.5)])
+def test_the_quality_is_that_of_the_weights_in_force(is_published: bool, in_force: float) -> None:
+    metrics = PublishDecision(BEFORE, AFTER, 0.25, 0.1, is_published, has_diverged=False).metrics()
+    assert metrics["drafter/acceptance_length"] == in_force
+    assert (metrics["drafter/acceptance_before"], metrics["drafter/acceptance_after"]) == (1.5, 1.75)
+    assert (metrics["drafter/acceptance_gain"], metrics["drafter/acceptance_gain_bound"]) == (0.25, 0.1)
+    assert (metrics["drafter/published"], metrics["drafter/started_over"]) == (is_published, 0.0)
+
+
+def test_a_bound_that_a_single_text_does_not_give_is_not_logged() -> None:
+    metrics = PublishDecision(BEFORE, AFTER, 0.25, -inf, is_published=False, has_diverged=True).metrics()
+    assert "drafter/acceptance_gain_bound" not in metrics
+    assert metrics["drafter/started_over"] == 1.0

@@ -15,9 +15,8 @@ from tests.support.drafters.one_weight import OneWeight, Ranks, make_trainer, st
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.plan import Burst
 from tlt_lightning.long_tail.publishing import DrafterPublisher
-from tlt_lightning.long_tail.trainer import COLD_WARMUP_STEPS, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer
+from tlt_lightning.long_tail.trainer import CURRICULUM, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer, TrainingStretch
 from tlt_lightning.metrics.iteration_log import IterationLog, combine
 
 
@@ -31,9 +30,9 @@ def test_training_stops_within_one_micro_step_of_the_end_of_its_window(monkeypat
 
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     trainer = make_trainer(Slow())
-    burst = trainer.train(lambda: now[0] < 12.0)
-    assert len(burst.losses) == 4
-    assert (burst.seconds, burst.overrun) == (8.0, 2.0)  # what is logged is never less than the truth, here 1.0
+    stretch = trainer.train(lambda: now[0] < 12.0)
+    assert len(stretch.losses) == 4
+    assert (stretch.seconds, stretch.overrun) == (8.0, 2.0)  # what is logged is never less than the truth, here 1.0
     assert trainer.train(lambda: False).overrun == 0
 
 
@@ -86,7 +85,7 @@ def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts
         trainer.train(steps(1))
         lengths.append(trainer.drafter.most_steps)
         trainer.note_quality(acceptance_length)
-        young.append(trainer.is_young)
+        young.append(trainer.learns_first_drafts)
     resumed = make_trainer(Random())
     resumed.load_state_dict(trainer.state_dict())
     resumed.begin(0)
@@ -94,7 +93,7 @@ def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts
     assert [*lengths, resumed.drafter.most_steps] == [3, 3, 3, 4, 5, 5]
     assert young == [True, True, False, False, False]
     rates = [group["lr"] / group["initial_lr"] for group in resumed.optimizer.param_groups]
-    assert rates == [pytest.approx(7 / COLD_WARMUP_STEPS)]
+    assert rates == [pytest.approx(7 / CURRICULUM.rising_steps)]
 
 
 def test_another_learning_rate_of_the_recipe_is_used_on_resume_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,13 +185,13 @@ class Hungry(OneWeight):
 
 def test_out_of_memory_halves_the_packs_is_counted_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(Hungry(), pack_tokens=640)
-    burst = trainer.train(steps(6))
-    assert (len(burst.losses), burst.num_out_of_memory, trainer.pack_tokens) == (4, 2, 128)
+    stretch = trainer.train(steps(6))
+    assert (len(stretch.losses), stretch.num_out_of_memory, trainer.pack_tokens) == (4, 2, 128)
     assert "a training step of 640 tokens and goes on with 256 (`pack_tokens` is 256 from now on): Tried" in caplog.text
     assert trainer.num_pending == 4
     trainer.drafter.room = 0
-    burst = trainer.train(steps(6))
-    assert (len(burst.losses), burst.num_out_of_memory) == (0, 1)
+    stretch = trainer.train(steps(6))
+    assert (len(stretch.losses), stretch.num_out_of_memory) == (0, 1)
     assert "stops for now" in caplog.text
     assert trainer.drafter.fc.grad is None
 
@@ -207,13 +206,14 @@ def test_a_young_head_without_memory_tries_no_step_of_the_same_size_again(caplog
     assert (trainer.step_tokens, trainer.pack_tokens) == (128, 512)
     assert "a training step of 256 tokens and goes on with 128 (`pack_tokens` is 512 from now on)" in caplog.text
     trainer.drafter.room = 0
-    burst = trainer.train(steps(6))
-    assert (len(burst.losses), burst.num_out_of_memory, trainer.pack_tokens) == (0, 1, 512)
+    stretch = trainer.train(steps(6))
+    assert (len(stretch.losses), stretch.num_out_of_memory, trainer.pack_tokens) == (0, 1, 512)
     assert "a training step of 128 tokens and stops for now" in caplog.text
 
 
 def test_one_step_is_tried_before_the_run_and_changes_nothing() -> None:
     trainer = make_trainer(Hungry(0.5), pack_tokens=256)
+    trainer.drafter.room = 0
     with pytest.raises(MisconfigurationException, match=r"pack_tokens=256.*does not fit.*Tried to allocate 2.00 GiB"):
         trainer.try_step()
     trainer.drafter.room = 256
@@ -224,17 +224,31 @@ def test_one_step_is_tried_before_the_run_and_changes_nothing() -> None:
     assert trainer.num_pending == trainer.num_passes == 0
 
 
-def test_drafts_are_judged_before_the_run_so_that_no_decision_pays_for_compiling() -> None:
-    class Judged(OneWeight):
-        num_judged = 0
+@pytest.mark.parametrize(("is_on_gpu", "sizes"), [(False, [128]), (True, [512, 256])])
+def test_what_a_step_and_a_judged_token_take_is_known_before_the_run(
+    is_on_gpu: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU by a second pass: the first one compiles, and shows that memory suffices for a whole pack."""
+    now, seen = [0.0], []
+
+    class Slow(OneWeight):
+        def loss(self, batch: PackedBatch, *, compares: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+            seen.append(batch.input_ids.numel())
+            now[0] += 8.0 * batch.input_ids.numel()
+            return super().loss(batch, compares=compares)
 
         def measure(self, batch: PackedBatch) -> Tensor:
-            self.num_judged += batch.input_ids.numel()
+            now[0] += 2.0 * batch.input_ids.numel()
             return super().measure(batch)
 
-    trainer = make_trainer(Judged(), pack_tokens=256)
-    trainer.try_step()
-    assert trainer.drafter.num_judged == 256
+    class New(Slow):
+        head_path = None
+
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trainer = make_trainer(New(), pack_tokens=512)
+    trainer._is_mixed, trainer._draft_length = is_on_gpu, 4  # steps of half a pack
+    costs = trainer.try_step()
+    assert (costs.step, costs.judged_token, seen) == (8.0 * 256, 2.0, sizes)
 
 
 def test_passes_are_counted_anew_whenever_packs_are_drawn_anew() -> None:
@@ -254,10 +268,10 @@ def test_a_loss_that_is_not_finite_moves_nothing() -> None:
 
 def test_a_loss_of_a_step_that_was_left_out_is_no_part_of_the_mean() -> None:
     log = IterationLog()
-    Burst([1.0, math.nan, math.inf, 2.0]).write(log)
+    TrainingStretch([1.0, math.nan, math.inf, 2.0]).write(log)
     assert combine([log.read()]) == {"drafter/micro_steps": 4, "drafter/loss": 1.5}
     log.clear()
-    Burst([math.nan]).write(log)
+    TrainingStretch([math.nan]).write(log)
     assert combine([log.read()]) == {"drafter/micro_steps": 1}
 
 

@@ -14,7 +14,6 @@ from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.guard.temporary_folder import TemporaryFolder
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.speculation import arms_by_batch
 from tlt_lightning.speculation.strategy import Strategy
@@ -38,7 +37,7 @@ class ServedHead:
         """Publications that the engine has, 0 for the head that it was loaded with."""
         self._engine: VLLMEngine | None = None
         self._given: Speculation | None = None  # of the engine before
-        self._folder: TemporaryFolder | None = None
+        self._start: Path | None = None
 
     @property
     def is_attached(self) -> bool:
@@ -50,13 +49,17 @@ class ServedHead:
         """True while the engine has a head of random weights, which drafts nothing."""
         return self.drafter.head_path is None and not self.version
 
-    def attach(self, engine: RolloutEngine, policy: str) -> None:
-        """Set the drafter as the head that the engine loads; MisconfigurationException if it does not fit."""
+    def attach(self, engine: RolloutEngine, policy: str, start: Path) -> None:
+        """Set the drafter as the head that the engine loads, written to folder `start` at the first call.
+
+        Raises:
+            MisconfigurationException: It does not fit.
+        """
         self.detach()
         vllm, speculation = check_engine(engine, self.drafter, policy)
-        if self._folder is None:
-            self._folder = TemporaryFolder("tlt-drafter-")  # one per rank: none waits for another
-        attach_to_engine(vllm, speculation, self.drafter, self._folder.path)
+        attach_to_engine(vllm, speculation, self.drafter, start)
+        if self._start != start:
+            self._start = self.drafter.export(start)
         self._engine, self._given, self.version = vllm, speculation, 0
 
     def detach(self) -> None:
@@ -110,7 +113,7 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
 
 
 def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
-    """Write the drafter's head to `path`, and set it as `engine.speculation.head`.
+    """Build the drafter, and set it as `engine.speculation.head`, which will be at `path`.
 
     A head of random weights is cold: the engine knows its shape and drafts nothing with it before the first push. The
     drafter is trained and judged as the engine drafts.
@@ -124,8 +127,6 @@ def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: Draf
     if drafter.head is None:
         drafter.follow_selector(max(arm.num_draft_tokens for arm in _learned_arms(engine, speculation)))
     drafter.configure_model()
-    if not (path / "config.json").exists():
-        drafter.export(path)
     is_cold = drafter.head_path is None
     engine.speculation = speculation = replace(speculation, head=str(path), cold_head=is_cold)
     drafter.acceptance = replace(

@@ -20,15 +20,14 @@ from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.hooks import RolloutCallback
-from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
 from tlt_lightning.long_tail.attach import ServedHead
-from tlt_lightning.long_tail.budget import TrainingBudget
+from tlt_lightning.long_tail.budget import AdaptiveBudget, TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import join, split
-from tlt_lightning.long_tail.plan import Burst, Plan
+from tlt_lightning.long_tail.plan import DrafterPlan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
-from tlt_lightning.long_tail.publishing import DrafterPublisher
-from tlt_lightning.long_tail.trainer import DrafterTrainer
+from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged
+from tlt_lightning.long_tail.trainer import DrafterTrainer, TrainingCosts, TrainingStretch
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.ranks.idle_windows import IdleWindow
@@ -54,9 +53,10 @@ class LongTailIdleCallback(RolloutCallback):
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
-    `dirpath/final` is the head published last. A run goes on from a checkpoint, also within an iteration up to its
-    last step, exactly with a `FixedBudget` and no idle windows, which depend on the clock; on another number of workers
-    it goes on inexactly. docs/metrics.md lists the metrics, `drafter/...`.
+    `dirpath/final` is the head published last, `dirpath/start-<rank>` the one that the run started from. A run goes on
+    from a checkpoint, also within an iteration up to its last step, exactly with a `FixedBudget` and no idle windows,
+    which depend on the clock; on another number of workers it goes on inexactly. docs/metrics.md lists the metrics,
+    `drafter/...`.
 
     Args:
         drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps, or 10
@@ -101,17 +101,17 @@ class LongTailIdleCallback(RolloutCallback):
         self._trainer: DrafterTrainer | None = None
         self._publisher: DrafterPublisher | None = None
         self._drift = PolicyDrift()
-        self._iteration = -1
-        self._plan = Plan()
-        self._resumed: Plan | None = None
-        self._started = 0.0
+        self._plan = DrafterPlan()
+        self._costs: TrainingCosts | None = None
+        self._seconds_tried = 0.0  # before the first iteration, which will be charged with them
 
     # 1. The start
 
     @override
     def on_engine_setup(self, trainer: L.Trainer, pl_module: Any, engine: RolloutEngine) -> None:
         """Build the drafter, and set it as the head that the engine loads."""
-        self._served.attach(engine, pl_module.policy_path)
+        start = self._folder(trainer) / f"start-{trainer.global_rank}"  # one per rank: none waits for another
+        self._served.attach(engine, pl_module.policy_path, start)
         held = 0.0 if self.offload else training_bytes(self.drafter, self.drafter.optimizer)
         pl_module.held_by_callbacks["drafter, trained"] = held
 
@@ -134,24 +134,32 @@ class LongTailIdleCallback(RolloutCallback):
         self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
         if begins_run(trainer):
             self.publisher.forget_policy()
-            self._drift, self._resumed = PolicyDrift(), None
+            self._drift, self._plan = PolicyDrift(), DrafterPlan()
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._iteration = -1  # an earlier run may have ended in the iteration that this one begins with
-        self._plan, self._resumed = self._resumed or Plan(), None
-        self._started = time.perf_counter()
+        if self._plan.started is not None:  # by an earlier run, perhaps in the iteration that this one begins with
+            self._plan = DrafterPlan()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1 or not self.budget.is_empty:
-            self.training.try_step()
+            rank_zero_info("A training step of the drafter is tried and timed, before the first iteration.")
+            started = time.perf_counter()
+            self._costs = self.training.try_step()
+            self._seconds_tried = time.perf_counter() - started
+            rank_zero_info(
+                "A training step of the drafter takes %.3g s, judging 1,000 tokens of text %.3g s.",
+                *(self._costs.step, 1000 * self._costs.judged_token),
+            )
 
     # 2. A rollout, and the decision before it (5.)
 
     @override
     def on_rollout_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.training and self._iteration != trainer.current_epoch:
+        if trainer.training and not self._plan.is_of(trainer.current_epoch):
+            pl_module.iteration_log.charge("drafter_trial", self._seconds_tried)
+            self._seconds_tried = 0.0
             self._begin_iteration(trainer, pl_module)
             pl_module.iteration_log.lap("drafter")
         elif self.publisher.version > self._served.version:  # the run was resumed, and validates first
@@ -161,10 +169,11 @@ class LongTailIdleCallback(RolloutCallback):
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Publish and push what was trained, while all workers are here and none writes yet."""
-        self._iteration, self._started = trainer.current_epoch, time.perf_counter()
+        started = time.perf_counter()
         self.drafter.refresh_target(pl_module.policy)
         if self._plan.iteration != trainer.current_epoch:  # else the run was resumed within it
             self._plan = self._decide(trainer)
+        self._plan.started = started
         pl_module.iteration_log.update(self._plan.metrics)
         is_cold = self.drafter.head_path is None and self.publisher.version == 0
         if not is_cold and (self.publisher.version > self._served.version or self._policy_rows_move(pl_module)):
@@ -180,14 +189,14 @@ class LongTailIdleCallback(RolloutCallback):
             pl_module.hidden_state_request = self.buffer.request(self.drafter.layer_ids, width, share, seed)
         self.training.begin(iteration_seed(trainer, "drafter", "idle"))
 
-    def _decide(self, trainer: L.Trainer) -> Plan:
+    def _decide(self, trainer: L.Trainer) -> DrafterPlan:
         """Publish what was trained if it is better, and decide how much this iteration trains."""
-        if (publication := self.publisher.publish_if_better()) is not None:
-            self.budget.note_publication(publication)
+        if (decision := self.publisher.publish_if_better()) is not None:
+            self.budget.note_decision(decision)
         remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
         share = self.budget.decide(trainer.current_epoch, remaining)
-        metrics = {**({} if publication is None else publication.metrics()), **self.budget.metrics()}
-        return Plan(trainer.current_epoch, share, metrics)
+        metrics = {**({} if decision is None else decision.metrics()), **self.budget.metrics()}
+        return DrafterPlan(trainer.current_epoch, share, metrics)
 
     def _policy_rows_move(self, pl_module: Any) -> bool:
         head = causal_lm(pl_module.policy).get_output_embeddings()
@@ -199,10 +208,10 @@ class LongTailIdleCallback(RolloutCallback):
             return window.is_open() and self.training.num_passes < self.max_passes
 
         if trainer.training and self._can_train(trainer):
-            burst = self._train(may_go_on, pl_module.iteration_log)
-            pl_module.iteration_log.sum("drafter/idle_seconds_used", burst.seconds)
-            if burst.losses and not window.is_open():
-                pl_module.iteration_log.max("drafter/preemption_ms", 1e3 * burst.overrun)
+            stretch = self._train(may_go_on, pl_module.iteration_log)
+            pl_module.iteration_log.sum("drafter/idle_seconds_used", stretch.seconds)
+            if stretch.losses and not window.is_open():
+                pl_module.iteration_log.max("drafter/preemption_ms", 1e3 * stretch.overrun)
 
     # 3. After the rollout
 
@@ -231,17 +240,19 @@ class LongTailIdleCallback(RolloutCallback):
     def on_hidden_states(self, trainer: L.Trainer, pl_module: Any, texts: Sequence[PolicyText]) -> None:
         self.buffer.add(texts)
         self.training.begin(iteration_seed(trainer, "drafter", "scored"))
-        seconds = self._train_rest(trainer, pl_module.iteration_log) if self._can_train(trainer) else 0.0
+        step_seconds = self._note_costs() if self._trains(trainer) else 0.0
+        can_train, iteration_log = self._can_train(trainer), pl_module.iteration_log
+        seconds = self._train_rest(trainer, iteration_log, step_seconds) if can_train else 0.0
         self.training.average()
-        pl_module.iteration_log.mean("drafter/seconds_not_hidden", seconds)
-        pl_module.iteration_log.lap("drafter")
+        iteration_log.mean("drafter/seconds_not_hidden", seconds)
+        iteration_log.lap("drafter")
 
-    def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog) -> float:
+    def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog, step_seconds: float) -> float:
         """Train on what idle windows left of the budget, shared among the workers; return the seconds."""
         rest = (self._plan.share or 0.0) * self._plan.num_tokens - self._plan.num_trained
         steps_left = max(1, round(rest / trainer.world_size / self.training.step_tokens)) if rest > 0 else 0
         now = time.perf_counter()
-        ends = now + self.budget.limit(now - self._started)
+        ends = now + self.budget.limit(now - (self._plan.started or now)) - step_seconds
 
         def may_go_on() -> bool:
             nonlocal steps_left
@@ -250,12 +261,25 @@ class LongTailIdleCallback(RolloutCallback):
 
         return self._train(may_go_on, iteration_log).seconds
 
-    def _train(self, may_go_on: Callable[[], bool], iteration_log: IterationLog) -> Burst:
+    def _note_costs(self) -> float:
+        """Tell the budget what a training step and a decision take, before it pays; return the step's seconds.
+
+        A collective: they are means over the workers, which decide the same.
+        """
+        if self._costs is None:
+            return 0.0
+        decision = 2 * self._costs.judged_token * sum(map(len, choose_judged(self.buffer.held_out)))
+        seconds = self.training.sum_over_ranks(torch.tensor([self._costs.step, decision])) / self.training.num_workers
+        step, decision = seconds.tolist()
+        self.budget.note_costs(step, decision)
+        return step
+
+    def _train(self, may_go_on: Callable[[], bool], iteration_log: IterationLog) -> TrainingStretch:
         before = self.training.num_seen
-        burst = self.training.train(may_go_on)
-        burst.write(iteration_log)
+        stretch = self.training.train(may_go_on)
+        stretch.write(iteration_log)
         iteration_log.sum("drafter/tokens", self.training.num_seen - before)
-        return burst
+        return stretch
 
     def _trains(self, trainer: L.Trainer) -> bool:
         """Return True if this iteration trains the drafter: with nobody to wait for, not on a share of 0."""
@@ -277,7 +301,10 @@ class LongTailIdleCallback(RolloutCallback):
         self.drafter.refresh_target(pl_module.policy)
         self.publisher.publish_if_better()
         if trainer.is_global_zero:
-            self.publisher.export(self.dirpath or Path(trainer.default_root_dir) / "drafter")
+            self.publisher.export(self._folder(trainer))
+
+    def _folder(self, trainer: L.Trainer) -> Path:
+        return self.dirpath or Path(trainer.default_root_dir) / "drafter"
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -312,7 +339,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.publisher.load_state_dict(state_dict["publisher"])
         self._drift.load_state_dict(state_dict["drift"])
         self.budget.load_state_dict(state_dict["budget"])
-        self._resumed = Plan.restore(state_dict["plan"])
+        self._plan = DrafterPlan.restore(state_dict["plan"])
         self.drafter.load_frozen(state_dict.get("target", {}))
 
     @override

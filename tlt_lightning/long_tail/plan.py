@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tlt_lightning.long_tail.budget import MeasuredIteration
-from tlt_lightning.metrics import IterationLog
 
 
 @dataclass(slots=True)
-class Plan:
+class DrafterPlan:
     """Holds one iteration's plan, the same on all workers; a run that is resumed within the iteration keeps it.
 
     Args:
@@ -21,6 +19,7 @@ class Plan:
         metrics: Of the decision about publishing and of the budget.
         num_tokens: Tokens of all workers' responses.
         num_trained: Tokens trained on in idle windows.
+        started: When the iteration began in this process; None if it has not.
     """
 
     iteration: int = -1
@@ -28,6 +27,11 @@ class Plan:
     metrics: dict[str, float] = field(default_factory=dict)
     num_tokens: int = 0
     num_trained: int = 0
+    started: float | None = None
+
+    def is_of(self, iteration: int) -> bool:
+        """Return True if this is the plan of `iteration`, and it has begun."""
+        return self.started is not None and self.iteration == iteration
 
     def measured(self, metrics: Mapping[str, float], *, is_cold: bool) -> MeasuredIteration:
         """Read what the iteration took from its metrics, which are the same on all workers."""
@@ -44,31 +48,10 @@ class Plan:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as primitives."""
-        return asdict(self)
+        """Return everything but the clock, as primitives."""
+        return {**asdict(self), "started": None}
 
     @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Plan:
+    def restore(cls, state: Mapping[str, Any]) -> DrafterPlan:
         """Return the plan that `state_dict` was of."""
         return cls(**{**state, "metrics": dict(state["metrics"])})
-
-
-@dataclass(slots=True)
-class Burst:
-    """Counts losses, seconds and packs without memory of one stretch of training.
-
-    `overrun` is the seconds since training was last seen to be welcome: an upper bound on how late it stopped.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    overrun: float = 0.0
-    num_out_of_memory: int = 0
-
-    def write(self, iteration_log: IterationLog) -> None:
-        """Log how many losses there are, and those that are numbers: the others' steps were left out."""
-        iteration_log.sum("drafter/micro_steps", len(self.losses))
-        for loss in filter(math.isfinite, self.losses):
-            iteration_log.mean("drafter/loss", loss)
-        if self.num_out_of_memory:
-            iteration_log.sum("drafter/out_of_memory", self.num_out_of_memory)

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from tlt_lightning.guard.files import set_aside
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.long_tail.buffer import prompt_key, text_key
-from tlt_lightning.long_tail.publication import Publication
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 
 log = logging.getLogger(__name__)
@@ -41,6 +40,44 @@ _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of 
 _Z = 1.2816  # one-sided 90%
 _LOST = 0.5  # share of the published gain over no drafts; trained weights without it have diverged
 _PATIENCE = 3  # decisions in a row
+
+
+@dataclass(frozen=True, slots=True)
+class PublishDecision:
+    """Holds the gain of training since the last decision about publishing, and this decision.
+
+    Args:
+        before: Quality of the published weights on held-out text of now.
+        after: Quality of the trained weights on the same text.
+        gain: Tokens per engine step that the trained weights gain, on all pooled text.
+        bound: Lower bound of that gain, 90% certain; minus infinity with a single text.
+        is_published: True if the trained weights are in force from now on.
+        has_diverged: True if training starts over from the published weights.
+    """
+
+    before: DraftQuality
+    after: DraftQuality
+    gain: float
+    bound: float
+    is_published: bool
+    has_diverged: bool
+
+    @property
+    def quality(self) -> DraftQuality:
+        """Quality of the weights in force."""
+        return self.after if self.is_published else self.before
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers under the loggers' names."""
+        metrics = {
+            **self.quality.metrics(),
+            "drafter/acceptance_before": self.before.acceptance_length,
+            "drafter/acceptance_after": self.after.acceptance_length,
+            "drafter/acceptance_gain": self.gain,
+            "drafter/published": float(self.is_published),
+            "drafter/started_over": float(self.has_diverged),
+        }
+        return metrics if self.bound == -inf else {**metrics, "drafter/acceptance_gain_bound": self.bound}
 
 
 class DrafterPublisher:
@@ -59,7 +96,7 @@ class DrafterPublisher:
         self._published, self._candidate = HostCopy(), HostCopy()
         self._published.fill(trainer.weights().items())
 
-    def publish_if_better(self) -> Publication | None:
+    def publish_if_better(self) -> PublishDecision | None:
         """Publish the trained weights if they draft better; a collective.
 
         None if nothing was trained since the last decision, if there is no held-out text to decide by, or if a worker's
@@ -81,10 +118,10 @@ class DrafterPublisher:
         log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
         return None
 
-    def _decide(self, before: Tensor, after: Tensor) -> Publication:
+    def _decide(self, before: Tensor, after: Tensor) -> PublishDecision:
         trainer = self.trainer
         pair = torch.stack([before, after])[:, :, :2]  # drafts accepted, and engine steps
-        if trainer.is_young:  # what was measured earlier is of a far worse one
+        if trainer.learns_first_drafts:  # what was measured earlier is of a far worse one
             self._evidence = []
         self._evidence = [*self._evidence, pair][-_POOLED:]
         gain, error = compare(torch.stack(self._evidence).sum(0))
@@ -116,9 +153,9 @@ class DrafterPublisher:
             new.acceptance_length,
             old.acceptance_length,
         )
-        publication = Publication(old, new, gain, gain - error, is_published, has_diverged)
-        self.quality = publication.quality
-        return publication
+        decision = PublishDecision(old, new, gain, gain - error, is_published, has_diverged)
+        self.quality = decision.quality
+        return decision
 
     def _measure(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor:
         """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""

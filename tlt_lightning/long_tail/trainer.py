@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,8 +26,9 @@ from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import PACK_MULTIPLE, PackedBatch, fill_pack, packs_of, plan_packs
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
+from tlt_lightning.long_tail.curriculum import Curriculum
 from tlt_lightning.long_tail.host_residence import HostResidence
-from tlt_lightning.long_tail.plan import Burst
+from tlt_lightning.metrics import IterationLog
 from tlt_lightning.training.optimization import apply_changed, fuse_on_gpu, settings_of
 
 log = logging.getLogger(__name__)
@@ -34,21 +36,45 @@ log = logging.getLogger(__name__)
 _PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then leave few gaps
 MAX_GRAD_NORM = 0.5  # as in the recipe of the warm-up, and in SpecForge
 WARMUP_STEPS = 50
-"""Micro-steps over which the learning rate rises to its full value."""
-COLD_WARMUP_STEPS = 10
-"""The same for a head of random weights, which has nothing to lose."""
-_SHORT = 3  # drafts that it learns at first; from single ones it would learn features that cannot be fed back
-_REACH = 1.5  # drafts that it learns for each token per step that it makes: longer ones are hardly ever reached
-_YOUNG_PACK, _NEW_PACK = 4, 2  # packs of a new head are so many times smaller: it learns by steps, hardly by tokens
+"""Micro-steps over which the learning rate of a head that drafts rises to its full value."""
+CURRICULUM = Curriculum()
 
 MakePack = Callable[[], PackedBatch]
+
+
+@dataclass(slots=True)
+class TrainingStretch:
+    """Counts losses, seconds and packs without memory of one stretch of training.
+
+    `overrun` is the seconds since training was last seen to be welcome: an upper bound on how late it stopped.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    overrun: float = 0.0
+    num_out_of_memory: int = 0
+
+    def write(self, iteration_log: IterationLog) -> None:
+        """Log how many losses there are, and those that are numbers: the others' steps were left out."""
+        iteration_log.sum("drafter/micro_steps", len(self.losses))
+        for loss in filter(math.isfinite, self.losses):
+            iteration_log.mean("drafter/loss", loss)
+        if self.num_out_of_memory:
+            iteration_log.sum("drafter/out_of_memory", self.num_out_of_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCosts:
+    """Holds what was measured before a run: seconds of a training step, and of judging a token of text."""
+
+    step: float
+    judged_token: float
 
 
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
 
-    A new head learns from packs of a quarter, of half once it makes 2 tokens per engine step, and drafts that grow with
-    what it has learnt, from three tokens on.
+    A head that began with random weights follows `CURRICULUM`.
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
@@ -87,7 +113,7 @@ class DrafterTrainer:
         self._num_own, self._num_moved = 0, 0  # micro-steps not averaged yet, and those that were not left out
         self.num_seen = 0
         """Tokens trained on since `begin`."""
-        self._most_steps = _SHORT if drafter.head_path is None else None
+        self._draft_length = CURRICULUM.first_drafts if drafter.head_path is None else None
         self._generator = torch.Generator()
         self._packs: Iterator[MakePack] = iter(())
         self._ahead: tuple[MakePack, PackedBatch] | None = None  # made while the device was at work
@@ -99,7 +125,7 @@ class DrafterTrainer:
         self._optimizer_settings = settings_of(self.optimizer)
         fuse_on_gpu(self.optimizer, self.device)
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
-        rising = COLD_WARMUP_STEPS if self.drafter.head_path is None else WARMUP_STEPS
+        rising = CURRICULUM.rising_steps if self.drafter.head_path is None else WARMUP_STEPS
         self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / rising))
 
     def on_device(self) -> AbstractContextManager[None]:
@@ -138,10 +164,9 @@ class DrafterTrainer:
     @property
     def step_tokens(self) -> int:
         """Tokens of a micro-step: a pack, or a part of one if the head began with random weights."""
-        if self.drafter.head_path is not None:
+        if self._draft_length is None:
             return self.pack_tokens
-        parts = _YOUNG_PACK if self.is_young else _NEW_PACK
-        return max(PACK_MULTIPLE, self.pack_tokens // parts // PACK_MULTIPLE * PACK_MULTIPLE)
+        return CURRICULUM.step_tokens(self._draft_length, self.pack_tokens)
 
     @property
     def num_passes(self) -> float:
@@ -154,56 +179,56 @@ class DrafterTrainer:
         self.num_seen = 0
         self._packs, self._ahead = self._draw(), None
 
-    def train(self, may_go_on: Callable[[], bool]) -> Burst:
+    def train(self, may_go_on: Callable[[], bool]) -> TrainingStretch:
         """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`.
 
         Without memory for the drafter on the device nothing is trained.
         """
         with ExitStack() as stay:
-            return self._train(may_go_on) if self.finds_room(stay) else Burst(num_out_of_memory=1)
+            return self._train(may_go_on) if self.finds_room(stay) else TrainingStretch(num_out_of_memory=1)
 
-    def _train(self, may_go_on: Callable[[], bool]) -> Burst:
-        burst, started = Burst(), time.perf_counter()
+    def _train(self, may_go_on: Callable[[], bool]) -> TrainingStretch:
+        stretch, started = TrainingStretch(), time.perf_counter()
         asked = started
         while may_go_on():
             asked = time.perf_counter()
             try:
-                burst.losses.append(self._micro_step())
+                stretch.losses.append(self._micro_step())
                 continue
             except torch.OutOfMemoryError as error:
                 message = str(error)
             # Here, not in the handler: its traceback holds the tensors of the step.
-            burst.num_out_of_memory += 1
+            stretch.num_out_of_memory += 1
             if not self._shrink(message):
                 break
         if self._ahead is not None:  # its turn comes, but until then it takes no memory
             self._packs, self._ahead = chain([self._ahead[0]], self._packs), None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's last step; the engine may want the device now
-        now, num_steps = time.perf_counter(), len(burst.losses)
-        burst.seconds, burst.overrun = now - started, now - asked if asked > started else 0.0
+        now, num_steps = time.perf_counter(), len(stretch.losses)
+        stretch.seconds, stretch.overrun = now - started, now - asked if asked > started else 0.0
         self._num_own += num_steps
         if self.num_workers == 1:
             self._count(num_steps)
-        return burst
+        return stretch
 
-    def try_step(self) -> None:
-        """Compute the gradients of one pack of random text and drop them; judge its drafts.
+    def try_step(self) -> TrainingCosts:
+        """Compute the gradients of random text and drop them; judge its drafts; return what both take.
 
-        So nothing is compiled in the time that training and decisions are charged with. MisconfigurationException means
-        that the device has no memory for a pack.
+        On a GPU once on whole packs and the longest drafts: so nothing is compiled in the time that training and
+        decisions are charged with, and memory is known to suffice. Then as the first steps will be, on a CPU on the
+        smallest pack.
+
+        Raises:
+            MisconfigurationException: The device has no memory for a pack.
         """
-        length, width = self.pack_tokens + 2, self.drafter.target_config.hidden_size
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.drafter.target_config.vocab_size, (length,), generator=generator)
-        states = torch.randn(length, 4 * width, generator=generator).bfloat16()
-        text = PolicyText(ids, states[:, : 3 * width], states[:, 3 * width :], prompt_length=1)
+        num_tokens = self.step_tokens if self._is_mixed else PACK_MULTIPLE
         try:
             with self.on_device():
-                pack = next(packs_of([text], self.pack_tokens, self.device))
-                self._backward(pack)
-                with self.autocast():
-                    self.drafter.measure(pack)
+                if self._is_mixed:
+                    self._try(self.pack_tokens)
+                self.drafter.most_steps = self._draft_length
+                step, judging = self._try(num_tokens)
         except torch.OutOfMemoryError as error:
             raise MisconfigurationException(
                 f"`LongTailIdleCallback(pack_tokens={self.pack_tokens})`: a training step of the drafter does not fit "
@@ -211,6 +236,21 @@ class DrafterTrainer:
             ) from error
         finally:
             self.optimizer.zero_grad()
+        return TrainingCosts(step * self.step_tokens / num_tokens, judging / num_tokens)
+
+    def _try(self, num_tokens: int) -> tuple[float, float]:
+        """Return the seconds of a pass with gradients, and of judging, over a pack of random text."""
+        width, generator = self.drafter.target_config.hidden_size, torch.Generator().manual_seed(0)
+        ids = torch.randint(self.drafter.target_config.vocab_size, (num_tokens + 2,), generator=generator)
+        states = torch.randn(num_tokens + 2, 4 * width, generator=generator).bfloat16()
+        text = PolicyText(ids, states[:, : 3 * width], states[:, 3 * width :], prompt_length=1)
+        started = time.perf_counter()
+        pack = next(packs_of([text], num_tokens, self.device))
+        self._backward(pack).item()  # waits for the device
+        trained = time.perf_counter()
+        with self.autocast():
+            self.drafter.measure(pack)
+        return trained - started, time.perf_counter() - trained
 
     def _count(self, micro_steps: int) -> None:
         if micro_steps:
@@ -219,17 +259,14 @@ class DrafterTrainer:
             self.seen_version = max(versions, default=self.seen_version)
 
     @property
-    def is_young(self) -> bool:
-        """True while a new head learns the shortest drafts."""
-        return self._most_steps == _SHORT
+    def learns_first_drafts(self) -> bool:
+        """True while a new head learns the shortest drafts: what it was worth an iteration ago says little."""
+        return self._draft_length == CURRICULUM.first_drafts
 
     def note_quality(self, acceptance_length: float) -> None:
-        """Learn how well the trained weights draft: the better a new head, the longer are the drafts that it learns.
-
-        Tokens that are hardly ever reached cost as much time as others and teach it less.
-        """
-        if self._most_steps is not None:
-            self._most_steps = max(self._most_steps, math.ceil(_REACH * acceptance_length))
+        """Learn how well the trained weights draft: the better a new head, the longer are the drafts that it learns."""
+        if self._draft_length is not None:
+            self._draft_length = CURRICULUM.draft_length(self._draft_length, acceptance_length)
 
     def _backward(self, batch: PackedBatch) -> Tensor:
         with torch.enable_grad(), self.autocast():
@@ -243,7 +280,7 @@ class DrafterTrainer:
         return make, make()
 
     def _micro_step(self) -> float:
-        self.drafter.most_steps = self._most_steps
+        self.drafter.most_steps = self._draft_length
         (_, batch), self._ahead = self._ahead or self._make_pack(), None
         loss = self._backward(batch)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -321,7 +358,7 @@ class DrafterTrainer:
             "optimizer_name": type(self.optimizer).__name__,
             "optimizer_settings": self._optimizer_settings,
             "warmup": self._warmup.state_dict(),
-            "most_steps": self._most_steps,
+            "draft_length": self._draft_length,
             "buffer": self.buffer.state_dict(),
             "seen_version": self.seen_version,
             "num_pending": self.num_pending,
@@ -339,6 +376,6 @@ class DrafterTrainer:
             apply_changed(self.optimizer, [self._warmup], *settings, "drafter's optimizer")
         else:
             log.warning("The drafter's optimizer begins anew: it is %s, that of the checkpoint was %s.", name, saved)
-        self._most_steps = state_dict["most_steps"]
+        self._draft_length = state_dict["draft_length"]
         self.buffer.load_state_dict(state_dict["buffer"])
         self.seen_version, self.num_pending = state_dict["seen_version"], state_dict["num_pending"]

@@ -84,7 +84,7 @@ class IterationLog:
     def lap(self, stage: str) -> None:
         """Charge time and peak memory since the last lap to `stage`: stages add up to the iteration."""
         now = time.perf_counter()
-        self._charge(stage, now - self._last)
+        self.charge(stage, now - self._last)
         if (peak := self.peak_memory.take()) is not None:
             self._peaks[stage] = max(self._peaks.get(stage, 0.0), peak)
         self._last = now
@@ -97,7 +97,7 @@ class IterationLog:
             yield
         finally:
             seconds = time.perf_counter() - started
-            self._charge(stage, seconds)
+            self.charge(stage, seconds)
             self._last += seconds
 
     def seconds(self, stage: str) -> float:
@@ -139,7 +139,8 @@ class IterationLog:
         self._numbers = {name: (kind, list(values)) for name, (kind, values) in state["numbers"].items()}
         self._laps = [(stage, seconds) for stage, seconds in state["laps"]]
 
-    def _charge(self, stage: str, seconds: float) -> None:
+    def charge(self, stage: str, seconds: float) -> None:
+        """Add seconds to `stage` that passed outside any lap."""
         if self._laps and self._laps[-1][0] == stage:
             seconds += self._laps.pop()[1]
         self._laps.append((stage, seconds))

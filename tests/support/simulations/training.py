@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.long_tail.budget import MeasuredIteration, TrainingBudget
-from tlt_lightning.long_tail.publication import Publication
+from tlt_lightning.long_tail.publishing import PublishDecision
 
 ERROR = 0.02  # of a measured acceptance
 
@@ -75,7 +75,7 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
             bound = seen - before - 1.28 * ERROR
             published = bound > 0
             old, new = (DraftQuality((length - 1,), (), (), (), 1) for length in (before, seen))
-            budget.note_publication(Publication(old, new, seen - before, bound, published, has_diverged=False))
+            budget.note_decision(PublishDecision(old, new, seen - before, bound, published, has_diverged=False))
             if published:
                 served, is_cold = trained, False
             cost += 0.1

@@ -3,7 +3,7 @@
 import json
 
 from tlt_lightning.long_tail.budget import MeasuredIteration
-from tlt_lightning.long_tail.plan import Plan
+from tlt_lightning.long_tail.plan import DrafterPlan
 
 METRICS = {
     "time/iteration": 20.0,
@@ -18,7 +18,7 @@ METRICS = {
 
 
 def test_an_iteration_is_read_from_its_metrics() -> None:
-    plan = Plan(iteration=4, share=0.5, num_tokens=400, num_trained=100)
+    plan = DrafterPlan(iteration=4, share=0.5, num_tokens=400, num_trained=100)
     measured = MeasuredIteration(
         seconds=20.0,
         decode_seconds=11.0,
@@ -35,15 +35,22 @@ def test_an_iteration_is_read_from_its_metrics() -> None:
 
 def test_what_an_iteration_has_not_is_nothing() -> None:
     nothing = MeasuredIteration(seconds=20.0, decode_seconds=0.0, cost=0.0, training_seconds=0.0, share=0.0)
-    assert Plan().measured({"time/iteration": 20.0}, is_cold=False) == nothing
+    assert DrafterPlan().measured({"time/iteration": 20.0}, is_cold=False) == nothing
     assert (nothing.idle_share, nothing.learned_share, nothing.acceptance) == (0.0, None, 1.0)
 
 
 def test_a_plan_is_restored_with_metrics_of_its_own() -> None:
-    plan = Plan(4, None, {"drafter/published": 1.0}, num_tokens=400, num_trained=100)
-    restored = Plan.restore(json.loads(json.dumps(plan.state_dict())))
+    plan = DrafterPlan(4, None, {"drafter/published": 1.0}, num_tokens=400, num_trained=100)
+    restored = DrafterPlan.restore(json.loads(json.dumps(plan.state_dict())))
     assert restored == plan
-    again = Plan.restore(plan.state_dict())
+    again = DrafterPlan.restore(plan.state_dict())
     again.metrics["mine"] = 1.0
     assert plan.metrics == {"drafter/published": 1.0}
-    assert (Plan().iteration, Plan().share, Plan().num_tokens, Plan().num_trained) == (-1, None, 0, 0)
+    new = DrafterPlan()
+    assert (new.iteration, new.share, new.num_tokens, new.num_trained, new.started) == (-1, None, 0, 0, None)
+
+
+def test_a_restored_plan_has_not_begun() -> None:
+    plan = DrafterPlan(iteration=4, started=3.0)
+    assert (plan.is_of(4), plan.is_of(5)) == (True, False)
+    assert not DrafterPlan.restore(plan.state_dict()).is_of(4)
