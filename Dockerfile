@@ -1,7 +1,7 @@
 # The package on vLLM's own image of the supported release, for a machine with an NVIDIA GPU and its container toolkit:
 #   docker build -t tlt-lightning .
 #   docker run --rm --gpus all --ipc=host -v tlt-outputs:/home/tlt/outputs tlt-lightning \
-#     fit -c recipes/base.yaml -c recipes/quickstart.yaml -c recipes/speculation.yaml --trainer.accelerator gpu
+#     fit -c recipes/quickstart.yaml -c recipes/speculation.yaml --trainer.accelerator gpu
 # A folder made by `init`, run as yourself, with a cache that keeps models of the hub:
 #   docker run --rm --gpus all --ipc=host --user $(id -u):$(id -g) -e HOME=/tmp -v $PWD:/run -w /run \
 #     -v ~/.cache/huggingface:/hub -e HF_HOME=/hub tlt-lightning fit -c recipes/... -c mine.yaml

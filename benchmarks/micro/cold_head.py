@@ -1,6 +1,6 @@
 """Train heads from random weights on a policy's own text, by several optimizers, and watch how well they draft.
 
-    python -m tlt_lightning predict -c recipes/base.yaml -c recipes/quickstart.yaml \
+    python -m tlt_lightning predict -c recipes/quickstart.yaml \
         --data.val.path recipes/assets/countdown/train.jsonl
     python -m benchmarks cold_head --completions outputs/quickstart/completions.jsonl
 

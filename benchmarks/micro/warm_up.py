@@ -77,7 +77,7 @@ def predict(folder: Path, most: int | None) -> tuple[Path, Path]:
     asked = [(ASSETS / name).read_text().splitlines()[:most] for name in ("train.jsonl", "val.jsonl")]
     questions = folder / "questions.jsonl"
     questions.write_text("\n".join(itertools.chain(*asked)))
-    arguments = ["predict", "-c", "recipes/base.yaml", "-c", "recipes/quickstart.yaml"]
+    arguments = ["predict", "-c", "recipes/quickstart.yaml"]
     arguments += ["--data.val.path", str(questions), "--trainer.default_root_dir", str(folder)]
     with contextlib.chdir(ROOT):  # which the recipe's paths start from
         run_cli(arguments)

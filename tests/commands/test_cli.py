@@ -38,7 +38,7 @@ def options(policy: str, prompts: str, root: Path) -> list[str]:
         "data.max_prompt_tokens": 16,
         "data.sampling.max_tokens": 8,
     }
-    return ["-c", str(ROOT / "recipes/base.yaml"), *(f"--{name}={value}" for name, value in values.items())]
+    return [*(f"--{name}={value}" for name, value in values.items())]
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_recipe_takes_a_callback_that_copies_the_module(policy_path: str, prom
 @pytest.mark.parametrize(
     "command",
     [
-        "fit -c=recipes/base.yaml -c=recipes/quickstart.yaml",
+        "fit -c=recipes/quickstart.yaml",
         "drafter fit -c=recipes/drafter_warmup.yaml --data.completions=pyproject.toml",
     ],
 )
@@ -80,7 +80,7 @@ def test_printed_settings_can_be_moved_too(
         main()
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if ": first" in line] == ["  default_root_dir: first"]
-    assert sum(": ${trainer.default_root_dir}" in line for line in lines) > 2
+    assert sum(": ${trainer.default_root_dir}" in line for line in lines) >= 2
 
 
 def test_only_output_folders_follow_the_root() -> None:

@@ -21,11 +21,11 @@ def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("quickstart", ["python -m tlt_lightning fit -c recipes/base.yaml -c recipes/quickstart.yaml -c mine.yaml"]),
+        ("quickstart", ["python -m tlt_lightning fit -c recipes/quickstart.yaml -c mine.yaml"]),
         (
             "drafter_warmup",
             [
-                "python -m tlt_lightning predict -c recipes/base.yaml -c recipes/quickstart.yaml -c mine.yaml",
+                "python -m tlt_lightning predict -c recipes/quickstart.yaml -c mine.yaml",
                 "python -m tlt_lightning drafter fit -c recipes/drafter_warmup.yaml",
             ],
         ),
@@ -61,7 +61,7 @@ def test_what_init_recommends_next_runs_in_its_folder_with_what_mine_yaml_says(
     monkeypatch.syspath_prepend(tmp_path / "run")
     mine = Path("mine.yaml").read_text()
     Path("mine.yaml").write_text(mine.replace("{policy: Qwen/Qwen2.5-0.5B-Instruct}", f"{{policy: {policy}}}"))
-    words = " ".join(["-c recipes/base.yaml -c recipes/grpo_qwen2.5-0.5b_1gpu.yaml", *overlays, "-c mine.yaml"])
+    words = " ".join(["-c recipes/grpo_qwen2.5-0.5b_1gpu.yaml", *overlays, "-c mine.yaml"])
     cli = run_cli([*words.split(), "--trainer.accelerator", "cpu"], run=False)
     (drafting,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, LongTailIdleCallback))
     assert cli.model.policy_path == drafting.drafter.target == policy

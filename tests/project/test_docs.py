@@ -237,7 +237,7 @@ def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
             exec(compile(code, str(page), "exec"), names)
         if language == "yaml":
             (tmp_path / "snippet.yaml").write_text(code)
-            files = ("recipes/base.yaml", "recipes/quickstart.yaml", "snippet.yaml")
+            files = ("recipes/quickstart.yaml", "snippet.yaml")
             run_cli([*(word for file in files for word in ("-c", file)), "--trainer.accelerator=cpu"], run=False)
     for line in COMMAND.findall(text):
         for command in line.split("  #")[0].split(" && "):

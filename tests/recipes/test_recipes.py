@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests.support.rows import (
     ARC,
@@ -50,7 +49,7 @@ def instantiate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *ove
 
 
 def test_every_recipe_says_how_it_is_run() -> None:
-    assert {path.stem for path in RECIPE_FILES.glob("*.yaml")} == {"base", *RECIPES}
+    assert {path.stem for path in RECIPE_FILES.glob("*.yaml")} == set(RECIPES)
     assert [name for name, recipe in RECIPES.items() if f"{name}.yaml" != recipe.files[-1]] == []
 
 
@@ -78,12 +77,6 @@ def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monk
     assert trainer.default_root_dir == str(tmp_path / "outputs")
     folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
     assert all(Path(folder).is_relative_to(tmp_path / "outputs") for folder in folders if folder is not None)
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if len(RECIPES[name].files) == 1])
-def test_a_recipe_complete_in_itself_logs_and_saves_as_the_base_does(name: str) -> None:
-    own, base = (yaml.safe_load((RECIPE_FILES / file).read_text())["trainer"] for file in (f"{name}.yaml", "base.yaml"))
-    assert {key: own[key] for key in ("logger", "callbacks")} == {key: base[key] for key in ("logger", "callbacks")}
 
 
 @pytest.mark.parametrize("name", FORMATS)

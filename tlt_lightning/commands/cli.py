@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
@@ -128,6 +129,10 @@ def _options(parser: LightningArgumentParser) -> set[str]:
 
 
 class _CLI(LightningCLI):
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.default_config_files = [str(Path(__file__).with_name("defaults.yaml"))]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _CLI:
         # A callback that averages weights copies the module, whose `optimizer` holds this, and with it the whole run.
         return self
@@ -157,6 +162,10 @@ class _CLI(LightningCLI):
 
 
 class _DrafterCLI(_CLI):
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add nothing: an epoch is no policy iteration."""
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the subcommands without `predict`: a head alone writes nothing."""

@@ -55,7 +55,7 @@ class Recipe:
 
 
 def read_recipes() -> dict[str, Recipe]:
-    """Read all recipes; a file whose comment has no command, as `base.yaml`, is a part of others."""
+    """Read all recipes; a file whose comment has no command is a part of others."""
     recipes = {}
     for path in sorted(RECIPES.glob("*.yaml")):
         comment = re.match(r"(#.*\n)*", path.read_text())[0]  # type: ignore[index]  # matches, if only nothing
