@@ -10,8 +10,7 @@ from tlt_lightning.gallery.answer_variety import AnswerVariety
 from tlt_lightning.gallery.completions_table import CompletionsTable
 from tlt_lightning.gallery.early_warning import RewardLengthWarning
 from tlt_lightning.gallery.length_histogram import LengthHistogram
-from tlt_lightning.long_tail.adaptive_budget import AdaptiveBudget
-from tlt_lightning.long_tail.budget import FixedBudget
+from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.rewards import Format, PythonTests, countdown, exact_match, math_equivalence, multiple_choice
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool
 from tlt_lightning.testing import check_callback, check_methods, check_objective, check_reward, check_selector
