@@ -11,8 +11,6 @@ import gc
 import importlib
 from typing import Any
 
-from tlt_lightning.engine.vllm.required.parts import check_required
-
 PRELOADED = (
     "tlt_lightning.long_tail.callback",
     "tlt_lightning.module",
@@ -35,7 +33,6 @@ for name in PRELOADED:
 current_platform: Any = importlib.import_module("vllm.platforms").current_platform
 current_platform.register_triton_kernel_overrides()
 current_platform.register_triton_kernel_overrides = lambda: None
-check_required(only_imported=True)  # which remembers what classes assign
 gc.collect()
 gc.freeze()
 gc.enable()

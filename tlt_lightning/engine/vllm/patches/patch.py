@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_lightning.engine.vllm.required.version import SUPPORTED, installed_version
+from tlt_lightning.engine.vllm.internals import SUPPORTED, installed_version
 
 Undo = Callable[[], None]
 
