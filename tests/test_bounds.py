@@ -236,8 +236,11 @@ def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], nam
             "`dtype` must be one of 'auto', 'float32', 'bfloat16', 'float16', got 3.",
         ),
         (lambda: speculation(draft_sampling="all"), "`speculation.draft_sampling` must be one of 'greedy', "),
-        (lambda: Quantization("fp4"), "`quantization.weights` must be one of 'fp8', 'int8' or None, got 'fp4'."),  # type: ignore[arg-type]
-        (lambda: Quantization(kv_cache="int8"), "`quantization.kv_cache` must be one of 'auto', 'fp8', got 'int8'."),  # type: ignore[arg-type]
+        (lambda: Quantization("fp4"), "`quantization.weights` must be one of 'fp8' or None, got 'fp4'."),  # type: ignore[arg-type]
+        (
+            lambda: Quantization(kv_cache="fp8_e5m2"),
+            "`quantization.kv_cache` must be one of 'auto', 'fp8', got 'fp8_e5m2'.",
+        ),  # type: ignore[arg-type]
         (lambda: PromptSource(rows=[]), "`rows` is empty; give at least one."),
     ],
 )

@@ -1,6 +1,6 @@
 """Find the layers whose 8 bits cost the most: how far the engine is from the trainer's policy, by what stays in 16 bit.
 
-    python -m benchmarks mismatch --policy PATH --prompts FILE --weights fp8
+    python -m benchmarks mismatch --policy PATH --prompts FILE
 
 An engine a row, each in a process of its own, writes one response to each prompt; the policy scores them in the type of
 the run's update, bfloat16. The rows `none` and `all` come first. On a GPU a row takes twice the policy in bfloat16 and
@@ -23,9 +23,12 @@ from benchmarks.lossless.checks import agreement, score
 from tlt_lightning import PromptSource
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.engine import Quantization, VLLMEngine
-from tlt_lightning.engine.vllm.quantization.settings import FUSED, linear_layers
+from tlt_lightning.engine.vllm.quantization.settings import linear_layers
 from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Sampling
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM makes one of, and computes in one type."""
 
 KV_GIB = 4.0
 """Cache of a row's engine on a GPU, where rows run side by side."""
@@ -48,7 +51,7 @@ def measure(kept: list[str] | None, args: Any) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = load_prompts(PromptSource(path=args.prompts), load_tokenizer(args.policy), max_prompt_tokens=512)
     requests = [Request(id=i, prompt_ids=prompt.ids) for i, prompt in enumerate(prompts[: args.num_prompts])]
-    quantization = None if kept is None else Quantization(args.weights, kept)
+    quantization = None if kept is None else Quantization("fp8", kept)
     engine = VLLMEngine(
         dtype="bfloat16",
         max_num_seqs=64,
@@ -80,7 +83,7 @@ def render(results: dict[str, Any]) -> list[str]:
     """Return the report in Markdown, the row with the smallest KL first."""
     header = ["in 16 bit", "KL, nats a token", "difference of log-probs", "largest ratio", "effective sample", "tokens"]
     rows = sorted(results["rows"].items(), key=lambda row: row[1]["kl"])
-    lines = [*heading("Mismatch by layer", results["about"]), f"Quantized to {results['weights']}.", ""]
+    lines = [*heading("Mismatch by layer, quantized to fp8", results["about"])]
     for name, error in results["failed"].items():
         lines += [f"Failed: {name}, `{error}`.", ""]
     if results["left_out"]:
@@ -91,7 +94,6 @@ def render(results: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> None:
     """Measure a row for each choice of layers while the budget lasts, and write `mismatch_<size>.json` and `.md`."""
     parser = sized_parser_of(__doc__)
-    parser.add_argument("--weights", choices=("fp8", "int8"), default="fp8")
     parser.add_argument("--num-prompts", type=int, help="64, or 16 with `--tiny`")
     parser.add_argument("--max-tokens", type=int, help="256, or 16 with `--tiny`")
     parser.add_argument("--at-once", type=int, default=1, help="rows side by side, on one device")
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     args.num_prompts = args.num_prompts or (16 if args.tiny else 64)
     args.max_tokens = args.max_tokens or (16 if args.tiny else 256)
     record = about(args.size, note_of(args.policy, args.note), args.seed, on_cpu=args.tiny)
-    results: dict[str, Any] = {"about": record, "weights": args.weights, "failed": {}, "left_out": [], "rows": {}}
+    results: dict[str, Any] = {"about": record, "failed": {}, "left_out": [], "rows": {}}
     rows, began = choices(linear_layers(policy_shapes(args.policy))), time.perf_counter()
 
     def row(kept: list[str] | None) -> dict[str, float] | None:

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--shape", choices=("7b", "32b"), default="7b", help="whose shape the policy has")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine")
-    parser.add_argument("--quantization", choices=("fp8", "int8"), help="measure each part in this type as well")
+    parser.add_argument("--quantization", choices=("fp8",), help="measure each part in this type as well")
     parser.add_argument("--previous", type=Path, help="results of an earlier command, whose parts are kept")
     args = parser.parse_args(arguments)
     num_ranks, name = args.tensor_parallel, "tiny" if args.tiny else f"{args.shape} shape"

@@ -41,7 +41,7 @@ def test_eight_bit_without_a_correction_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make_engine()
-    engine.compute_dtype = "int8"
+    engine.compute_dtype = "fp8"
     make_trainer(tmp_path, max_epochs=1).fit(
         make_module(policy_path, objective=objective), make_data(prompts_path, engine=engine)
     )
@@ -102,12 +102,12 @@ def test_a_lora_policy_learns_from_8_bit_rollouts_and_says_what_the_correction_l
     policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings: dict[str, Any] = {"kv_cache_gib": 0.0625, "max_num_seqs": 32, "enforce_eager": True}
-    engine = VLLMEngine(dtype="bfloat16", quantization="int8", **settings)
+    engine = VLLMEngine(dtype="bfloat16", quantization="fp8", **settings)
     trainer = make_trainer(tmp_path, max_epochs=2)
     module = make_module(policy_path, lora=LoRA(rank=4, alpha=64), objective=GRPO(correction=None))
     with caplog.at_level(logging.WARNING):
         trainer.fit(module, make_data(prompts_path, engine=engine))
-    assert "writes in int8, and the objective corrects for nothing" in caplog.text
+    assert "writes in fp8, and the objective corrects for nothing" in caplog.text
     assert engine.policy_version == -1  # closed
     assert 1e-4 < trainer.callback_metrics["mismatch/kl"] < 0.1
     assert "mismatch/effective_sample_size" not in trainer.callback_metrics

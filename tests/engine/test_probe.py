@@ -13,7 +13,7 @@ def padded(shift: float) -> torch.Tensor:
     return torch.tensor([[-1.0, -2.0], [-3.0, -99.0]]) + shift
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_log_probs_within_the_tolerance_of_their_type_pass(dtype: str) -> None:
     shift = 0.9 * TOLERANCES[dtype]
     assert check_same_logps(ROWS, padded(shift), MASK, dtype=dtype, when="") == pytest.approx(shift, rel=1e-2)

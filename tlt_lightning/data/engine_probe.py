@@ -12,7 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from tlt_lightning.engine.base import RolloutEngine
-from tlt_lightning.engine.probe import EIGHT_BIT, check_same_logps
+from tlt_lightning.engine.probe import check_same_logps
 from tlt_lightning.policy import response_logps
 from tlt_lightning.rollout import Rollout, Sampling, collate
 
@@ -44,10 +44,7 @@ class EngineProbe:
         if has_new_drafter in self._done or not sampling.temperature or sampling.filters:
             return False
         self._done.add(has_new_drafter)
-        if (
-            engine.compute_dtype in EIGHT_BIT
-            and getattr(trainer.lightning_module.objective, "correction", None) is None
-        ):
+        if engine.compute_dtype == "fp8" and getattr(trainer.lightning_module.objective, "correction", None) is None:
             log.warning(
                 "The engine writes in %s, and the objective corrects for nothing: leave `objective.correction` at its "
                 "default, or `quantization` at null.",
@@ -78,7 +75,7 @@ def _beginning(rollout: Rollout) -> Rollout:
 
 def _coarser(trainer: L.Trainer, policy: nn.Module, engine: RolloutEngine) -> str:
     """Return the coarser of the engine's and the trainer's types; TF32 counts as bfloat16."""
-    if engine.compute_dtype in EIGHT_BIT:
+    if engine.compute_dtype == "fp8":
         return engine.compute_dtype
     is_full = str(trainer.precision).startswith(("32", "64")) and torch.get_float32_matmul_precision() == "highest"
     is_full &= all(parameter.dtype.itemsize >= 4 for parameter in policy.parameters())

@@ -13,15 +13,13 @@ from tlt_lightning.engine.architectures import WAY_OUT
 
 log = logging.getLogger(__name__)
 
-TOLERANCES = {"float32": 5e-3, "bfloat16": 0.1, "fp8": 0.4, "int8": 0.4}
+TOLERANCES = {"float32": 5e-3, "bfloat16": 0.1, "fp8": 0.4}
 """Bound the mean absolute difference of token log-probs, in nats, by the coarser type in use.
 
 Right engines stay below a tenth of it in 16 bit and more: 2e-6 in float32, some 0.01 in bfloat16. Experts in a wrong
 layout differ by 0.02 in a tiny random model, attention dropout by 0.1. In 8 bit a trained tiny model differs by 0.005,
-one of large random weights by 0.1 (int8) to 0.3 (fp8).
+one of large random weights by 0.3.
 """
-
-EIGHT_BIT = ("fp8", "int8")
 
 LOUD_KL, LOUD_KL_8_BIT = 0.02, 0.1
 """Warn above this `mismatch/kl` of an iteration, in nats a token; bfloat16 alone makes up to 0.005."""
@@ -60,7 +58,7 @@ def check_same_logps(
 
 def warn_of_mismatch(kl: float, iteration: int, dtype: str = "bfloat16") -> None:
     """Warn if an iteration's `mismatch/kl` is larger than rounding to `dtype`, the engine's, explains."""
-    limit = LOUD_KL_8_BIT if dtype in EIGHT_BIT else LOUD_KL
+    limit = LOUD_KL_8_BIT if dtype == "fp8" else LOUD_KL
     if kl > limit:
         log.warning(
             "Iteration %d: `mismatch/kl` is %.3g nats a token, where rounding explains %.2g: the engine samples from "
@@ -95,4 +93,4 @@ def warn_of_surprise(metrics: dict[str, float], iteration: int) -> None:
 
 def _causes(dtype: str) -> str:
     """Return what may be wrong with an engine of this type, and the ways out."""
-    return _CAUSES_OF_8_BIT + _CAUSES if dtype in EIGHT_BIT else _CAUSES
+    return _CAUSES_OF_8_BIT + _CAUSES if dtype == "fp8" else _CAUSES

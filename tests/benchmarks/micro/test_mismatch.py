@@ -31,14 +31,14 @@ def test_rows_beyond_the_budget_and_failed_ones_are_named(tmp_path: Path) -> Non
         in report
     )
     record = {"size": "tiny", "command": "c", "hardware": "h", "versions": {}, "seed": 0, "note": ""}
-    results = {"about": record, "weights": "fp8", "failed": {"none": "out of luck"}, "left_out": [], "rows": {}}
+    results = {"about": record, "failed": {"none": "out of luck"}, "left_out": [], "rows": {}}
     assert "Failed: none, `out of luck`." in render(results)
 
 
 @pytest.mark.vllm
 def test_an_engine_that_keeps_all_layers_is_nearer_to_the_policy_than_one_that_keeps_none() -> None:
     policy, prompts = FILES["tiny"].policy, FILES["tiny"].val
-    args = Namespace(policy=policy, prompts=prompts, num_prompts=8, max_tokens=8, weights="fp8", seed=0)
+    args = Namespace(policy=policy, prompts=prompts, num_prompts=8, max_tokens=8, seed=0)
     all_kept, none_kept = measure(["*_proj"], args), measure([], args)
     assert all_kept["difference"] < 0.5 * none_kept["difference"] < 0.1
     assert 0 <= all_kept["kl"] < 0.5 * none_kept["kl"]

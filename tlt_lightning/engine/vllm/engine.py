@@ -24,8 +24,6 @@ from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
-from tlt_lightning.engine.vllm.required.parts import check_required
-from tlt_lightning.engine.vllm.required.version import check_version, installed_version
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.policy import check_files, end_token_ids, load_tokenizer, policy_shapes
@@ -53,7 +51,7 @@ class VLLMEngine(RolloutEngine):
         sleep: Free the engine's memory while the policy is trained, so that both use the whole GPU in turn; no effect
             on a CPU. One such engine at a time in a process.
         speculation: How to speculate; None decodes plainly.
-        quantization: `fp8` or `int8` computes the linear layers in 8 bit, for which `dtype` must be one of 16 bit; a
+        quantization: `fp8` computes the linear layers in 8 bit, for which `dtype` must be one of 16 bit; a
             `Quantization` says which of them. None leaves all as they are.
         tensor_parallel: Neighbouring ranks that are one engine, each with its part of every weight and of the cache,
             for policies that are too large or too slow on one device. It must divide the devices of a node.
@@ -72,7 +70,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         sleep: bool = True,
         speculation: Speculation | None = None,
-        quantization: Literal["fp8", "int8"] | Quantization | None = None,
+        quantization: Literal["fp8"] | Quantization | None = None,
         tensor_parallel: Count = 1,
         compare_steps: bool = False,
     ) -> None:
@@ -80,7 +78,7 @@ class VLLMEngine(RolloutEngine):
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.enforce_eager, self.sleeps, self.compare_steps = enforce_eager, sleep, compare_steps
         self.reads_drafts = speculation is not None and speculation.siblings
-        self.quantization = Quantization.of(quantization, dtype)
+        self.quantization = quantization if isinstance(quantization, Quantization) else Quantization(quantization)
         self.speculation, self.num_ranks = speculation, tensor_parallel
         self._speculative: SpeculativeRunner | None = None
         self._undone_by_close = ExitStack()
@@ -103,7 +101,7 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        check_version()
+        internals.check_version()
         wanted = (policy, max_model_len, seed)
         if self._engine is not None:
             if self._set_up_for != wanted:
@@ -138,7 +136,6 @@ class VLLMEngine(RolloutEngine):
                 keeps_group = not self._owns_process_group
                 self._engine = internals.start(args, undone_by_close, keep_process_group=keeps_group)
             self._undone_by_close = undone_by_close.pop_all()
-        check_required(only_imported=True)
         self.compute_dtype = self.quantization.compute_dtype(self._engine)
         internals.reach(self._engine, "output_processor").tokenizer = tokenizer  # for stop strings
         engine_ranks, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
@@ -146,7 +143,7 @@ class VLLMEngine(RolloutEngine):
             self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, engine_ranks)
         self._writer = RequestWriter(self._engine, self._speculative, engine_ranks, comparison)
         self._set_up_for = wanted
-        log.info("vLLM %s is ready after %.1f s", installed_version(), time.perf_counter() - started)
+        log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
         from vllm import EngineArgs

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +42,6 @@ from tlt_lightning.rollout import Request, Response, Sampling
 
 pytestmark = pytest.mark.vllm
 
-Kind = Literal["fp8", "int8"]
 ON_GPU = torch.cuda.is_available()
 ONLY_GPU = pytest.mark.gpu
 
@@ -53,32 +52,32 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_policy(path, vocab_size=VOCAB, num_hidden_layers=4, initializer_range=0.1))
 
 
-def rounded(x: Tensor, kind: Kind, levels: int = 127) -> Tensor:
-    """Return the part that 8 bits with a scale a row leave of `x`, in float32."""
+def rounded(x: Tensor) -> Tensor:
+    """Return the part that e4m3 with a scale a row leaves of `x`, in float32."""
     x = x.float()
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (448 if kind == "fp8" else levels)
-    return ((x / scale).to(torch.float8_e4m3fn).float() if kind == "fp8" else (x / scale).round()) * scale
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class RoundedLinear(nn.Module):
     """Computes a linear layer in 8 bit, as vLLM should."""
 
-    def __init__(self, layer: nn.Linear, kind: Kind) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.kind, self.bias = kind, None if layer.bias is None else layer.bias.float()
-        self.weight = rounded(layer.weight, kind, 127 if ON_GPU else 63)
+        self.bias = None if layer.bias is None else layer.bias.float()
+        self.weight = rounded(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(rounded(x, self.kind), self.weight, self.bias).to(x.dtype)
+        return functional.linear(rounded(x), self.weight, self.bias).to(x.dtype)
 
 
-def rounded_policy(path: str, kind: Kind) -> nn.Module:
+def rounded_policy(path: str) -> nn.Module:
     """Return the policy in bfloat16 with its layers' linear parts in 8 bit."""
     model = load_policy(path).bfloat16().eval()
     for block in model.get_submodule("model.layers").modules():
         for name, layer in list(block.named_children()):
             if isinstance(layer, nn.Linear):
-                setattr(block, name, RoundedLinear(layer, kind))
+                setattr(block, name, RoundedLinear(layer))
     return model
 
 
@@ -94,16 +93,15 @@ def linear(engine: VLLMEngine, name: str) -> Any:
     return engine.inspect().model_runner.get_model().get_submodule(name)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
-    policy: str, kind: Kind, caplog: pytest.LogCaptureFixture
+    policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = load_policy(policy)
     caplog.set_level(logging.INFO)
-    quantization = Quantization(kind, layers_in_16_bit=["model.layers.0.*"])
+    quantization = Quantization(layers_in_16_bit=["model.layers.0.*"])
     with engine_of(policy, None, dtype="bfloat16", quantization=quantization) as engine:
-        assert engine.compute_dtype == kind
-        assert re.search(rf"Layers in {kind}: mlp.down_proj: 3 .* by \w+LinearKernel; in 16 bit: embed", caplog.text)
+        assert engine.compute_dtype == "fp8"
+        assert re.search(r"Layers in fp8: mlp.down_proj: 3 .* by \w+LinearKernel; in 16 bit: embed", caplog.text)
         before = write(engine, siblings(prompts=[PROMPT]))
         addresses = [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()]
         with torch.no_grad():
@@ -121,21 +119,20 @@ def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
             x = torch.randn(5, own.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
             found = quantized.quant_method.apply(quantized, x.to(engine.inspect().model_runner.device))
             weight = own.weight.detach().bfloat16()
-            wanted = rounded(x, kind) @ rounded(weight, kind, levels=127 if ON_GPU else 63).T if layer else x @ weight.T
+            wanted = rounded(x) @ rounded(weight).T if layer else x @ weight.T
             assert (found.float().cpu() - wanted.float()).norm() < 0.006 * wanted.float().norm()
         assert write(engine, siblings(prompts=[PROMPT])) != before
         engine.update_weights(PolicyWeights(load_policy(policy)), 2)
         assert write(engine, siblings(prompts=[PROMPT])) == before
 
 
-GRAPHS = [pytest.param((kind, True), id=f"{kind}, graphs", marks=ONLY_GPU) for kind in ("fp8", "int8")]
-CACHE = [pytest.param(("fp8 with an fp8 cache", True), id="fp8 with an fp8 cache, graphs", marks=ONLY_GPU)]
+GRAPHS = [pytest.param((cache, True), id=f"cache {cache}, graphs", marks=ONLY_GPU) for cache in ("auto", "fp8")]
 
 
-@pytest.fixture(params=[("fp8", False), ("int8", False), *GRAPHS, *CACHE], ids=lambda param: param[0])
+@pytest.fixture(params=[pytest.param(("auto", False), id="eager"), *GRAPHS])
 def speculating(request: pytest.FixtureRequest, policy: str, tmp_path: Path) -> Iterator[VLLMEngine]:
-    kind, has_graphs = request.param
-    quantization = Quantization(kind.split()[0], kv_cache="fp8" if "cache" in kind else "auto")
+    cache, has_graphs = request.param
+    quantization = Quantization(kv_cache=cache)
     head = save_head(make_head(policy, seed=3), tmp_path)
     selector = ScriptedSelector(longest=3)
     speculation = Speculation(
@@ -147,19 +144,19 @@ def speculating(request: pytest.FixtureRequest, policy: str, tmp_path: Path) -> 
         yield engine
 
 
-def share_of_the_way(found: dict[tuple[int, ...], float], policy: str, kind: Kind) -> float:
+def share_of_the_way(found: dict[tuple[int, ...], float], policy: str) -> float:
     """Return where log-probs of texts lie from the policy in 16 bit, 0, to the one in 8 bit, 1, by least squares."""
     wide, narrow = (
         {text: sum(values) for text, values in text_logps(model, Sampling(max_tokens=HORIZON)).items()}
-        for model in (load_policy(policy).bfloat16().eval(), rounded_policy(policy, kind))
+        for model in (load_policy(policy).bfloat16().eval(), rounded_policy(policy))
     )
     way = {text: narrow[text] - wide[text] for text in found}
     return sum((found[text] - wide[text]) * way[text] for text in found) / sum(each**2 for each in way.values())
 
 
 def draw(engine: VLLMEngine, seed: int) -> list[Response]:
-    is_slow = engine.quantization.weights == "fp8" and not ON_GPU  # 3 s a step
-    requests = [Request(id=i, prompt_ids=PROMPT) for i in range(NUM_DRAWS // 4 if is_slow else NUM_DRAWS)]
+    num_draws = NUM_DRAWS if ON_GPU else NUM_DRAWS // 4  # 3 s a step
+    requests = [Request(id=i, prompt_ids=PROMPT) for i in range(num_draws)]
     return list(engine.generate(requests, Sampling(max_tokens=HORIZON), seed=seed))
 
 
@@ -183,17 +180,13 @@ def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(
     assert 0.85 < sum(probabilities.values()) < 1.03
     for responses in (plain, drafted):
         assert chi_square_p(Counter(tuple(each.token_ids) for each in responses), probabilities) > 1e-4
-    quantization: Any = speculating.quantization
-    # Eight full bits move these log-probs hardly further than rounding to bfloat16 does: 0.37 and 0.23, over all texts.
-    # Seven, as on a CPU, and fp8 (2.9) move them far.
-    is_far = quantization.weights == "fp8" or not ON_GPU
-    if quantization.kv_cache == "auto" and is_far:
+    if speculating.quantization.kv_cache == "auto":
         found = {text: fmean(values) for text, values in logps.items()}
-        assert 0.6 < share_of_the_way(found, policy, quantization.weights) < 1.4
+        assert 0.6 < share_of_the_way(found, policy) < 1.4
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8 fp8"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 fp8"])
 def test_the_update_after_a_sleep_brings_the_same_texts(kind: str, tmp_path: Path) -> None:
     policy = save_endless_policy(tmp_path / "policy")
     head = save_trained_head(policy, tmp_path / "head")
@@ -206,62 +199,34 @@ def test_the_update_after_a_sleep_brings_the_same_texts(kind: str, tmp_path: Pat
     assert sum(same) >= 0.75 * len(same)  # rounding depends on how many tokens a pass reads
 
 
-def test_int8_weights_fill_their_levels_in_every_channel() -> None:
-    from tlt_lightning.engine.vllm.quantization.int8_linear import quantized_by_channel  # loads vLLM
-
-    weight = torch.randn(7, 40).bfloat16()
-    weight[3] = 0
-    quantized, scale = quantized_by_channel(weight, 63)
-    assert quantized.abs().amax(1).tolist() == [63, 63, 63, 0, 63, 63, 63]
-    assert ((quantized * scale - weight).abs() <= 0.501 * scale).all()
-
-
-def test_what_cannot_be_quantized_is_refused_with_its_name(policy: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"`dtype` must be `bfloat16`.*'float32'"):
-        VLLMEngine(dtype="float32", quantization="fp8")
-    with pytest.raises(ValueError, match=r"`quantization\.weights` must be one of 'fp8', 'int8', None, got 'fp4'"):
-        Quantization("fp4")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a list of patterns"):
-        Quantization("fp8", "model.layers.0.*")
-    with pytest.raises(
-        ValueError, match=r"is \['\*\.down_proj'\], but `quantization\.weights` is None.* drop the patterns"
-    ):
-        Quantization(None, ["*.down_proj"])
-    with pytest.raises(ValueError, match=r"`quantization\.kv_cache` must be one of 'auto', 'fp8', got 'fp8_e5m2'"):
-        Quantization("fp8", kv_cache="fp8_e5m2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', which is the name of no linear layer.*q_proj"):
+def test_what_nobody_has_proven_is_refused(policy: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', the name of no layer: \['model.*q_proj"):
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
-    with pytest.raises(ValueError, match=r"keeps model\.layers\.1\.mlp\.up_proj alone, but .*gate_proj, .*name all"):
-        Quantization("fp8", ["*.down_proj", "*.1.mlp.up_proj"]).check(policy_shapes(policy))
-    for over_ranks in (Quantization("int8"), Quantization(None, kv_cache="fp8")):
-        with pytest.raises(ValueError, match=r"not proven for engines over several ranks, and `tensor_parallel` is 2"):
-            over_ranks.check(policy_shapes(policy), 2)
-    experts = save_architecture("qwen3_moe", tmp_path)
-    with pytest.raises(ValueError, match="not proven for a mixture of experts"):
-        Quantization("fp8").check(policy_shapes(str(experts)))
+    experts = policy_shapes(str(save_architecture("qwen3_moe", tmp_path)))
+    for quantization in (Quantization(), Quantization(None, kv_cache="fp8")):
+        for shapes, num_ranks in ((policy_shapes(policy), 2), (experts, 1)):
+            with pytest.raises(ValueError, match="not proven for experts, nor for `tensor_parallel` above 1"):
+                quantization.check(shapes, num_ranks)
+    Quantization(None).check(experts, 2)
 
 
-def test_machines_that_cannot_are_refused_before_anything_is_loaded(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.model_executor.kernels import linear as kernels
+def test_vllm_says_what_it_cannot_quantize(policy: str) -> None:
+    for settings, message in (
+        ({"dtype": "float32", "quantization": "fp8"}, r"torch\.float32 is not supported for quantization"),
+        ({"dtype": "bfloat16", "quantization": Quantization("fp8", ["*.1.mlp.up_proj"])}, "all to use the same scheme"),
+    ):
+        engine = VLLMEngine(kv_cache_gib=0.0625, enforce_eager=True, **settings)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            engine.setup(policy, max_model_len=64, seed=0)
+
+
+def test_a_cache_whose_scales_would_not_follow_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
-    shapes = policy_shapes(policy)
-    if internals.is_cpu_build():
-        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' needs AVX-512 on a CPU.*; set 'auto'"):
-            Quantization(None, kv_cache="fp8").check(shapes)
     for capability in ((8, 0), (12, 0)):
         found = DeviceCapability(*capability)
         monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, found=found, **__: found)
         monkeypatch.setattr(internals, "is_cpu_build", lambda: False)
-        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is proven on Hopper GPUs and CPUs alone"):
-            Quantization(None, kv_cache="fp8").check(shapes)
-    with pytest.raises(ValueError, match=r"'int8' cannot run here: .* before Blackwell\. Take 'fp8', or null"):
-        Quantization("int8").check(shapes)
-    of_activations_in_16_bit = object.__new__(kernels.MarlinFP8ScaledMMLinearKernel)
-    monkeypatch.setattr(kernels, "init_fp8_linear_kernel", lambda **_: of_activations_in_16_bit)
-    with pytest.raises(ValueError, match=r"'fp8' cannot run here: GPUs before Ada .* Take 'int8', or null"):
-        Quantization("fp8").check(shapes)
+        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is for Hopper GPUs, and CPUs for tests"):
+            Quantization(None, kv_cache="fp8").check(policy_shapes(policy))

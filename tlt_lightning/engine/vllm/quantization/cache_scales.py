@@ -108,17 +108,27 @@ def bounds(layer: Mapping[str, Tensor], norm_offset: float = 0.0) -> Tensor:
     return torch.stack(found)
 
 
-def unbounded(names: Collection[str]) -> list[str]:
-    """Return the missing tensors without which keys and values have no bound; empty if none is missing."""
-    layers = {int(index) for index in re.findall(r"\.layers\.(\d+)\.", " ".join(names))}
-    found = _watched(names)
-    return [part.removesuffix(".weight") for part in _NEEDED if any(part not in found.get(i, ()) for i in layers)]
+def check_bounded(names: Collection[str]) -> None:
+    """Raise ValueError unless `bounds` knows all through which queries, keys and values come, on this device.
 
+    FlashAttention 3 and the CPU build read a layer's scales where `CacheScales.write` puts them; other kernels keep
+    those of the first weights.
+    """
+    from vllm.platforms import current_platform
 
-def unknown_norms(names: Iterable[str]) -> list[str]:
-    """Return the tensors of norms within attention that `bounds` does not know; empty if there are none."""
+    layers, found = {int(index) for index in re.findall(r"\.layers\.(\d+)\.", " ".join(names))}, _watched(names)
+    faults = [
+        f"no {part.removesuffix('.weight')}" for part in _NEEDED if any(part not in found.get(i, ()) for i in layers)
+    ]
     inner = {name.partition(".self_attn.")[2] for name in names if _part(name) is None}
-    return sorted(name for name in inner if "norm" in name)
+    faults += sorted(f"an unknown {name}" for name in inner if "norm" in name)
+    if faults:
+        raise ValueError(
+            "`quantization.kv_cache` 'fp8' takes its scales from the weights of each layer, and this policy's have "
+            f"{', '.join(faults)}; set 'auto'."
+        )
+    if not (internals.is_cpu_build() or current_platform.is_device_capability_family(90)):
+        raise ValueError("`quantization.kv_cache` 'fp8' is for Hopper GPUs, and CPUs for tests; set 'auto'.")
 
 
 def _watched(names: Iterable[str]) -> dict[int, list[str]]:
