@@ -301,5 +301,5 @@ def test_a_module_that_adds_to_what_a_run_needs_runs(paths: tuple[str, str, Path
 
 def test_a_data_module_that_hides_its_state_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"`Forgets\.state_dict` takes the place of `RolloutData"):
-        check_overrides(Forgets(TransformersEngine(), [exact_match]))  # type: ignore[list-item]
+        check_overrides(Forgets([exact_match], engine=TransformersEngine()))  # type: ignore[list-item]
     check_overrides(L.LightningDataModule())

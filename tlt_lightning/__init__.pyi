@@ -31,12 +31,12 @@ from tlt_lightning.rollout import Response as Response
 from tlt_lightning.rollout import Rollout as Rollout
 from tlt_lightning.rollout import RolloutBatch as RolloutBatch
 from tlt_lightning.rollout import Sampling as Sampling
-from tlt_lightning.schedules.base import Demand as Demand
-from tlt_lightning.schedules.base import OpenGroup as OpenGroup
+from tlt_lightning.schedules.base import PendingGroup as PendingGroup
+from tlt_lightning.schedules.base import RolloutDemand as RolloutDemand
 from tlt_lightning.schedules.base import RolloutSchedule as RolloutSchedule
+from tlt_lightning.schedules.base import SynchronousSchedule as SynchronousSchedule
 from tlt_lightning.schedules.history import EarlierAnswers as EarlierAnswers
 from tlt_lightning.schedules.partial_rollout import PartialRollout as PartialRollout
-from tlt_lightning.schedules.synchronous import SynchronousSchedule as SynchronousSchedule
 from tlt_lightning.schedules.tail_batching import TailBatching as TailBatching
 from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector
 from tlt_lightning.speculation.selectors.cost_model import CostModelSelector as CostModelSelector

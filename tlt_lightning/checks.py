@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
-from tlt_lightning.policy import load_shapes, read_config
+from tlt_lightning.model_files import read_config
+from tlt_lightning.policy import load_shapes
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
@@ -310,8 +311,8 @@ def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:
         )
 
 
-def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
-    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation.
+def context_of(policy: str) -> int | None:
+    """Return the most tokens of a sequence, None where the policy has no limit.
 
     The frequencies of `longrope` follow the longest sequence of a pass, in vLLM the longest that may come: a pack, a
     padded batch and the engine would differ on a short sequence, so its context ends where they begin to.
@@ -323,6 +324,12 @@ def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_s
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):  # one, or one a type of layer
         if rope.get("rope_type") == "longrope":
             limit = rope["original_max_position_embeddings"]
+    return limit
+
+
+def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
+    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation."""
+    limit = context_of(policy)
     for name, max_tokens in (("sampling", sampling.max_tokens), ("val_sampling", val_sampling.max_tokens)):
         if limit is not None and max_prompt_tokens + max_tokens > limit:
             raise ValueError(

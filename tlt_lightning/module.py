@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import checked, text_of
+from tlt_lightning.callbacks.usual import usual_callbacks
 from tlt_lightning.checks import check_has_data, check_not_spawned
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import guards
@@ -21,8 +22,10 @@ from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook, check_overrides
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.held_out import HeldOutMetrics
+from tlt_lightning.model_files import HOW_TO_SAVE
+from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.base import PolicyObjective, loss_of
-from tlt_lightning.policy import HOW_TO_SAVE, LoRA, PolicyWeights
+from tlt_lightning.policy import LoRA, PolicyWeights
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
@@ -32,8 +35,7 @@ from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_fro
 from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
-from tlt_lightning.training.networks import Networks, arguments_of, load_networks, score
-from tlt_lightning.training.reference import Reference
+from tlt_lightning.training.networks import Networks, Reference, arguments_of, load_networks, score
 from tlt_lightning.training.throughput import log_work
 
 
@@ -45,8 +47,9 @@ class RLModule(L.LightningModule):
 
     Args:
         policy: Path or hub name of a Hugging Face causal language model.
-        objective: What is maximised, for example `tlt_lightning.objectives.GRPO`.
-        optimizer: Builds the optimizer from parameter groups.
+        objective: What is maximised; None is `GRPO()`.
+        optimizer: Builds the optimizer from parameter groups; None is AdamW without weight decay, at a learning rate of
+            1e-6, for LoRA 1e-5.
         lr_scheduler: Builds a scheduler from the optimizer; stepped once per optimizer step.
         lora: Train LoRA adapters; None trains all weights.
         reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off).
@@ -56,16 +59,15 @@ class RLModule(L.LightningModule):
 
     Example:
         >>> from tlt_lightning import RLModule
-        >>> from tlt_lightning.objectives import GRPO
-        >>> module = RLModule("Qwen/Qwen2.5-0.5B-Instruct", GRPO())  # loads in `Trainer.fit`, not here
+        >>> module = RLModule("Qwen/Qwen2.5-0.5B-Instruct")  # loads in `Trainer.fit`, not here
     """
 
     @checked()
     def __init__(
         self,
         policy: str,
-        objective: PolicyObjective,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        objective: PolicyObjective | None = None,
+        optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lora: LoRA | None = None,
         reference: str | None = None,
@@ -78,6 +80,8 @@ class RLModule(L.LightningModule):
         policy = text_of("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
         if reference is not None:
             reference = text_of("reference", reference, "Give a folder or hub name, or leave it out.")
+        objective = GRPO() if objective is None else objective
+        optimizer = optimization.usual_optimizer(lora) if optimizer is None else optimizer
         optimization.check_builds(optimizer)
         optimization.check_schedules(lr_scheduler)
         if objective.needs_critic and critic is None:
@@ -112,7 +116,8 @@ class RLModule(L.LightningModule):
     @override
     def configure_callbacks(self) -> list[L.Callback]:
         check_has_data(self.trainer)
-        return guards(self.trainer)
+        usual = usual_callbacks(self.trainer)
+        return [*usual, *guards(self.trainer, usual)]
 
     @override
     def setup(self, stage: str) -> None:

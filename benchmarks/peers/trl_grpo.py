@@ -91,7 +91,7 @@ def dataset(work: Work) -> Any:
     source = PromptSource(path=work.train)
     prompts = load_prompts(source, load_tokenizer(work.policy), max_prompt_tokens=work.max_prompt_tokens)
     cursor = PromptCursor(len(prompts), work.seed)
-    chosen = [prompts[index] for index in cursor.coming(work.iterations * work.prompts)]
+    chosen = [prompts[index] for index in cursor.peek(work.iterations * work.prompts)]
     return Dataset.from_list([{"prompt": prompt.text, "row": json.dumps(prompt.row)} for prompt in chosen])
 
 

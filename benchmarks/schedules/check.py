@@ -12,11 +12,9 @@ from benchmarks.common.results import table
 from benchmarks.end_to_end.run import Run, read_runs
 from benchmarks.schedules.cases import groups_of
 from benchmarks.schedules.costs import plain_cost
-from benchmarks.schedules.worker import Array, Group, Worker, log_values, seconds_of
+from benchmarks.schedules.worker import Array, Group, Worker, seconds_of
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
-
-THROWN_AWAY = "schedule/tokens_thrown_away"
+from tlt_lightning.schedules import PartialRollout, RolloutSchedule, SynchronousSchedule
 
 
 class Measured(NamedTuple):
@@ -30,7 +28,6 @@ class Measured(NamedTuple):
 
 
 MEASURED = (
-    Measured("25m_schedules", "plain+tail", TailBatching(0.25), 1),
     Measured("25m_rising", "plain+partial", PartialRollout(0.5), 1),
     Measured("25m_seeds", "plain+partial", PartialRollout(0.5), 1, seed=1),
     Measured("25m_two_gpus", "plain+partial", PartialRollout(0.5), 2),
@@ -44,7 +41,6 @@ class Found(NamedTuple):
 
     seconds: float
     tokens_written: float
-    tokens_thrown_away: float
 
 
 def check(folder: Path, measured: Measured, *, repeats: int) -> dict[str, Any]:
@@ -77,15 +73,13 @@ def simulate(
     wanted, rows = len(lengths[0]), list[list[float]]()
     for seed in range(0, repeats * num_workers, num_workers):
         workers = [
-            Worker(schedule, wanted, lambda draw, at: draw.choice(lengths[at]), seed + rank)
+            Worker(schedule, wanted, lambda draw, at: (draw.choice(lengths[at]), 0.0), seed + rank)
             for rank in range(num_workers)
         ]
         for iteration in range(len(lengths)):
-            log = IterationLog()
-            rollouts = [worker.iterate(iteration, log) for worker in workers]
-            written, thrown = sum(each.written for each in rollouts), log_values(log).get(THROWN_AWAY, 0.0)
+            rollouts = [worker.iterate(iteration, IterationLog()) for worker in workers]
             if iteration:
-                rows.append([seconds_of(rollouts, cost), written, thrown])
+                rows.append([seconds_of(rollouts, cost), sum(each.written for each in rollouts)])
     return Found(*np.mean(rows, axis=0).tolist())
 
 
@@ -96,7 +90,7 @@ def means_of(run: Run, num_iterations: int, num_workers: int) -> Found:
         metrics = row["metrics"]
         seconds, idle = metrics["rollout/seconds"], metrics.get("time/idle", 0.0)
         written = metrics["rollout/tokens_per_s"] * seconds * num_workers
-        rows.append([seconds + idle, written, metrics.get(THROWN_AWAY, 0.0)])
+        rows.append([seconds + idle, written])
     return Found(*np.mean(rows, axis=0).tolist())
 
 
@@ -117,8 +111,5 @@ def report_check(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         error = f"{fit['mean_error']:.1%}, {fit['worst_error']:.1%}"
         shown = [f"`{row['results']}`", f"`{row['arm']}`", row["workers"], fit["a_ms"], 1e3 * fit["b_ms"], error]
         pairs = [" / ".join(f"{kind[name]:.2f}" for kind in kinds) for name in ("relative", "seconds")]
-        counts = [
-            " / ".join(f"{kind[name]:,.0f}" for kind in kinds) for name in ("tokens_written", "tokens_thrown_away")
-        ]
-        cells.append([*shown, *pairs, *counts])
-    return lines + table([*header, "seconds", "tokens written", "tokens thrown away"], cells)
+        cells.append([*shown, *pairs, " / ".join(f"{kind['tokens_written']:,.0f}" for kind in kinds)])
+    return lines + table([*header, "seconds", "tokens written"], cells)

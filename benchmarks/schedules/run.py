@@ -1,8 +1,8 @@
-"""Simulate what schedules save of a rollout and throw away, on recorded lengths and step times. No GPU.
+"""Simulate what schedules save of a rollout, on recorded lengths and step times. No GPU.
 
     python -m benchmarks schedules
 
-The schedules, the course of a rollout and the backlog are the package's own. Simplified:
+The schedules, what follows a rollout and the backlog are the package's own. Simplified:
 
 - Responses that run advance together, so that n of them take S(n) / E(n) a token each: milliseconds of a step over its
   tokens a request. With a head, K is the best one at each n, switched for nothing. Prompts cost nothing.
@@ -11,7 +11,8 @@ The schedules, the course of a rollout and the backlog are the package's own. Si
 - Policy "23M, plain": S(n) = a + b n, fitted to the rollouts of the arm `plain` of `end_to_end_25m_schedules.json`. The
   others: medians by batch of the plain and the fixed arms of `rollout_25m.json` and `rollout_7b.json`, beyond 256
   running extrapolated from the last two.
-- A prompt's lengths are those of a recorded group, drawn with replacement, and the same when it is written again.
+- A prompt's lengths are those of a recorded group, drawn with replacement. Tail batching needs earlier answers: in the
+  cases called halves a prompt has four responses, and the group's other four are its earlier answers.
 - Workers have a share of the prompts each, and an iteration's rollout ends with the last of them.
 
 Which schedule waits for what does not hang on step times, as all that run advance together: each rollout is followed
@@ -26,7 +27,7 @@ from typing import Any
 
 from benchmarks.common.arguments import RESULTS, parser_of
 from benchmarks.common.results import about, save
-from benchmarks.schedules.cases import EXTRAS, NUM_RESPONSES, Case, recorded_cases, resampled_cases
+from benchmarks.schedules.cases import NUM_RESPONSES, Case, recorded_cases, resampled_cases
 from benchmarks.schedules.check import MEASURED, check
 from benchmarks.schedules.costs import Costs, costs_of
 from benchmarks.schedules.report import report
@@ -38,6 +39,7 @@ ITERATIONS, SETTLE = 30, 5
 """Iterations of a simulation, which are whole cycles of each `TailBatching`, and those before them."""
 SHARES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Of long responses."""
+EXTRAS = (0.25, 0.5, 1.0)
 SCHEDULES: dict[str, RolloutSchedule] = {
     "synchronous": SynchronousSchedule(),
     **{f"TailBatching({extra:g})": TailBatching(extra) for extra in EXTRAS},
@@ -56,7 +58,7 @@ def simulate(case: Case, schedule: str, costs: Costs, *, iterations: int, seed: 
     rows = [[worker.iterate(SETTLE + i, log) for worker in workers] for i in range(iterations)]
     rollouts = [each for row in rows for each in row]
     numbers = log_values(log)
-    learned, thrown = sum(each.learned for each in rollouts), numbers.get("schedule/tokens_thrown_away", 0.0)
+    learned = sum(each.learned for each in rollouts)
     slots = max(int(each.running.max(initial=0)) for each in rollouts) * case.workers
     found: dict[str, Any] = {"schedule": schedule, "seconds": {}, "idle": {}}
     for name, (cost, reading_ms) in costs.items():
@@ -67,7 +69,6 @@ def simulate(case: Case, schedule: str, costs: Costs, *, iterations: int, seed: 
     steps = fmean(max(float(each.tokens.sum()) for each in row) for row in rows)
     return found | {
         "steps": steps,
-        "thrown_away": thrown / (learned + thrown),
         "continued": numbers.get("schedule/continued", 0.0),
         "age": sum(each.aged for each in rollouts) / learned,
         "read": sum(each.read for each in rollouts) / learned,
@@ -78,8 +79,13 @@ def simulate(case: Case, schedule: str, costs: Costs, *, iterations: int, seed: 
 def against_synchronous(
     case: Case, costs: Costs, *, iterations: int = ITERATIONS, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Simulate all schedules on a case; `relative` are their seconds over the synchronous ones."""
-    rows = [simulate(case, name, costs, iterations=iterations, seed=seed) for name in SCHEDULES]
+    """Simulate schedules on a case, `TailBatching` where prompts have earlier answers, the others elsewhere.
+
+    `relative` are their seconds over the synchronous ones.
+    """
+    left_out = "PartialRollout" if case.has_earlier else "TailBatching"
+    names = [name for name in SCHEDULES if not name.startswith(left_out)]
+    rows = [simulate(case, name, costs, iterations=iterations, seed=seed) for name in names]
     facts = {name: value for name, value in vars(case).items() if name not in ("name", "draw_group")}
     for row in rows:
         row |= {"lengths": case.name} | facts | {"saved_steps": 1 - row["steps"] / rows[0]["steps"]}

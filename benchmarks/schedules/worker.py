@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.rollout import Response
 from tlt_lightning.schedules import RolloutSchedule
-from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import Backlog, RolloutCourse
+from tlt_lightning.schedules.backlog import Backlog
+from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 Array = NDArray[np.float64]
 Group = Sequence[int]
-DrawGroup = Callable[[random.Random, int], Group]
-"""Draws the lengths of a prompt's responses, in an iteration."""
+DrawGroup = Callable[[random.Random, int], tuple[Group, float]]
+"""Draws the lengths of a prompt's responses in an iteration, and the mean of its earlier answers, 0 if unknown."""
 
 
 class Rollout(NamedTuple):
@@ -53,16 +55,19 @@ class Worker:
 
     def iterate(self, iteration: int, log: IterationLog) -> Rollout:
         """Roll out what one iteration learns from."""
-        demand = Demand(wanted=self.wanted, iteration=iteration)
+        demand = RolloutDemand(wanted=self.wanted, iteration=iteration)
         groups, num_fresh = self.backlog.begin(demand, log)
         for draw in range(len(self.lengths), len(self.lengths) + num_fresh):
-            self.lengths.append(self.draw_group(self.random, iteration))
-            groups.append(OpenGroup(prompt=draw, draw=draw, drawn=iteration, begun=iteration))
-        course = RolloutCourse(self.backlog.schedule, demand, groups, len(self.lengths[0]))
+            lengths, expected = self.draw_group(self.random, iteration)
+            self.lengths.append(lengths)
+            group = PendingGroup(prompt=draw, draw=draw, drawn_in=iteration, begun_in=iteration)
+            groups.append(replace(group, expected_tokens=expected))
+        groups = self.backlog.start(demand, groups)
+        rollout = RolloutUnderWay(self.backlog.schedule, demand, groups, len(self.lengths[0]))
         read = sum(group.num_unfinished_tokens for group in groups)
-        tokens, running = write(course, self.lengths, iteration)
-        self.backlog.end(course, log)
-        taken = [course.responses[number] for number in course.taken]
+        tokens, running = write(rollout, self.lengths, iteration)
+        self.backlog.end(rollout, log)
+        taken = [rollout.responses[number] for number in rollout.taken]
         aged = sum((iteration - version) * count for each in taken for version, count in each.segments)
         learned = sum(len(each.token_ids) for each in taken)
         return Rollout(np.array(tokens, float), np.array(running, int), learned, aged, read)
@@ -78,22 +83,22 @@ def log_values(log: IterationLog) -> dict[str, float]:
     return {name: value for name, (_, value) in log.read().items()}
 
 
-def write(course: RolloutCourse, lengths: Sequence[Group], version: int) -> tuple[list[int], list[int]]:
+def write(rollout: RolloutUnderWay, lengths: Sequence[Group], version: int) -> tuple[list[int], list[int]]:
     """Write until the schedule has enough; return tokens that each running request wrote, and how many ran."""
-    requests = course.requests([[0]] * len(course.groups), 0)
+    requests = rollout.requests([[0]] * len(rollout.groups), 0)
     written = {each.id: each.written for each in requests}
-    size = course.group_size
+    size = rollout.group_size
 
     def left(number: int) -> int:
         before = written[number]
-        whole = lengths[course.groups[number // size].draw][number % size]
+        whole = lengths[rollout.groups[number // size].draw][number % size]
         return whole - (0 if before is None else len(before.token_ids))
 
     def respond(number: int, count: int, reason: str) -> bool:
         before = written[number]
         segments = [*(() if before is None else before.segments), (version, count)]
         versions, counts = zip(*segments, strict=True)
-        return course.add(Response(number, range(sum(counts)), (), reason, versions, version_tokens=counts))
+        return rollout.add(Response(number, range(sum(counts)), (), reason, versions, version_tokens=counts))
 
     order = sorted(written, key=left)
     tokens, running, now, has_enough = [], [], 0, False

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -17,37 +18,35 @@ from tlt_lightning.schedules import PartialRollout, SynchronousSchedule, TailBat
 
 
 def in_turn(*groups: Sequence[int]) -> DrawGroup:
-    """Groups one after the other, then from the first again."""
+    """Groups one after the other, then from the first again; earlier answers were as long."""
     left: list[Sequence[int]] = []
 
-    def draw(_: random.Random, iteration: int) -> Sequence[int]:
+    def draw(_: random.Random, iteration: int) -> tuple[Sequence[int], float]:
         left[:] = left or groups
-        return left.pop(0)
+        group = left.pop(0)
+        return group, fmean(group)
 
     return draw
 
 
-def test_a_rollout_runs_as_many_as_have_not_ended_and_stops_when_there_is_enough() -> None:
+def test_a_rollout_runs_as_many_as_have_not_ended_and_what_is_deferred_is_not_begun() -> None:
     groups = in_turn([2, 5], [3, 9], [1, 2])
     whole = Worker(SynchronousSchedule(), 3, groups, 0).iterate(0, IterationLog())
     assert [*zip(whole.tokens, whole.running, strict=True)] == [(1, 6), (1, 5), (1, 3), (2, 2), (4, 1)]
     assert (whole.learned, whole.written, whole.aged) == (22, 22, 0)
     batched = Worker(TailBatching(0.5), 2, groups, 0)
-    log = IterationLog()
-    short = batched.iterate(0, log)
-    assert [*zip(short.tokens, short.running, strict=True)] == [(1, 6), (1, 5), (1, 3), (2, 2)]
-    assert (short.learned, short.written) == (10, 18)  # all but 3 and 5 of the second group
-    batched.iterate(1, log)
-    long = batched.iterate(2, log)
-    assert [*zip(long.tokens, long.running, strict=True)] == [(3, 4), (6, 2)]  # both put aside, anew
-    assert (long.learned, log.read()["schedule/tokens_thrown_away"]) == (24, ("sum", 16))
+    short, _, long = (batched.iterate(iteration, IterationLog()) for iteration in range(3))
+    assert [*zip(short.tokens, short.running, strict=True)] == [(1, 4), (1, 3), (3, 1)]
+    assert (short.learned, short.written) == (10, 10)
+    assert [*zip(long.tokens, long.running, strict=True)] == [(3, 4), (6, 2)]  # the second group, drawn twice
+    assert long.learned == 24
 
 
 def test_what_is_continued_is_written_once_and_ages() -> None:
     worker = Worker(PartialRollout(0.5), 2, in_turn([2, 5], [3, 9], [1, 2]), 0)
     rollouts = [worker.iterate(iteration, IterationLog()) for iteration in range(2)]
     assert sum(each.written for each in rollouts) == sum(each.learned for each in rollouts) + sum(
-        group.num_tokens for group in worker.backlog.aside
+        group.num_tokens for group in worker.backlog.deferred
     )
     assert [*zip(rollouts[1].tokens, rollouts[1].running, strict=True)] == [(2, 5), (1, 4), (1, 3), (1, 2)]
     assert rollouts[1].aged == 3 + 5  # tokens of the group that was put aside, whose second response had 4 to go
@@ -73,30 +72,27 @@ def test_workers_wait_for_the_last() -> None:
     assert found["steps"] == 4
 
 
-def test_what_is_saved_follows_from_the_reach_and_less_of_it_with_small_shares() -> None:
-    def draw_group(draw: random.Random, iteration: int) -> list[int]:
-        return [100 if draw.random() < 0.01 else draw.choice([8, 10]) for _ in range(8)]
+def test_tail_batching_saves_steps_where_earlier_answers_tell_and_throws_nothing_away() -> None:
+    def draw_group(draw: random.Random, iteration: int) -> tuple[list[int], float]:
+        length = 100 if draw.random() < 0.1 else draw.choice([8, 10])
+        return [length] * 8, float(length)
 
     costs = {"all alike": (np.ones(513), 0.0)}
-    one, four = (case_of("few long", draw_group, 100, workers=workers) for workers in (1, 4))
-    assert one.groups == pytest.approx(1 - 0.99**8, abs=0.02)
-    assert one.reach[0.25] == 0.1
-    alone = {row["schedule"]: row for row in schedules.against_synchronous(one, costs, iterations=10)}
-    shared = {row["schedule"]: row for row in schedules.against_synchronous(four, costs, iterations=10)}
-    batched = alone["TailBatching(0.25)"]
+    case = case_of("few long", draw_group, 100)
+    assert case.has_earlier
+    assert case.groups == pytest.approx(0.1, abs=0.02)
+    rows = {row["schedule"]: row for row in schedules.against_synchronous(case, costs, iterations=10)}
+    batched = rows["TailBatching(0.25)"]
     assert batched["relative"]["all alike"] == pytest.approx(1 - batched["saved_steps"])
-    assert batched["saved_steps"] == pytest.approx((1 - 0.1) / 1.25, abs=0.1)  # as docs/schedules.md says
-    assert shared["TailBatching(0.25)"]["saved_steps"] < batched["saved_steps"]
-    assert alone["PartialRollout(0.5)"]["thrown_away"] == 0 < batched["thrown_away"]
+    assert batched["saved_steps"] > 0.5
+    assert not any(name.startswith("Partial") for name in rows)
 
 
 def test_the_simulator_is_near_what_was_measured(tmp_path: Path) -> None:
     schedules.main(["--tiny", "--out", str(tmp_path)])
     found = {row["results"]: row for row in json.loads((tmp_path / "schedules.json").read_text())["check"]}
-    batched, shared = found["25m_schedules"], found["25m_two_gpus"]
-    for row in (batched, shared):
-        for name in ("relative", "seconds", "tokens_written"):
-            assert row["simulated"][name] == pytest.approx(row["measured"][name], rel=0.07)
-    thrown = [batched[kind]["tokens_thrown_away"] for kind in ("simulated", "measured")]
-    assert thrown[0] == pytest.approx(thrown[1], rel=0.1)
-    assert "| `25m_schedules`, at most 2,048 | 1 | TailBatching(0.25) |" in (tmp_path / "schedules.md").read_text()
+    row = found["25m_two_gpus"]
+    for name in ("relative", "seconds", "tokens_written"):
+        assert row["simulated"][name] == pytest.approx(row["measured"][name], rel=0.07)
+    page = (tmp_path / "schedules.md").read_text()
+    assert "| `25m_schedules`, at most 2,048, halves | 1 | TailBatching(0.25) |" in page

@@ -18,8 +18,8 @@ from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.rewards import Format, RewardPool
 from tlt_lightning.rollout import Prompt, Request, Response, Sampling
-from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import RolloutCourse
+from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 SPECIAL = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": 0}
@@ -212,10 +212,10 @@ def test_speed_and_tail_are_those_of_all_rollouts(collector: RolloutCollector) -
 
 def test_tokens_of_earlier_rollouts_do_not_count_as_written(collector: RolloutCollector) -> None:
     begun, ended = Response(0, [5], [-1.0], "unfinished", (0,)), Response(1, [7, 1], [-1.0] * 2, "stop", (0,))
-    group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(begun, ended))
+    group = PendingGroup(prompt=0, draw=0, drawn_in=0, begun_in=0, responses=(begun, ended))
     collector.engine.stop = lambda request_ids: None  # type: ignore[method-assign]
-    course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1), [group], 2)
-    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
+    course = RolloutUnderWay(PartialRollout(), RolloutDemand(wanted=1, iteration=1), [group], 2)
+    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, under_way=course)
     assert [list(rollout.response.token_ids) for rollout in rollouts] == [[5, 1], [7, 1]]
     assert [rollout.reward for rollout in rollouts] == [0.5] * 2  # what had ended before is scored, too
     assert collector.metrics["rollout/tokens_per_s"] == pytest.approx(1 / 4)
@@ -229,9 +229,9 @@ def test_a_further_rollout_that_what_was_put_aside_is_enough_for_lets_the_engine
     collect(collector)
     hooks.clear()
     ended = Response(0, [5, 1], [-1.0, -1.0], "stop", (0,))
-    group = OpenGroup(prompt=0, draw=0, drawn=0, begun=0, responses=(ended, ended))
-    course = RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1, is_first=False), [group], 2)
-    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, course=course)
+    group = PendingGroup(prompt=0, draw=0, drawn_in=0, begun_in=0, responses=(ended, ended))
+    course = RolloutUnderWay(PartialRollout(), RolloutDemand(wanted=1, iteration=1, is_first=False), [group], 2)
+    rollouts = collector.collect(PROMPTS[:1], Sampling(), group_size=2, seed=0, under_way=course)
     assert [rollout.reward for rollout in rollouts] == [0.5, 0.5]
     assert hooks == ["on_rollout_idle"]
     assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]

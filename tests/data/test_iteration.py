@@ -15,8 +15,9 @@ from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch
-from tlt_lightning.schedules.course import Backlog, RolloutCourse
+from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.history import Answered, AnswerHistory
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
 DULL = (3, 5)  # prompts whose responses all earn the same
@@ -42,21 +43,21 @@ class Answers:
         self.requests: list[Request] = []
 
     def collect(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, course: RolloutCourse, **arguments: Any
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, under_way: RolloutUnderWay, **arguments: Any
     ) -> list[Rollout]:
-        self.calls.append((prompts, course, arguments))
+        self.calls.append((prompts, under_way, arguments))
         ids = [prompt.ids for prompt in prompts]
-        self.requests = course.requests(ids, arguments["first_group"], has_seeds=True)
+        self.requests = under_way.requests(ids, arguments["first_group"], has_seeds=True)
         for request in self.requests:
             length = 1 + len(request.prompt_ids)
             versions, counts = ((0, self.version), (length - 1, 1)) if self.version else ((0,), ())
-            course.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
+            under_way.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
         rollouts = []
-        for number in course.taken:
-            place, member = divmod(number, course.group_size)
+        for number in under_way.taken:
+            place, member = divmod(number, under_way.group_size)
             reward = 1.0 if prompts[place].index in DULL else float(member)
             group = arguments["first_group"] + place
-            rollouts.append(Rollout(prompts[place], course.responses[number], "", group, {"score": reward}, reward))
+            rollouts.append(Rollout(prompts[place], under_way.responses[number], "", group, {"score": reward}, reward))
         return rollouts
 
 
@@ -129,9 +130,9 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     ((batch,),) = rank.steps()
     (prompts, course, arguments), *more = rank.collector.calls
     assert not more
-    order = PromptCursor(len(PROMPTS), 0).coming(4)
+    order = PromptCursor(len(PROMPTS), 0).peek(4)
     assert [prompt.index for prompt in prompts] == order[1::2]
-    assert [(group.prompt, group.draw, group.drawn, group.begun) for group in course.groups] == [
+    assert [(group.prompt, group.draw, group.drawn_in, group.begun_in) for group in course.groups] == [
         (order[1], 1, 4, 4),
         (order[3], 3, 4, 4),
     ]
@@ -151,7 +152,7 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
 
 def test_a_rank_draws_what_is_dealt_to_it_by_earlier_answers() -> None:
     rank = OneRank()
-    order = PromptCursor(len(PROMPTS), 0).coming(4)
+    order = PromptCursor(len(PROMPTS), 0).peek(4)
     rank.history.mean_lengths = dict(zip(order, (100.0, 10.0, 20.0, 30.0), strict=True))
     list(rank.steps())
     ((_, course, _),) = rank.collector.calls
@@ -202,7 +203,7 @@ def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> N
     rank = OneRank(**wanted)
     (parts,) = rank.steps()
     calls = rank.collector.calls
-    order = PromptCursor(len(PROMPTS), 0).coming(16)
+    order = PromptCursor(len(PROMPTS), 0).peek(16)
     dull = [index for index in order[1:8:2] if index in DULL]
     drawn = [[prompt.index for prompt in prompts] for prompts, *_ in calls]
     assert dull
@@ -250,7 +251,7 @@ def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:
     lengths = [len(rollout.response.token_ids) for rollout in rank.rollouts]
     assert rank.numbers()["schedule/age"] == pytest.approx(sum(2.0 * (n - 1) for n in lengths) / sum(lengths))
     assert rank.numbers()["schedule/age_max"] == 2.0
-    assert rank.numbers()["schedule/put_aside"] == 1 == len(rank.backlog.aside)
+    assert rank.numbers()["schedule/deferred"] == 1 == len(rank.backlog.deferred)
 
 
 def test_a_trial_run_has_its_number_of_prompts_a_rank_and_one_step() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
-from tlt_lightning import Sampling, TailBatching, TransformersEngine
+from tlt_lightning import PartialRollout, Sampling, TailBatching, TransformersEngine
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import module as data_module
 from tlt_lightning.training.memory import pass_size
@@ -72,7 +72,7 @@ def test_prompts_that_a_schedule_draws_beyond_those_needed_count(
 def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
     limit: int, waits: bool, policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = make_data(prompts_path, schedule=TailBatching(0.5))
+    data = make_data(prompts_path, schedule=PartialRollout(0.5))
     data.engine.max_num_seqs = limit
     make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
     waiting = "24 responses wait for 23 places in the engine, which lengthens the long tail; raise"
@@ -82,8 +82,8 @@ def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *product(["group_size", "max_prompt_tokens", "inner_epochs", "val_group_size"], ["8", None, 0.5, 0]),
-        *product(["micro_batch_tokens"], ["8", 0.5, 0]),
+        *product(["group_size", "inner_epochs", "val_group_size"], ["8", None, 0.5, 0]),
+        *product(["micro_batch_tokens", "max_prompt_tokens"], ["8", 0.5, 0]),
     ],
 )
 def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any, prompts_path: str) -> None:
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_one_worker_wrote_alone_is_resumed_with_a_warning_or_r
     resumed = make_trainer(tmp_path, max_epochs=2)
     resumed.fit(make_module(policy_path), make_data(prompts_path), ckpt_path=path, weights_only=False)
     assert resumed.current_epoch == 2
-    assert "saved after an error, by 1 of 2 workers: what a schedule had put aside on the others is lost" in caplog.text
+    assert "saved after an error, by 1 of 2 workers: what a schedule had deferred on the others is lost" in caplog.text
     state["ranks"][0]["iteration"] = {}
     torch.save(saved, path)
     with pytest.raises(

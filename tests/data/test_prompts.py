@@ -292,7 +292,7 @@ def test_what_is_no_source_is_refused(prompts_path: str) -> None:
 
 def test_cursor_uses_every_prompt_once_a_pass_in_changing_order() -> None:
     cursor = PromptCursor(5, seed=1)
-    first, second = cursor.coming(10)[:5], cursor.coming(10)[5:]
+    first, second = cursor.peek(10)[:5], cursor.peek(10)[5:]
     assert sorted(first) == sorted(second) == list(range(5))
     assert first != second
 
@@ -300,7 +300,7 @@ def test_cursor_uses_every_prompt_once_a_pass_in_changing_order() -> None:
 def test_cursor_goes_on_where_it_was() -> None:
     cursor = PromptCursor(7, seed=0)
     cursor.position = 4
-    assert cursor.coming(9) == PromptCursor(7, seed=0).coming(13)[4:]
+    assert cursor.peek(9) == PromptCursor(7, seed=0).peek(13)[4:]
 
 
 def test_a_variable_that_a_command_line_left_as_text_is_refused() -> None:

@@ -93,7 +93,7 @@ def test_an_objective_that_returns_something_else_is_refused(
     ("arguments", "message"),
     [
         ({"policy": torch.nn.Linear(1, 1)}, r"`policy` must be a string, got a Linear\."),
-        ({"objective": GRPO}, "`objective` must be a PolicyObjective, got the class GRPO itself"),
+        ({"objective": GRPO}, "`objective` must be a PolicyObjective or None, got the class GRPO itself"),
         ({"lora": {"rank": 4}}, r"`lora` must be a LoRA or None, got \{'rank': 4\}\."),
         ({"critic": True}, r"`critic` must be a CriticConfig or None, got True\."),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
@@ -232,7 +232,7 @@ def test_a_data_module_that_hides_its_setup_is_refused(policy_path: str, tmp_pat
     with pytest.raises(
         MisconfigurationException, match=r"`Hides\.setup` takes the place of `RolloutDataModule\.setup`"
     ):
-        make_trainer(tmp_path).fit(make_module(policy_path), Hides(TransformersEngine(), [exact_match]))  # type: ignore[list-item]
+        make_trainer(tmp_path).fit(make_module(policy_path), Hides([exact_match], engine=TransformersEngine()))  # type: ignore[list-item]
 
 
 def test_a_run_does_not_take_the_data_of_an_earlier_one(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_
     assert abs(len(whole[0]["held_out"]) - len(whole[1]["held_out"])) == 1
     assert whole[0]["rows"].keys() == {"2", "3"}
     assert [state["prompts"][-1] for state in resumed] == [state["prompts"][-1] for state in whole]
-    drawn = PromptCursor(len(Path(prompts_path).read_text().splitlines()), 3).coming(12)
+    drawn = PromptCursor(len(Path(prompts_path).read_text().splitlines()), 3).peek(12)
     learned = [prompt for state in whole for iteration in state["prompts"] for prompt in iteration]
     assert sorted(learned) == sorted(drawn)
     for number, row in whole[0]["rows"].items():  # what rank 1 had seen of the iteration counts, too

@@ -8,10 +8,10 @@ import torch
 
 from tlt_lightning import EarlierAnswers, TransformersEngine
 from tlt_lightning.rollout import Response
-from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import RolloutCourse, response_seed
+from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.schedules.partial_rollout import PartialRollout
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 
 def answered(**texts: list[list[int]]) -> Answered:
@@ -82,10 +82,10 @@ def test_a_saved_history_is_the_one_that_was(tmp_path: Path) -> None:
     assert history.texts == {}
 
 
-def course_of(responses: list[Response], earlier: dict[int, list[list[int]]]) -> RolloutCourse:
-    group = OpenGroup(prompt=6, draw=6, drawn=0, begun=0, responses=tuple(responses))
-    new = OpenGroup(prompt=7, draw=7, drawn=1, begun=1)
-    return RolloutCourse(PartialRollout(), Demand(wanted=1, iteration=1), [group, new], 2, earlier)
+def course_of(responses: list[Response], earlier: dict[int, list[list[int]]]) -> RolloutUnderWay:
+    group = PendingGroup(prompt=6, draw=6, drawn_in=0, begun_in=0, responses=tuple(responses))
+    new = PendingGroup(prompt=7, draw=7, drawn_in=1, begun_in=1)
+    return RolloutUnderWay(PartialRollout(), RolloutDemand(wanted=1, iteration=1), [group, new], 2, earlier)
 
 
 def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> None:
@@ -95,17 +95,7 @@ def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> N
     assert asked == {1: [[5, 1]], 2: [[9, 9]], 3: [[9, 9]]}
 
 
-def test_a_request_brings_the_twin_of_its_seed_which_its_group_may_look_into() -> None:
-    ahead = [5, 6]
-    course = course_of([], {7: [[4]]})
-    course.twins = {response_seed(7, 1): ahead, response_seed(6, 0): [8, 8], response_seed(8, 1): [9]}
-    asked = course.requests([[2], [3]], 0)
-    assert [request.twin for request in asked] == [[8, 8], (), (), ahead]
-    assert [request.earlier_answers for request in asked] == [[[8, 8]], [[8, 8]], [[4], ahead], [[4], ahead]]
-
-
-def test_what_may_be_written_again_with_its_noise_is_no_earlier_answer() -> None:
-    """Drafts must know nothing of the noise that verifies them, and a group that is put aside may get its own again."""
+def test_what_is_learned_from_is_an_earlier_answer_and_whatever_ended_tells_a_length() -> None:
     course = course_of([], {})
     for number, reason in ((2, "stop"), (3, "stop"), (0, "stop"), (1, "unfinished")):
         course.add(Response(number, [number], [0.0], reason, (0,)))

@@ -1,6 +1,5 @@
 """Runs of a tiny policy under each schedule: what they learn from, and that they resume exactly."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tlt_lightning import (
     VLLMEngine,
 )
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.rollout import Rollout
 from tlt_lightning.speculation import FixedSelector
 
@@ -33,12 +33,6 @@ RUNS = [
     pytest.param("drafts", TailBatching(0.5), id="tail, drafts", marks=pytest.mark.vllm),
     pytest.param("drafts", PartialRollout(0.5, 1), id="partial, drafts", marks=pytest.mark.vllm),
 ]
-
-
-class Seeded(SynchronousSchedule):
-    """Synchronous, each group with noise of its own."""
-
-    has_own_noise = True
 
 
 def data_of(name: str, schedule: RolloutSchedule | None, **settings: Any) -> dict[str, Any]:
@@ -56,24 +50,16 @@ def texts(recorder: Recorder, iterations: slice) -> list[tuple[int, tuple[int, .
     return sorted((rollout.prompt.index, tuple(rollout.response.token_ids)) for rollout in rollouts)
 
 
-@pytest.mark.vllm
-def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_run_does(paths: Paths) -> None:
-    seen = []
-    for schedule in (Seeded(), TailBatching(0.5)):  # two short iterations, one long; all on one policy
-        recorder = Recorder()
-        frozen = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.0)}
-        data = data_of("vllm", schedule)
-        _, history, _ = run(paths, recorder, module=frozen, data=data, limit_val_batches=0)
-        assert any(name.startswith("schedule/") for name in history[1]) is schedule.stops
-        seen.append([texts(recorder, slice(n, n + 1)) for n in range(3)])
-        assert recorder.versions == [(STEPS * n, {STEPS * n}) for n in range(3)]  # on-policy throughout
-    synchronous, batched = seen
-    assert sorted(chain(*batched)) == sorted(chain(*synchronous))
-    assert batched != synchronous
-    assert history[3]["schedule/repeated"] == 1.0
-    assert [history[n]["schedule/put_aside"] for n in (1, 2, 3)] == [2, 4, 0]
-    assert history[3]["schedule/age_max"] == 0
+def test_a_cycle_of_tail_batching_learns_once_from_each_prompt_by_the_weights_of_now(paths: Paths) -> None:
+    recorder, schedule = Recorder(), TailBatching(0.5)  # two short iterations, one long
+    _, history, _ = run(paths, recorder, data=data_of("transformers", schedule), limit_val_batches=0)
+    assert recorder.versions == [(STEPS * n, {STEPS * n}) for n in range(3)]
+    drawn = PromptCursor(len(Path(paths[1]).read_text().splitlines()), 11).peek(12)
+    assert sorted(prompt for prompt, _ in texts(recorder, slice(3))) == sorted(4 * drawn)
+    assert [history[n]["schedule/deferred"] for n in (1, 2, 3)] == [2, 4, 0]
+    assert [history[n]["schedule/waited"] for n in (1, 2, 3)] == [0, 0, 2]
     assert [{rollout.deferrals for rollout in recorder.rollouts[n]} for n in range(3)] == [{0}, {0}, {1}]
+    assert not {"schedule/age", "schedule/tokens_thrown_away", "schedule/dropped"} & history[3].keys()
 
 
 @pytest.mark.parametrize(("engine", "schedule"), RUNS)
@@ -83,7 +69,7 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
     def go(*callbacks: Any, ckpt: Path | None = None) -> Any:
         return run(paths, *callbacks, ckpt=ckpt, data=data_of(engine, schedule), limit_val_batches=0)
 
-    saves = {hook: SaveAt(paths[2] / f"{hook}.ckpt", hook, n) for hook, n in {"progress": 5, "batch": 1}.items()}
+    saves = {hook: SaveAt(paths[2] / f"{hook}.ckpt", hook, n) for hook, n in {"progress": 1, "batch": 1}.items()}
     recorder = Recorder()
     whole, history, _ = go(recorder, *saves.values())
     for save in saves.values():
@@ -95,7 +81,7 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
     if engine == "drafts":
         assert history[3]["speculation/proposed_earlier"] > 0
     if engine != "transformers" and isinstance(schedule, PartialRollout):
-        waiting = torch.load(saves["progress"].path, weights_only=True)["RolloutDataModule"]["ranks"][0]["aside"]
+        waiting = torch.load(saves["progress"].path, weights_only=True)["RolloutDataModule"]["ranks"][0]["deferred"]
         assert any(response["finish_reason"] == "unfinished" for group in waiting for response in group["responses"])
         assert history[2]["schedule/continued"] > 0
         assert 0 < history[2]["schedule/age"] < 1 == history[2]["schedule/age_max"]

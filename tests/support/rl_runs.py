@@ -85,7 +85,7 @@ def make_data(prompts_path: str, engine: RolloutEngine | None = None, **override
         "max_prompt_tokens": 16,
         "sampling": Sampling(max_tokens=8),
     }
-    return RolloutDataModule(engine or make_engine(), **{**arguments, **overrides})
+    return RolloutDataModule(engine=engine or make_engine(), **{**arguments, **overrides})
 
 
 def make_module(policy_path: str, **overrides: Any) -> RLModule:

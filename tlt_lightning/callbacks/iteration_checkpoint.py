@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, checked, folder_of
-from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.fsdp2 import is_sharded
 from tlt_lightning.training.resume import begins_run
@@ -122,9 +121,9 @@ class IterationCheckpoint(ModelCheckpoint):
 
 def _is_resumable_alone(trainer: L.Trainer) -> bool:
     """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    if trainer.world_size == 1 or not isinstance(data, RolloutDataModule):
+    backlog = getattr(trainer.datamodule, "backlog", None)  # type: ignore[attr-defined]
+    if trainer.world_size == 1 or backlog is None:
         return True  # ranks that warm a drafter up keep nothing of their own
     if is_sharded(trainer) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
         return False
-    return not data.backlog.schedule.stops  # each rank puts its own aside
+    return not backlog.schedule.defers  # each rank has its own that wait

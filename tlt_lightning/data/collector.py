@@ -17,7 +17,7 @@ from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
-from tlt_lightning.schedules.course import RolloutCourse
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.training.fsdp2 import is_sharded
 
 if TYPE_CHECKING:
@@ -78,19 +78,19 @@ class RolloutCollector:
         group_size: int,
         seed: int,
         first_group: int = 0,
-        course: RolloutCourse | None = None,
+        under_way: RolloutUnderWay | None = None,
     ) -> list[Rollout]:
         """Write and score `group_size` responses to each prompt; groups count from `first_group`.
 
-        A `course` has a group for each prompt, and what is written of it; returned is what its schedule takes.
+        `under_way` has a group for each prompt, and what is written of it; returned is what its schedule takes.
 
-        Without prompts, and in a further rollout that what was put aside is enough for, the engine sleeps on and
+        Without prompts, and in a further rollout that what was deferred is enough for, the engine sleeps on and
         `on_rollout_idle` is the only hook; unless the others' rollout needs this rank's engine or shards.
         """
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
-        course = course or RolloutCourse.of_all(len(prompts), group_size, **ranks)
+        under_way = under_way or RolloutUnderWay.of_all(len(prompts), group_size, **ranks)
         ids = [prompt.ids for prompt in prompts]
-        requests = course.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
+        requests = under_way.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
         is_alone = self.engine.num_ranks == 1 and not is_sharded(self.trainer)
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
@@ -101,8 +101,8 @@ class RolloutCollector:
         self._has_begun |= is_first
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
-        rollouts = self._gather(prompts, course, requests, sampling, seed, first_group)
-        taken = [rollouts[number] for number in course.taken]
+        rollouts = self._gather(prompts, under_way, requests, sampling, seed, first_group)
+        taken = [rollouts[number] for number in under_way.taken]
         self.log.lap("rollout")
         if not sleeps_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
@@ -148,33 +148,33 @@ class RolloutCollector:
     def _gather(
         self,
         prompts: Sequence[Prompt],
-        course: RolloutCourse,
+        under_way: RolloutUnderWay,
         requests: Sequence[Request],
         sampling: Sampling,
         seed: int,
         first_group: int,
     ) -> dict[int, Rollout]:
-        """Write until the course has enough; return ended rollouts by request, their rewards under way."""
+        """Write until the schedule has enough; return ended rollouts by request, their rewards under way."""
         rollouts: dict[int, Rollout] = {}
 
         def receive(response: Response) -> None:
             _check_finite(response)
-            place = response.request_id // course.group_size
+            place = response.request_id // under_way.group_size
             prompt, text = prompts[place], self._decode(response.token_ids)
-            deferrals = course.groups[place].deferrals
+            deferrals = under_way.groups[place].deferrals
             rollout = Rollout(
                 prompt=prompt, response=response, text=text, group=first_group + place, deferrals=deferrals
             )
             rollouts[response.request_id] = rollout
             self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
 
-        for response in course.ended:
+        for response in under_way.ended:
             receive(response)
         num_answered = 0
         for response in self._write(requests, sampling, seed):
             num_answered += 1
-            if course.add(response):
-                self.engine.stop(course.open_ids)
+            if under_way.add(response):
+                self.engine.stop(under_way.open_ids)
             if not response.is_unfinished:
                 receive(response)
         if missing := len(requests) - num_answered:

@@ -19,10 +19,10 @@ from tlt_lightning.objectives.base import advantages_of
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, collate, has_spread, split_groups
-from tlt_lightning.schedules.base import Demand, OpenGroup
-from tlt_lightning.schedules.course import Backlog, RolloutCourse
-from tlt_lightning.schedules.deal import deal
-from tlt_lightning.schedules.history import Answered, AnswerHistory
+from tlt_lightning.schedules.backlog import Backlog
+from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
+from tlt_lightning.schedules.history import Answered, AnswerHistory, deal
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.fsdp2 import largest_counts
 from tlt_lightning.training.micro_batches import plan_minibatches
@@ -72,7 +72,7 @@ class PolicyIteration:
         settings: Sizes and sampling.
         cursor: Draws the prompts.
         history: Remembers earlier answers to them.
-        backlog: Keeps those that the schedule puts aside.
+        backlog: Keeps those that the schedule defers.
         saved: What `state` returned in the run that is resumed within this iteration.
     """
 
@@ -94,7 +94,7 @@ class PolicyIteration:
         self.settings = settings
         self.cursor, self.history = cursor, history
         self.backlog = backlog
-        self.first_prompt, self.first_aside, self.first_history = cursor.position, backlog.aside, history.copy()
+        self.first_prompt, self.first_deferred, self.first_history = cursor.position, backlog.deferred, history.copy()
         self.first_engine = deepcopy(collector.engine.state_dict())
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         backlog.note_weights(self.first_step, trainer.current_epoch)
@@ -139,20 +139,21 @@ class PolicyIteration:
         own, num_begun = Answered(), 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             missing = wanted - len(informative)
-            needs, num_aside = zip(*gather_over_ranks(self.trainer, (missing, len(self.backlog.aside))), strict=True)
+            own_number = missing, len(self.backlog.deferred)
+            needs, num_deferred = zip(*gather_over_ranks(self.trainer, own_number), strict=True)
             if not any(needs):
                 break
-            demand = Demand(
+            demand = RolloutDemand(
                 wanted=missing,
                 iteration=self.trainer.current_epoch,
                 is_first=number == 0,
-                least_aside=min(num_aside),
+                least_deferred=min(num_deferred),
             )
             seed = iteration_seed(self.trainer, f"train {number}")
-            course, rollouts = self._collect_round(prompts, demand, seed, num_begun)
-            num_begun += len(course.groups)
-            own.lengths.extend(course.lengths)
-            own.texts.extend(course.texts if self.history.settings is not None else ())
+            done, rollouts = self._collect_round(prompts, demand, seed, num_begun)
+            num_begun += len(done.groups)
+            own.lengths.extend(done.lengths)
+            own.texts.extend(done.texts if self.history.settings is not None else ())
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
         self.history.learn(own, partial(gather_over_ranks, self.trainer))
@@ -168,52 +169,51 @@ class PolicyIteration:
         return list(chain.from_iterable(groups[:wanted]))
 
     def _collect_round(
-        self, prompts: Sequence[Prompt], demand: Demand, seed: int, first_group: int
-    ) -> tuple[RolloutCourse, list[Rollout]]:
-        """Roll out once, under the schedule; return the course, and the rollouts to learn from."""
-        groups = self._begin(demand)
-        twins = self.backlog.twins if self.collector.engine.drafts_may_share_noise else {}
-        size, earlier = self.settings.group_size, self.history.texts
-        course = RolloutCourse(self.backlog.schedule, demand, groups, size, earlier=earlier, twins=twins)
+        self, prompts: Sequence[Prompt], demand: RolloutDemand, seed: int, first_group: int
+    ) -> tuple[RolloutUnderWay, list[Rollout]]:
+        """Roll out once, under the schedule; return what was rolled out, and the rollouts to learn from."""
+        groups, size = self._begin(demand), self.settings.group_size
+        under_way = RolloutUnderWay(self.backlog.schedule, demand, groups, size, self.history.texts)
         rollouts = self.collector.collect(
-            [prompts[group.prompt] for group in course.groups],
+            [prompts[group.prompt] for group in groups],
             self.settings.sampling,
             group_size=size,
             seed=seed,
             first_group=first_group,
-            course=course,
+            under_way=under_way,
         )
-        self.backlog.end(course, self.log)
-        return course, rollouts
+        self.backlog.end(under_way, self.log)
+        return under_way, rollouts
 
-    def _begin(self, demand: Demand) -> list[OpenGroup]:
-        """Take up groups that were put aside, and draw those that the schedule wants besides."""
+    def _begin(self, demand: RolloutDemand) -> list[PendingGroup]:
+        """Take up groups that were deferred, draw those that the schedule wants besides; return what it starts."""
         groups, num_fresh = self.backlog.begin(demand, self.log) if demand.wanted else ([], 0)
         numbers = gather_over_ranks(self.trainer, num_fresh)
         fresh = self._fresh(numbers, demand.iteration)
         self.cursor.position += sum(numbers)
-        return [*groups, *fresh]
+        return self.backlog.start(demand, [*groups, *fresh])
 
-    def _fresh(self, numbers: Sequence[int], iteration: int) -> list[OpenGroup]:
+    def _fresh(self, numbers: Sequence[int], iteration: int) -> list[PendingGroup]:
         """Return this rank's groups of the next prompts, of which each rank gets its number; they stay to be drawn."""
-        prompts = self.cursor.coming(sum(numbers))
+        prompts = self.cursor.peek(sum(numbers))
         lengths = [self.history.mean_lengths.get(prompt, 0.0) for prompt in prompts]
         return [
-            OpenGroup(
+            PendingGroup(
                 prompt=prompts[place],
                 draw=self.cursor.position + place,
-                drawn=iteration,
-                begun=iteration,
+                drawn_in=iteration,
+                begun_in=iteration,
                 expected_tokens=lengths[place],
             )
             for place in deal(lengths, numbers)[self.trainer.global_rank]
         ]
 
     def _log_age(self, rollouts: Sequence[Rollout]) -> None:
-        """Log how many iterations ago tokens were written, where a schedule lets them wait."""
-        if not self.backlog.schedule.stops:
+        """Log how many prompts wait, and how many iterations ago tokens were written, where a schedule lets them."""
+        if self.backlog.schedule.defers:
+            self.log.sum("schedule/deferred", len(self.backlog.deferred))
+        if not self.backlog.schedule.continues:
             return
-        self.log.sum("schedule/put_aside", len(self.backlog.aside))
         written_in, now = self.backlog.written_in, self.trainer.current_epoch
         segments = [segment for rollout in rollouts for segment in rollout.response.segments]
         ages = [(now - written_in[version], count) for version, count in segments]

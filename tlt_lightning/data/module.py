@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ from tlt_lightning.checks import (
     check_models,
     check_sizes,
     check_trainer,
+    context_of,
     warn_of_filters,
 )
 from tlt_lightning.data.collector import RolloutCollector
@@ -32,6 +34,7 @@ from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_need
 from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, checksum, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.engine.usual import usual_engine
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
@@ -42,8 +45,8 @@ from tlt_lightning.rewards import RewardFunction, RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import check_seconds
 from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
+from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import RolloutSchedule
-from tlt_lightning.schedules.course import Backlog
 from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
@@ -66,11 +69,12 @@ class RolloutDataModule(L.LightningDataModule):
     one iteration. Each argument is an attribute of its name, which a run reads when it is set up.
 
     Args:
-        engine: Writes the responses, for example `tlt_lightning.engine.VLLMEngine`.
         rewards: Reward functions and their weights; in Python also plain functions. The first one decides what counts
             as correct in `val/accuracy` and pass@k: a score above one half.
         train: Prompts to learn from; in Python also a path, a `datasets.Dataset` or a list of rows.
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
+        engine: Writes the responses; None is a `VLLMEngine` in the type that suits the machine, or, where vLLM is not
+            installed, `TransformersEngine`.
         group_size: Responses to each prompt.
         prompts_per_iteration: Prompts of one iteration, over all ranks.
         micro_batch_tokens: Most tokens of a forward and backward pass on one rank, of prompts and responses. It decides
@@ -87,7 +91,8 @@ class RolloutDataModule(L.LightningDataModule):
         val_sampling: How responses are sampled in validation and prediction, for example greedily; None is as in
             training. Settings left out take their defaults, not training's values: give `max_tokens`, too.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
-        max_prompt_tokens: Longest prompt; longer ones are left out, and the run says how many.
+        max_prompt_tokens: Longest prompt; longer ones are left out, and the run says how many. None is the longest that
+            the data has and the policy's context takes.
         reward_timeout: Seconds one call of a reward function may take.
     """
 
@@ -97,10 +102,10 @@ class RolloutDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        engine: RolloutEngine,
         rewards: list[RewardTerm | RewardFunction],
         train: PromptSource | str | None = None,
         val: PromptSource | str | None = None,
+        engine: RolloutEngine | None = None,
         group_size: int = 8,
         prompts_per_iteration: int = 32,
         micro_batch_tokens: int | None = None,
@@ -112,11 +117,11 @@ class RolloutDataModule(L.LightningDataModule):
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         val_sampling: Sampling | None = None,
         val_group_size: int = 1,
-        max_prompt_tokens: int = 512,
+        max_prompt_tokens: int | None = None,
         reward_timeout: float = 10.0,
     ) -> None:
         super().__init__()
-        self.engine = engine
+        self.engine = usual_engine() if engine is None else engine
         self.rewards, self.train, self.val = cast("Any", (rewards, train, val))  # until `_read_arguments`
         self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
         self.micro_batch_tokens, self.earlier_answers = micro_batch_tokens, earlier_answers
@@ -129,6 +134,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self.clock: Clock | None = None
+        self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
         self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
@@ -159,10 +165,8 @@ class RolloutDataModule(L.LightningDataModule):
         if stage == "fit":  # else a run that is validated is saved with what it has put aside
             self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
         policy = self._module.policy_path
-        longest = self.max_prompt_tokens + self.sampling.max_tokens
-        max_model_len = max(longest, self.max_prompt_tokens + self._held_out_sampling.max_tokens)
-        sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=self._trainer.strategy.root_device.type == "cuda")
-        self._settings = self._settings_with(sizes[-1])
+        self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
+        self._settings = self._settings_with(self._pass_sizes()[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
         self._check(stage)
@@ -170,6 +174,8 @@ class RolloutDataModule(L.LightningDataModule):
         if self.clock is None or (stage == "fit" and not goes_on):
             self.clock = Clock(self._trainer.strategy.broadcast(datetime.now()))
         self._read_prompts(is_fit=stage == "fit")
+        sizes, longest = self._pass_sizes(), self._room + self.sampling.max_tokens
+        max_model_len = max(longest, self._room + self._held_out_sampling.max_tokens)
         if stage == "fit" or self.cursor is None:
             self.cursor = PromptCursor(len(self.train_prompts), run_seed())
             self._iteration = self._saved_iteration = self._unvalidated_engine = None
@@ -189,9 +195,13 @@ class RolloutDataModule(L.LightningDataModule):
         if kept is not None:
             self.load_state_dict({**kept, "ranks": [{**state, "iteration": None} for state in kept["ranks"]]})
 
+    def _pass_sizes(self) -> list[int]:
+        on_gpu = self._trainer.strategy.root_device.type == "cuda"
+        return pass_sizes(self.micro_batch_tokens, self._room + self.sampling.max_tokens, on_gpu=on_gpu)
+
     def _settings_with(self, micro_batch_tokens: int) -> IterationSettings:
         own = {item.name: getattr(self, item.name) for item in fields(IterationSettings)}
-        return IterationSettings(**{**own, "micro_batch_tokens": micro_batch_tokens})
+        return IterationSettings(**{**own, "micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": self._room})
 
     def _check(self, stage: str) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
@@ -205,7 +215,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
             self.history.check(self.engine)
             warn_of_filters(self.sampling)
-        check_lengths(module.policy_path, self.max_prompt_tokens, self.sampling, self._held_out_sampling)
+        check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):
             self.engine.check_sampling(sampling)
 
@@ -213,15 +223,23 @@ class RolloutDataModule(L.LightningDataModule):
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
         self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
         self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
+        if self.max_prompt_tokens is None:
+            self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
+            self._settings = replace(
+                self._settings, micro_batch_tokens=self._pass_sizes()[-1], max_prompt_tokens=self._room
+            )
+            if is_fit:
+                check_sizes(self._settings, self._module.objective, self._trainer)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
             if needed:
                 raise MisconfigurationException(f"`data.{name}` is not set; give at least `data.{name}.path`.")
             return []
-        prompts = load_prompts(
-            source, self.tokenizer, max_prompt_tokens=self.max_prompt_tokens, clock=self.clock, seed=run_seed()
-        )
+        room, responses = self.max_prompt_tokens, (self.sampling.max_tokens, self._held_out_sampling.max_tokens)
+        if room is None:
+            room = (context_of(self._module.policy_path) or sys.maxsize) - max(responses)
+        prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, clock=self.clock, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
         if name == "val":
@@ -263,7 +281,7 @@ class RolloutDataModule(L.LightningDataModule):
         if self._trainer.validating and not self._module.update_state.validated:  # a resumed run validates anew
             own["engine"] = self._unvalidated_engine or own["engine"]
         own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
-        own |= self.backlog.state_dict(None if anew is None else anew.first_aside)
+        own |= self.backlog.state_dict(None if anew is None else anew.first_deferred)
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": self.cursor.position if anew is None else anew.first_prompt,

@@ -52,7 +52,7 @@ class PromptSource:
         chat_template_kwargs: Variables of the chat template, for example `enable_thinking: false` for Qwen3.
     """
 
-    path: str = ""
+    path: str | None = None
     # A plain `dict`: with `Any` in it, the command line would read the text '5' as a number.
     rows: "RowSource | Sequence[dict] | None" = field(default=None, repr=False)
     split: str = "train"
@@ -78,7 +78,7 @@ class PromptSource:
                 )
         if self.rows is None:
             object.__setattr__(self, "path", text_of("path", self.path, "Give a file, a folder or a hub name."))
-            check_path(self.path)
+            check_path(str(self.path))
         elif got := _no_rows(self.rows):
             raise TypeError(
                 "Prompts must be a `PromptSource`, a path, a list of dictionaries or one split of a "
@@ -102,7 +102,7 @@ class PromptSource:
     def read(self) -> list[Row]:
         """Read all rows; raise ValueError if there are none or a column is missing."""
         if self.rows is None:
-            rows = read_rows(self.path, self.config, self.split)
+            rows = read_rows(str(self.path), self.config, self.split)
         else:
             rows = complete(cut("rows", {"train": self.rows}, self.split))
         if not rows:
@@ -357,7 +357,7 @@ class PromptCursor:
         self.seed = seed
         self.position = 0  # prompts handed out since the start, over all ranks
 
-    def coming(self, count: int) -> list[int]:
+    def peek(self, count: int) -> list[int]:
         """Return the next `count` prompts; whoever takes them moves `position` on."""
         places = (divmod(self.position + number, self.num_prompts) for number in range(count))
         return [_permutation(self.num_prompts, self.seed * 1_000_003 + epoch)[offset] for epoch, offset in places]

@@ -26,9 +26,7 @@ def fuse_rotary(model: nn.Module) -> None:
     """Let attention layers of a Hugging Face model embed positions as this module does, where they do as Llama's."""
     for layer in model.modules():
         forward: Any = type(layer).forward
-        if NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
-            continue
-        if _is_llamas(forward.__globals__.get(NAME)):
+        if NAME in source_code(forward) and _is_llamas(forward.__globals__.get(NAME)):
             # The function is a global of the layer's file: this layer's code gets globals of its own.
             places = {**forward.__globals__, NAME: rotate}
             own = FunctionType(forward.__code__, places, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -36,12 +37,14 @@ def _skip(name: str | None = None) -> None:
     """Replace a barrier: wait for no other rank."""
 
 
-def guards(trainer: L.Trainer) -> list[L.Callback]:
+def guards(trainer: L.Trainer, others: Sequence[L.Callback] = ()) -> list[L.Callback]:
     """Return a module's guard, nothing where the Trainer has one from an earlier run; check the folders of this one.
+
+    `others` are callbacks that the Trainer gets besides those it has.
 
     The Trainer asks for it before its loggers make folders, and before a data module loads anything.
     """
-    check_folders(trainer)
+    check_folders(trainer, others)
     return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
-def check_folders(trainer: L.Trainer) -> None:
+def check_folders(trainer: L.Trainer, others: Sequence[L.Callback] = ()) -> None:
     """Raise MisconfigurationException if a folder of a callback or logger cannot be made or written to."""
     if not trainer.is_global_zero:
         return
-    for name, folder in _folders(trainer):
+    for name, folder in _folders(trainer, others):
         if reason := _obstacle(Path(os.path.abspath(folder))):
             raise MisconfigurationException(
                 f"`{name}` {str(folder)!r} cannot be written to: {reason}. Give a folder that can, for example by "
@@ -25,8 +25,8 @@ def check_folders(trainer: L.Trainer) -> None:
             )
 
 
-def _folders(trainer: L.Trainer) -> Iterator[tuple[str, Any]]:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+def _folders(trainer: L.Trainer, others: Sequence[L.Callback]) -> Iterator[tuple[str, Any]]:
+    callbacks: list[L.Callback] = [*trainer.callbacks, *others]  # type: ignore[attr-defined]
     local = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
     given = [(f"{type(each).__name__}.dirpath", getattr(each, "dirpath", None)) for each in callbacks]
     given += [(f"{type(each).__name__}.save_dir", each.save_dir) for each in local]

@@ -74,6 +74,11 @@ class PolicyObjective(ABC):
         return False
 
     @property
+    def learns_off_policy(self) -> bool:
+        """True if it makes up for tokens that older weights wrote, or needs not to."""
+        return True
+
+    @property
     def length_limits(self) -> dict[str, int]:
         """Settings, by name, that have to be the longest response the engine may write."""
         return {}

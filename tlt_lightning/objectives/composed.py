@@ -80,6 +80,11 @@ class ComposedObjective(PolicyObjective):
         return self.entropy_coef != 0
 
     @property
+    def learns_off_policy(self) -> bool:
+        """True if a correction weighs tokens by their age."""
+        return self.correction is not None
+
+    @property
     def length_limits(self) -> dict[str, int]:
         limit = self.aggregation.max_tokens
         return {} if limit is None else {"aggregation.max_tokens": limit}

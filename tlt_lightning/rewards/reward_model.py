@@ -71,7 +71,7 @@ def load_reward_model(name: str, device: str) -> tuple[Any, Any]:
     """Load tokenizer and model at path or hub name `name`; refuse what is no reward model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from tlt_lightning.policy import load_whole, read_config
+    from tlt_lightning.model_files import load_whole, read_config
 
     num_outputs = read_config(name, "model").num_labels
     if num_outputs != 1:

@@ -1,8 +1,9 @@
-"""Remember earlier answers to a prompt: lengths, and texts to draft from."""
+"""Remember earlier answers to a prompt: lengths, by which prompts are dealt to ranks, and texts to draft from."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class Answered:
 
     Args:
         lengths: Tokens of every response that has ended.
-        texts: Responses that will not be written again with the noise that they had.
+        texts: Responses that are learned from.
     """
 
     lengths: list[tuple[int, int]] = field(default_factory=list)
@@ -118,3 +119,28 @@ class AnswerHistory:
         for prompt, length in state_dict["texts"]:
             self.texts.setdefault(prompt, []).append(tokens[begin : begin + length])
             begin += length
+
+
+def deal(lengths: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
+    """Deal prompts so that ranks write and train on about equally many tokens, as far as their numbers allow.
+
+    The longest goes first, each to the rank with the fewest tokens. Where nothing is known, ranks take turns.
+
+    Args:
+        lengths: Tokens to expect of a response to each prompt; 0 if unknown, which counts as the mean of the others.
+        numbers: Prompts that each rank gets, all of them together.
+
+    Returns:
+        Places in `lengths` of each rank's prompts, ascending.
+    """
+    known = [length for length in lengths if length]
+    typical = sum(known) / len(known) if known else 1.0
+    expected = [length or typical for length in lengths]
+    shares: list[list[int]] = [[] for _ in numbers]
+    lightest = [(0.0, rank) for rank, number in enumerate(numbers) if number]  # a heap, as it is sorted
+    for place in sorted(range(len(expected)), key=lambda place: -expected[place]):
+        num_tokens, rank = heappop(lightest)
+        shares[rank].append(place)
+        if len(shares[rank]) < numbers[rank]:
+            heappush(lightest, (num_tokens + expected[place], rank))
+    return [sorted(share) for share in shares]

@@ -7,7 +7,7 @@ from typing import Annotated
 from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, checked
-from tlt_lightning.schedules.base import Demand, OpenGroup, RolloutSchedule
+from tlt_lightning.schedules.base import PendingGroup, RolloutDemand, RolloutSchedule
 
 
 class PartialRollout(RolloutSchedule):
@@ -33,18 +33,20 @@ class PartialRollout(RolloutSchedule):
         self.max_policy_lag = max_policy_lag
 
     @override
-    def begin(self, demand: Demand, aside: Sequence[OpenGroup]) -> tuple[list[OpenGroup], int]:
+    def begin(self, demand: RolloutDemand, deferred: Sequence[PendingGroup]) -> tuple[list[PendingGroup], int]:
         groups = [
-            group.anew(demand.iteration)
-            if not group.responses or demand.iteration - group.begun > self.max_policy_lag
+            group.without_responses(demand.iteration)
+            if not group.responses or demand.iteration - group.begun_in > self.max_policy_lag
             else group
-            for group in aside
+            for group in deferred
         ]
         return groups, max(0, demand.wanted + ceil(self.extra * demand.wanted) - len(groups))
 
     @override
-    def choose(self, demand: Demand, groups: Sequence[OpenGroup], complete: Sequence[int]) -> list[int] | None:
-        due = {i for i, group in enumerate(groups) if demand.iteration - group.begun >= self.max_policy_lag}
+    def choose(
+        self, demand: RolloutDemand, groups: Sequence[PendingGroup], complete: Sequence[int]
+    ) -> Sequence[int] | None:
+        due = {i for i, group in enumerate(groups) if demand.iteration - group.begun_in >= self.max_policy_lag}
         if len(complete) < demand.wanted or not due <= {*complete}:
             return None
         ordered = sorted(complete, key=lambda place: place not in due)  # stable: then in the order of their ends

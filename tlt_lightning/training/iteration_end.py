@@ -14,8 +14,6 @@ from tlt_lightning.checks import check_policy_is_whole
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import warn_of_mismatch, warn_of_surprise
 from tlt_lightning.objectives.correction import effective_sample_size
-from tlt_lightning.schedules.cycle import CycleDiagnosis
-from tlt_lightning.schedules.tail_batching import TailBatching
 from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
 from tlt_lightning.training.throughput import peak_flops, utilisation
 
@@ -39,7 +37,6 @@ class CloseIteration(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if hasattr(pl_module, "iteration_log"):
             self._diagnosis = Diagnosis(is_grouped=pl_module.objective.min_group_size > 1)
-            self._cycle = CycleDiagnosis()
             parameters = pl_module.policy.parameters()
             self._trained = [each for each in parameters if each.requires_grad]  # a callback may freeze
             self._weights = sample_of(self._trained)
@@ -64,10 +61,6 @@ class CloseIteration(L.Callback):
         if trainer.is_global_zero:
             for cause in self._diagnosis.read(metrics, change_of(before, self._weights)):
                 log.warning("Iteration %d: why nothing is learned: %s", trainer.current_epoch + 1, cause)
-            schedule = trainer.datamodule.backlog.schedule  # type: ignore[attr-defined]
-            if isinstance(schedule, TailBatching) and (found := self._cycle.read(metrics)):
-                name = type(schedule).__name__
-                log.warning("Iteration %d: `data.schedule` %s does not pay: %s", trainer.current_epoch + 1, name, found)
 
 
 def judge_weights(metrics: dict[str, float], iteration: int) -> None:

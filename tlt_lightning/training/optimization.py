@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import cos, isfinite, pi
 from typing import Any
 
@@ -19,12 +20,18 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, Share, check_argument, checked
+from tlt_lightning.policy import LoRA
 from tlt_lightning.training.lightning_callbacks import check_followed, validates_by_iteration
 
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
 """Of one parameter group of an optimizer, by name."""
+
+
+def usual_optimizer(lora: LoRA | None) -> Callable[[Any], Optimizer]:
+    """Return what builds AdamW at the field's usual learning rate, ten times as high for adapters."""
+    return partial(torch.optim.AdamW, lr=1e-6 if lora is None else 1e-5, weight_decay=0.0)
 
 
 def check_builds(optimizer: object, remedy: str = "") -> None:

@@ -185,15 +185,15 @@ def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Seq
     """
     if len(ranks) < saved["number of workers"]:
         log.warning(
-            "The checkpoint was saved after an error, by %d of %d workers: what a schedule had put aside on the "
+            "The checkpoint was saved after an error, by %d of %d workers: what a schedule had deferred on the "
             "others is lost, and its prompts are not drawn again in this pass over the data.",
             len(ranks),
             saved["number of workers"],
         )
-    num_aside = sum(len(state["aside"]) for state in ranks)
-    if num_aside and saved[PROMPTS] != now[PROMPTS]:
+    num_deferred = sum(len(state["deferred"]) for state in ranks)
+    if num_deferred and saved[PROMPTS] != now[PROMPTS]:
         log.warning(
-            "%d prompts that a schedule had put aside are dropped, for the training prompts are others.", num_aside
+            "%d prompts that a schedule had deferred are dropped, for the training prompts are others.", num_deferred
         )
     if changes := _changes(saved, now):
         log.warning(_OTHERWISE, changes)

@@ -47,7 +47,7 @@ def make_data(engine: VLLMEngine, **overrides: Any) -> RolloutDataModule:
         "max_prompt_tokens": 32,
         "sampling": Sampling(max_tokens=96),
     }
-    return RolloutDataModule(engine, **{**arguments, **overrides})
+    return RolloutDataModule(engine=engine, **{**arguments, **overrides})
 
 
 def make_module() -> RLModule:

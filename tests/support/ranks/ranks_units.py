@@ -15,7 +15,7 @@ from tests.test_policy import make_batch
 from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
 from tlt_lightning.sharding.units import Sharding, named_units, total_norm
 from tlt_lightning.training.critic import Critic, CriticConfig
-from tlt_lightning.training.reference import Reference
+from tlt_lightning.training.networks import Reference
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def main(policy: str, prompts: str, out: str, engine: str, mode: str) -> None:
     L.seed_everything(3)
     vllm = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True)
     data = RolloutDataModule(
-        vllm if engine == "vllm" else TransformersEngine(batch_size=4),
+        engine=vllm if engine == "vllm" else TransformersEngine(batch_size=4),
         train=PromptSource(path=prompts),
         val=PromptSource(path=prompts),
         rewards=[RewardTerm(function=late_signal if mode == "dynamic" else evenness)],

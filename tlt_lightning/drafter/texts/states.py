@@ -13,7 +13,7 @@ from torch import Tensor
 from tlt_lightning.drafter.target import frozen_dtype
 from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
-from tlt_lightning.policy import load_whole
+from tlt_lightning.model_files import load_whole
 from tlt_lightning.sharding.units import Sharding, is_sharded
 from tlt_lightning.training.micro_batches import fill
 

@@ -26,7 +26,8 @@ from tlt_lightning.engine.vllm.quantization.settings import Quantization
 from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
-from tlt_lightning.policy import check_files, end_token_ids, load_tokenizer, policy_shapes
+from tlt_lightning.model_files import check_files
+from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ class Observer(RolloutCallback):
 
     def __init__(self) -> None:
         self.learned: list[list[int]] = []
-        self.aside: list[list[int]] = []
+        self.deferred: list[list[int]] = []
         self.rows: list[dict[str, float]] = []
 
     def on_rollout_end(self, trainer, pl_module, rollouts):
         self.learned.append([rollout.prompt.index for rollout in rollouts])
-        self.aside.append([group.prompt for group in trainer.datamodule.backlog.aside])
+        self.deferred.append([group.prompt for group in trainer.datamodule.backlog.deferred])
 
     def on_iteration_end(self, trainer, pl_module, iteration, metrics):
         self.rows.append({name: value for name, value in metrics.items() if name.startswith("schedule/")})
@@ -50,5 +50,5 @@ def main(policy: str, prompts: str, out: str, schedule: str, num_ranks: str, ckp
     engine = make_engine("vllm" if schedule == "partial" else "transformers")
     data = make_data(prompts, engine, val=None, group_size=2, schedule=SCHEDULES[schedule](), **settings)
     trainer.fit(make_module(policy), data, ckpt_path=ckpt_path)
-    state = {name: getattr(observer, name) for name in ("learned", "aside", "rows")}
+    state = {name: getattr(observer, name) for name in ("learned", "deferred", "rows")}
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(state))

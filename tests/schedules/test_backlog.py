@@ -6,8 +6,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tlt_lightning.rollout import Response
-from tlt_lightning.schedules.base import OpenGroup
-from tlt_lightning.schedules.saved_group import pack, unpack
+from tlt_lightning.schedules.backlog import pack, unpack
+from tlt_lightning.schedules.base import PendingGroup
 
 LENGTH = 1000
 RESPONSES = (
@@ -22,7 +22,7 @@ RESPONSES = (
     ),
     Response(4, [], [], "unfinished", (6,)),
 )
-GROUP = OpenGroup(prompt=7, draw=19, drawn=2, begun=3, deferrals=1, responses=RESPONSES, expected_tokens=8.5)
+GROUP = PendingGroup(prompt=7, draw=19, drawn_in=2, begun_in=3, deferrals=1, responses=RESPONSES, expected_tokens=8.5)
 
 
 def test_a_group_comes_back_whole_from_a_file(tmp_path: Path) -> None:

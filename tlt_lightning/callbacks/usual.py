@@ -1,0 +1,35 @@
+"""Bring the callbacks that a run is expected to have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tlt_lightning.callbacks.completions_writer import CompletionsWriter
+from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
+from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
+from tlt_lightning.callbacks.run_report import RunReport
+
+
+def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    """Return the callbacks that a Trainer was neither given nor told to do without.
+
+    - A `RolloutProgressBar`, unless `enable_progress_bar=False`.
+    - A `RunReport`, in `predict` a `CompletionsWriter`, unless `logger=False`.
+    - An `IterationCheckpoint` in place of Lightning's own checkpoint, unless `enable_checkpointing=False`.
+
+    They write to the Trainer's `default_root_dir`; to `outputs` where that is the working directory.
+    """
+    given: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    root = Path(trainer.default_root_dir)
+    folder = str(root / "outputs" if root == Path.cwd() else root)
+    usual: list[L.Callback] = []
+    if trainer.progress_bar_callback is not None:
+        usual.append(RolloutProgressBar())
+    if trainer.loggers:
+        usual.append(CompletionsWriter(folder) if trainer.state.fn == "predict" else RunReport(folder))
+    if [vars(each) for each in trainer.checkpoint_callbacks] == [vars(ModelCheckpoint())]:  # the Trainer's own
+        usual.append(IterationCheckpoint(f"{folder}/checkpoints"))  # Lightning lets it replace that
+    return [each for each in usual if not any(isinstance(other, type(each)) for other in given)]

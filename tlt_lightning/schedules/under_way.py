@@ -1,0 +1,139 @@
+"""Follow a rollout under its schedule."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tlt_lightning.rollout import Request, Response
+from tlt_lightning.schedules.base import PendingGroup, RolloutDemand, RolloutSchedule, SynchronousSchedule
+from tlt_lightning.seeds import run_seed, seed_of
+
+
+class RolloutUnderWay:
+    """Follows a rollout until its schedule has enough.
+
+    Requests are numbered through: the `group_size` of the first group, then those of the next.
+
+    Args:
+        schedule: Decides when that is.
+        demand: What it has to bring.
+        groups: What it starts and goes on with.
+        group_size: Responses of a group.
+        earlier: Earlier answers by prompt, to draft from.
+    """
+
+    def __init__(
+        self,
+        schedule: RolloutSchedule,
+        demand: RolloutDemand,
+        groups: Sequence[PendingGroup],
+        group_size: int,
+        earlier: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    ) -> None:
+        self.schedule, self.demand, self.groups, self.group_size = schedule, demand, groups, group_size
+        self.earlier = earlier or {}
+        self.responses = {
+            place * group_size + member: replace(response, request_id=place * group_size + member)
+            for place, group in enumerate(groups)
+            for member, response in enumerate(group.responses)
+        }
+        self.complete: list[int] = []
+        self.chosen: list[int] | None = None
+        for place in range(len(groups)):
+            self._close(place)
+
+    @classmethod
+    def of_all(cls, num_groups: int, group_size: int, *, rank: int = 0, num_ranks: int = 1) -> RolloutUnderWay:
+        """Return a rollout that writes everything, of prompts that were dealt to ranks in turn."""
+        draws = range(-1 - rank, -1 - rank - num_groups * num_ranks, -num_ranks)  # not those of training
+        groups = [PendingGroup(prompt=i, draw=draw, drawn_in=0, begun_in=0) for i, draw in enumerate(draws)]
+        return cls(SynchronousSchedule(), RolloutDemand(wanted=num_groups, iteration=0), groups, group_size)
+
+    @property
+    def ended(self) -> list[Response]:
+        """Responses that have ended."""
+        return [response for response in self.responses.values() if not response.is_unfinished]
+
+    @property
+    def open_ids(self) -> list[int]:
+        """Numbers of the requests whose responses have not ended."""
+        everything = range(len(self.groups) * self.group_size)
+        return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
+
+    def requests(self, prompts: Sequence[Sequence[int]], first_group: int, *, has_seeds: bool = False) -> list[Request]:
+        """Return the requests to the engine; `prompts` are the groups' token ids.
+
+        With `has_seeds` each request has noise of its own, whatever the schedule.
+        """
+        if self.chosen is not None:  # what was deferred is enough
+            return []
+        # Of its own responses a group has those that are kept and have ended; each had noise of its own.
+        ended = [[each.token_ids for each in group.responses if not each.is_unfinished] for group in self.groups]
+        texts = [[*self.earlier.get(group.prompt, ()), *own] for group, own in zip(self.groups, ended, strict=True)]
+        requests = []
+        for i in self.open_ids:
+            place, member = divmod(i, self.group_size)
+            request = Request(
+                id=i,
+                prompt_ids=prompts[place],
+                group=first_group + place,
+                written=self.responses.get(i),
+                seed=response_seed(self.groups[place].draw, member) if has_seeds else None,
+                expected_tokens=self.groups[place].expected_tokens,
+                earlier_answers=texts[place],
+            )
+            requests.append(request)
+        return requests
+
+    def add(self, response: Response) -> bool:
+        """Take a response; return True if from now on there is enough, and the open ones are to be stopped."""
+        self.responses[response.request_id] = response
+        had_enough = self.chosen is not None
+        self._close(response.request_id // self.group_size)
+        return self.schedule.stops and self.chosen is not None and not had_enough
+
+    def _close(self, place: int) -> None:
+        """Count a group whose responses have all ended, and ask the schedule whether there is enough."""
+        members = [self.responses.get(i) for i in range(place * self.group_size, (place + 1) * self.group_size)]
+        if any(response is None or response.is_unfinished for response in members):
+            return
+        self.complete.append(place)
+        if self.chosen is None:
+            chosen = self.schedule.choose(self.demand, self.groups, tuple(self.complete))
+            self.chosen = None if chosen is None else [*chosen]
+
+    @property
+    def taken(self) -> list[int]:
+        """Numbers of the requests to learn from, in order."""
+        size = self.group_size
+        return [place * size + member for place in self.chosen or () for member in range(size)]
+
+    @property
+    def texts(self) -> list[tuple[int, array[int]]]:
+        """Prompt and tokens of each response to learn from."""
+        return [
+            (self.groups[number // self.group_size].prompt, array("i", self.responses[number].token_ids))
+            for number in self.taken
+        ]
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Prompt and length of each response that has ended."""
+        return [(self.groups[each.request_id // self.group_size].prompt, len(each.token_ids)) for each in self.ended]
+
+    def deferred(self) -> list[PendingGroup]:
+        """Return the groups that wait, with what is written of them."""
+        size, taken, waiting = self.group_size, {*(self.chosen or ())}, []
+        for place, group in enumerate(self.groups):
+            if place not in taken:
+                # None of a group that was drawn while what was deferred is enough.
+                written = [self.responses[i] for i in range(place * size, (place + 1) * size) if i in self.responses]
+                waiting.append(replace(group, deferrals=group.deferrals + 1, responses=tuple(written)))
+        return waiting
+
+
+def response_seed(draw: int, member: int) -> int:
+    """Return the seed of a response, the same whenever and wherever it is written."""
+    return seed_of(run_seed(), "draw", draw, member)
