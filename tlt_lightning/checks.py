@@ -23,7 +23,6 @@ from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
-from tlt_lightning.training.networks import check_unchanged
 from tlt_lightning.training.optimization import check_accumulation, check_clipping, check_optimization
 
 if TYPE_CHECKING:
@@ -271,7 +270,7 @@ def check_models(module: RLModule) -> None:
 
     So do arguments that ask for other models than those that are loaded.
     """
-    check_unchanged(module)
+    module.check_networks()
     critic = module.critic_config
     paths = {
         "policy": module.policy_path,

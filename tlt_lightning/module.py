@@ -35,7 +35,7 @@ from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_fro
 from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
 from tlt_lightning.training.micro_batches import end_step
-from tlt_lightning.training.networks import Networks, Reference, arguments_of, load_networks, score
+from tlt_lightning.training.networks import Networks, NetworkSettings, Reference, score
 from tlt_lightning.training.throughput import log_work
 
 
@@ -98,7 +98,7 @@ class RLModule(L.LightningModule):
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: Reference | None = None
-        self.loaded_with: dict[str, Any] = {}  # arguments of the networks, once they are there
+        self._loaded_with: NetworkSettings | None = None  # once the networks are there
         self.update_state = resume.UpdateState()
         self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
@@ -132,9 +132,8 @@ class RLModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.policy is not None:
             return
-        self.loaded_with = given = arguments_of(self)
-        sharding = None if self._trainer is None else run_sharding(self.trainer)
-        networks = load_networks(objective=self.objective, sharding=sharding, **given)
+        self._loaded_with = self.network_settings
+        networks = self._loaded_with.load(self.objective, None if self._trainer is None else run_sharding(self.trainer))
         self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
         self._frozen = frozen_names(self)
 
@@ -169,6 +168,23 @@ class RLModule(L.LightningModule):
         """Return the networks that read the batches."""
         assert self.policy is not None, "`networks` before `configure_model`"
         return Networks(self.policy, self.critic, self._reference, self._tap)
+
+    @property
+    def network_settings(self) -> NetworkSettings:
+        """The arguments that say which networks a run has, as they are now."""
+        return NetworkSettings(
+            self.policy_path,
+            self.reference_path,
+            self.critic_config,
+            self.lora,
+            self.gradient_checkpointing,
+            self.attn_implementation,
+        )
+
+    def check_networks(self) -> None:
+        """Raise ValueError if another fit asks for other networks than those that are loaded."""
+        if self._loaded_with is not None:
+            self.network_settings.check_loaded(self._loaded_with, self.networks, self.objective)
 
     # Scoring: what must be known before the first update of an iteration
 

@@ -51,7 +51,11 @@ class LoRA:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer at `path`; raise ValueError if responses cannot end or hold words."""
+    """Return the tokenizer at `path`.
+
+    Raises:
+        ValueError: Its responses could not end, or it has no words.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 

@@ -34,7 +34,7 @@ _CAUSES_OF_8_BIT = (
 def check_same_logps(
     engine: Sequence[Sequence[float]], trainer: Tensor, mask: Tensor, *, dtype: str, when: str
 ) -> float:
-    """Return the mean absolute difference of log-probs; raise RuntimeError above tolerance.
+    """Return the mean absolute difference of log-probs.
 
     Args:
         engine: Log-probs of each response's tokens when they were sampled.
@@ -43,6 +43,9 @@ def check_same_logps(
         dtype: The coarser of the types that engine and trainer compute in; bfloat16 stands for float16 too, and a type
             of 8 bit for an engine that quantizes.
         when: What has just happened, for the message.
+
+    Raises:
+        RuntimeError: The difference is above the tolerance.
     """
     sampled = torch.tensor([value for row in engine for value in row])
     differences = (trainer.float().cpu()[mask.cpu() > 0] - sampled).abs()

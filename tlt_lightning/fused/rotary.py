@@ -29,9 +29,9 @@ def fuse_rotary(model: nn.Module) -> None:
         if NAME in source_code(forward) and _is_llamas(forward.__globals__.get(NAME)):
             # The function is a global of the layer's file: this layer's code gets globals of its own.
             places = {**forward.__globals__, NAME: rotate}
-            own = FunctionType(forward.__code__, places, forward.__name__, forward.__defaults__, forward.__closure__)
-            own.__kwdefaults__ = forward.__kwdefaults__
-            layer.forward = MethodType(own, layer)
+            copy = FunctionType(forward.__code__, places, forward.__name__, forward.__defaults__, forward.__closure__)
+            copy.__kwdefaults__ = forward.__kwdefaults__
+            layer.forward = MethodType(copy, layer)
 
 
 def _is_llamas(function: Any) -> bool:

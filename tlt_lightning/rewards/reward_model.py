@@ -60,7 +60,7 @@ class RewardModel:
             return model(input_ids=torch.tensor([ids], device=self.device)).logits.float().item()
 
     def load(self) -> tuple[Any, Any]:
-        """Return tokenizer and model, loaded once; raise ValueError unless one output is trained."""
+        """Return tokenizer and model, loaded once."""
         with LOADING:
             if self._loaded is None:
                 self._loaded = load_reward_model(self.model, self.device)
@@ -68,7 +68,11 @@ class RewardModel:
 
 
 def load_reward_model(name: str, device: str) -> tuple[Any, Any]:
-    """Load tokenizer and model at path or hub name `name`; refuse what is no reward model."""
+    """Load tokenizer and model at path or hub name `name`.
+
+    Raises:
+        ValueError: It has several outputs, or its files lack the one.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from tlt_lightning.model_files import load_whole, read_config

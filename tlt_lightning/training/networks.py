@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -20,9 +20,6 @@ from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.micro_batches import LargestCounts, cut_alike
-
-if TYPE_CHECKING:
-    from tlt_lightning.module import RLModule
 
 log = logging.getLogger(__name__)
 
@@ -128,56 +125,50 @@ def score(
     return replace(batch, **scores)  # type: ignore[arg-type]
 
 
-def load_networks(
-    policy: str,
-    objective: PolicyObjective,
-    *,
-    lora: LoRA | None,
-    reference: str | None,
-    critic: CriticConfig | None,
-    gradient_checkpointing: bool,
-    attn_implementation: str,
-    sharding: Sharding | None,
-) -> Networks:
-    """Load what an objective needs; the arguments are those of `RLModule`, and how models are sharded."""
-    model = load_policy(policy, lora=lora, attn_implementation=attn_implementation, sharding=sharding)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if lora is not None:
-            model.enable_input_require_grads()
-    needless = {"critic": critic is not None and not objective.needs_critic}
-    needless |= {"reference": reference is not None and not objective.needs_reference}
-    for argument in (name for name, is_needless in needless.items() if is_needless):
-        log.warning(
-            "`model.%s` is given, and `model.objective` %s uses none: it is not loaded. Leave it out, or choose an "
-            "objective that does.",
-            *(argument, type(objective).__name__),
+@dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """Says which networks a run has: arguments of `RLModule`, which describes them."""
+
+    policy: str
+    reference: str | None
+    critic: CriticConfig | None
+    lora: LoRA | None
+    gradient_checkpointing: bool
+    attn_implementation: str
+
+    def load(self, objective: PolicyObjective, sharding: Sharding | None) -> Networks:
+        """Load what an objective needs, whole or sharded."""
+        model = load_policy(
+            self.policy, lora=self.lora, attn_implementation=self.attn_implementation, sharding=sharding
         )
-    values = frozen = None
-    if objective.needs_critic and critic is not None:
-        values = Critic(critic, causal_lm(model).config.hidden_size, sharding)
-    if objective.needs_reference:
-        path = reference or (policy if lora is None else None)
-        frozen = Reference(path, attn_implementation, sharding)
-    return Networks(model, values, frozen)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.lora is not None:
+                model.enable_input_require_grads()
+        critic = reference = None
+        if objective.needs_critic and self.critic is not None:
+            critic = Critic(self.critic, causal_lm(model).config.hidden_size, sharding)
+        if objective.needs_reference:
+            path = self.reference or (self.policy if self.lora is None else None)
+            reference = Reference(path, self.attn_implementation, sharding)
+        for name, loaded in (("critic", critic), ("reference", reference)):
+            if getattr(self, name) is not None and loaded is None:
+                log.warning(
+                    "`model.%s` is given, and `model.objective` %s uses none: it is not loaded. Leave it out, or "
+                    "choose an objective that does.",
+                    name,
+                    type(objective).__name__,
+                )
+        return Networks(model, critic, reference)
 
-
-def arguments_of(module: RLModule) -> dict[str, Any]:
-    """Return the arguments of a module that `load_networks` takes by their names, as they are now."""
-    own = {"policy": module.policy_path, "reference": module.reference_path, "critic": module.critic_config}
-    return own | {name: getattr(module, name) for name in ("lora", "gradient_checkpointing", "attn_implementation")}
-
-
-def check_unchanged(module: RLModule) -> None:
-    """Raise ValueError if a module asks for other networks than those that it has loaded for an earlier run."""
-    if module.policy is None:
-        return
-    remedy = "The networks are loaded: make a new `RLModule`, to go on with what `export` writes as its `policy`."
-    for name, value in arguments_of(module).items():
-        if value != (before := module.loaded_with[name]):
-            raise ValueError(f"`model.{name}` was {before!r} and is {value!r}. {remedy}")
-    objective, has = module.objective, module.networks
-    lacks = {"critic": objective.needs_critic and has.critic is None}
-    lacks |= {"reference": objective.needs_reference and has.reference is None}
-    for name in (name for name, is_lacking in lacks.items() if is_lacking):
-        raise ValueError(f"`model.objective` {type(objective).__name__} needs a {name}, which was not loaded. {remedy}")
+    def check_loaded(self, loaded: NetworkSettings, networks: Networks, objective: PolicyObjective) -> None:
+        """Raise ValueError unless these are the networks that an earlier run has loaded, and all that are needed."""
+        remedy = "The networks are loaded: make a new `RLModule`, to go on with what `export` writes as its `policy`."
+        for name in (item.name for item in fields(self)):
+            if (now := getattr(self, name)) != (before := getattr(loaded, name)):
+                raise ValueError(f"`model.{name}` was {before!r} and is {now!r}. {remedy}")
+        for name in ("critic", "reference"):
+            if getattr(objective, f"needs_{name}") and getattr(networks, name) is None:
+                raise ValueError(
+                    f"`model.objective` {type(objective).__name__} needs a {name}, which was not loaded. {remedy}"
+                )
