@@ -1,27 +1,35 @@
 """Write a training checkpoint as a Hugging Face directory for `transformers` and vLLM."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from torch import nn
 
+from tlt_lightning.arguments import checked
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, check_readable
 from tlt_lightning.guard.shards import make_whole
 from tlt_lightning.policy import LoRA, load_policy, load_tokenizer, merged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "policy."
 
 
+@checked()
 def export_policy(
-    ckpt_path: str, output_dir: str, dtype: str = "bfloat16", adapter: bool = False, policy: str | None = None
+    ckpt_path: str,
+    output_dir: str,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    adapter: bool = False,
+    policy: str | None = None,
 ) -> Path:
     """Write the policy of a checkpoint as a Hugging Face directory, with its tokenizer and the run's chat template.
 
@@ -30,7 +38,7 @@ def export_policy(
     Args:
         ckpt_path: A checkpoint written by `Trainer.fit`.
         output_dir: Where to write; must be empty or absent.
-        dtype: Type of the written weights: bfloat16, float16 or float32.
+        dtype: Type of the written weights.
         adapter: For a LoRA run, write the adapter alone (PEFT format) instead of merged weights.
         policy: Where the policy is now that the run began with; None takes the path that the checkpoint remembers.
 
@@ -41,8 +49,6 @@ def export_policy(
     check_readable(source)
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"`output_dir` {output_dir!r} is not empty; choose another or remove it.")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"`dtype` must be bfloat16, float16 or float32, got {dtype!r}.")
     checkpoint = WholeCheckpointIO().load_checkpoint(source, weights_only=True, as_rows=True)
     if "policy" not in checkpoint:
         raise ValueError(f"`ckpt_path` {ckpt_path!r} was not written by an RLModule: it has no `policy` entry.")
@@ -54,25 +60,8 @@ def export_policy(
         )
     if adapter and lora is None:
         raise ValueError("`adapter` needs a checkpoint of a LoRA run; this one trained all weights.")
-    model: Any = load_policy(path, lora=None if lora is None else LoRA(**lora))
-    weights = {
-        name.removeprefix(_PREFIX): value
-        for name, value in make_whole(checkpoint["state_dict"]).items()
-        if name.startswith(_PREFIX)
-    }
-    result = model.load_state_dict(weights, strict=lora is None)
-    if result.unexpected_keys:
-        raise ValueError(
-            f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}."
-        )
-    tokenizer = load_tokenizer(path)
-    prompts = checkpoint.get(L.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY, {}).get("train") or {}
-    tokenizer.chat_template = prompts.get("chat_template") or tokenizer.chat_template
-    if given := [name for name in ("system_prompt", "chat_template_kwargs") if prompts.get(name)]:
-        log.warning(
-            "The run wrote its prompts with `%s`, which is no part of a model: give it to whatever serves this one.",
-            "` and `".join(given),
-        )
+    model, tokenizer = _trained(path, lora, checkpoint["state_dict"]), load_tokenizer(path)
+    _write_as_trained(tokenizer, checkpoint.get(L.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True) as beside:
         folder = Path(beside) / "policy"
@@ -84,6 +73,31 @@ def export_policy(
         folder.replace(target)
     log.info("Wrote %s to %s", "the adapter" if adapter else f"the policy in {dtype}", target)
     return target
+
+
+def _trained(path: str, lora: Mapping[str, Any] | None, state: Mapping[str, Any]) -> "PreTrainedModel":
+    """Return the policy of a checkpoint's state; what it lacks was frozen, and comes with the model."""
+    model = load_policy(path, lora=None if lora is None else LoRA(**lora))
+    weights = {
+        name.removeprefix(_PREFIX): value for name, value in make_whole(state).items() if name.startswith(_PREFIX)
+    }
+    result = model.load_state_dict(weights, strict=lora is None)
+    if result.unexpected_keys:
+        raise ValueError(
+            f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}."
+        )
+    return model
+
+
+def _write_as_trained(tokenizer: "PreTrainedTokenizerBase", data: Mapping[str, Any]) -> None:
+    """Give the tokenizer the chat template of a run's prompts, by its data module's arguments."""
+    prompts = data.get("train") or {}
+    tokenizer.chat_template = prompts.get("chat_template") or tokenizer.chat_template
+    if given := [name for name in ("system_prompt", "chat_template_kwargs") if prompts.get(name)]:
+        log.warning(
+            "The run wrote its prompts with `%s`, which is no part of a model: give it to whatever serves this one.",
+            "` and `".join(given),
+        )
 
 
 def _save_merged(policy: nn.Module, folder: Path, dtype: str) -> None:
