@@ -114,6 +114,7 @@ def test_the_plugins_of_the_docs_keep_their_duties(
     testing.check_selector(own["LongContexts"]())
     testing.check_objective(own["WeightedGRPO"]())
     testing.check_objective(own["Reinforce"]())
+    testing.check_schedule(own["OneWaits"]())
     testing.check_methods(own["EarlyOnly"]())
 
 

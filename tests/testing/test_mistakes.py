@@ -23,6 +23,7 @@ from tlt_lightning.testing import (
     check_methods,
     check_objective,
     check_reward,
+    check_schedule,
     check_selector,
 )
 from tlt_lightning.testing.methods import check_method
@@ -42,7 +43,7 @@ async def wait(*_: Any, **__: Any) -> None: ...
         (check_objective, GRPO, "advantages", "batch, reduce"),
         (check_objective, GRPO, "loss", "batch, logps, entropy, values"),
         (lambda piece: check_objective(GRPO(advantage=piece)), GroupCentred, "__call__", "batch, rewards, token_rewar"),
-        (check_methods, SynchronousSchedule, "begin", "demand, "),
+        (check_schedule, SynchronousSchedule, "begin", "demand, "),
         (check_engine, TransformersEngine, "generate", "requests, sampling, seed=..., on_progress=..."),
         (check_selector, FixedSelector, "select", "state"),
         (check_methods, BucketedGraphPool, "plan", "arms, capture_sizes"),
@@ -206,6 +207,63 @@ def test_a_state_that_is_not_saved() -> None:
         AssertionError, match=r"`Mine\.state_dict` returned what a checkpoint does not load: return ten"
     ):
         check_selector(mine(Alternates, state_dict=lambda self: {"arm": self.strategy}))
+
+
+# Schedules
+
+
+def take_up(self: Any, demand: Any, deferred: Any) -> Any:
+    return list(deferred[: demand.wanted]), demand.wanted + 2 - len(deferred[: demand.wanted])
+
+
+def one_by_one(self: Any, demand: Any, groups: Any, complete: Any) -> Any:
+    return complete[: demand.wanted] if len(complete) >= demand.wanted else None
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"begin": lambda self, demand, deferred: None}, "begin` returned None: return the groups"),
+        ({"begin": lambda self, demand, deferred: ([], 3)}, "begin` returned .*: take up and draw `demand.wanted` gr"),
+        (
+            {"begin": lambda self, demand, deferred: ([*deferred, *deferred], 5), "choose": one_by_one},
+            "begin` returned .*: take groups out of `deferred`, each once",
+        ),
+        ({"begin": lambda self, demand, deferred: ([], 6), "choose": one_by_one}, r"begin` leaves \d+ groups deferred"),
+        (
+            {"begin": take_up, "choose": one_by_one, "stops": True},
+            "begin` returned .*responses of older weights, and its",
+        ),
+        ({"choose": lambda self, demand, groups, complete: None}, "choose` returned None with all responses complete"),
+        (
+            {"choose": lambda self, demand, groups, complete: [0, 1, 2, 3]},
+            r"choose` returned \[0, 1, 2, 3\]: return at",
+        ),
+        (
+            {"choose": lambda self, demand, groups, complete: complete[:1]},
+            r"choose` returned \(\d,\): return at least 4",
+        ),
+        (
+            {"start": lambda self, demand, groups: range(3)},
+            r"start` returned range\(0, 3\): return at least 4 different",
+        ),
+    ],
+)
+def test_a_schedule(members: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=rf"`Mine\.{message}"):
+        check_schedule(mine(SynchronousSchedule, **members))
+
+
+def test_a_schedule_with_a_state() -> None:
+    class Counts(SynchronousSchedule):
+        count = 0
+
+        def begin(self, demand: Any, deferred: Any) -> Any:
+            self.count += 1
+            return [], demand.wanted + (self.count > 3)
+
+    with pytest.raises(AssertionError, match=r"`Counts\.begin` returned .*, and .* from a new object: keep no state"):
+        check_schedule(Counts())
 
 
 # Callbacks

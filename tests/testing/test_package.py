@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from tlt_lightning import BEGMABSelector, CostModelSelector, FixedSelector, ThresholdSelector, objectives
+from tlt_lightning import (
+    BEGMABSelector,
+    CostModelSelector,
+    FixedSelector,
+    PartialRollout,
+    SynchronousSchedule,
+    TailBatching,
+    ThresholdSelector,
+    objectives,
+)
 from tlt_lightning.gallery.answer_variety import AnswerVariety
 from tlt_lightning.gallery.completions_table import CompletionsTable
 from tlt_lightning.gallery.early_warning import RewardLengthWarning
@@ -13,7 +22,14 @@ from tlt_lightning.gallery.length_histogram import LengthHistogram
 from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.rewards import Format, PythonTests, countdown, exact_match, math_equivalence, multiple_choice
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool
-from tlt_lightning.testing import check_callback, check_methods, check_objective, check_reward, check_selector
+from tlt_lightning.testing import (
+    check_callback,
+    check_methods,
+    check_objective,
+    check_reward,
+    check_schedule,
+    check_selector,
+)
 
 KL = objectives.KLPenalty(coef=0.1)
 
@@ -54,19 +70,25 @@ def test_selectors(selector: Any) -> None:
     check_selector(selector)
 
 
+@pytest.mark.parametrize("schedule", [SynchronousSchedule(), TailBatching(), PartialRollout()])
+@pytest.mark.parametrize("wanted", [1, 4])
+def test_schedules(schedule: Any, wanted: int) -> None:
+    check_schedule(schedule, wanted)
+
+
 @pytest.mark.parametrize("plugin", [BucketedGraphPool(), FixedBudget(), AdaptiveBudget()])
 def test_graph_pools_and_budgets(plugin: Any) -> None:
     check_methods(plugin)
 
 
-def test_callbacks_of_the_gallery(tmp_path: Path) -> None:
+def test_callbacks_of_the_gallery(policy_path: str, tmp_path: Path) -> None:
     for callback in (
         AnswerVariety(),
         RewardLengthWarning(),
         CompletionsTable(str(tmp_path)),
         LengthHistogram(str(tmp_path), every_n_iterations=1),
     ):
-        check_callback(callback)
+        check_callback(callback, policy_path)
 
 
 ROW = {"prompt": "What is 6 * 7?", "answer": "42"}

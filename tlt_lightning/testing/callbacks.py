@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.data.module import RolloutDataModule
-from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import HOOK_PREFIXES, ROLLOUT_HOOKS, RolloutCallback
 from tlt_lightning.metrics import IterationLog
@@ -71,13 +70,10 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
     """
     for name in (each for each in dir(type(callback)) if each.startswith(HOOK_PREFIXES)):
         hooks = ", ".join(ROLLOUT_HOOKS)
-        assert name in ROLLOUT_HOOKS, (
-            f"{named(callback, name)} is no hook, and nothing would call it: hooks are {hooks}."
-        )
+        assert name in ROLLOUT_HOOKS, f"{named(callback, name)} is no hook, and nothing calls it: hooks are {hooks}."
         check_method(callback, name, getattr(RolloutCallback, name))
     log = _WatchedLog()
-    own = {name for kind in type(callback).__mro__[: type(callback).__mro__.index(L.Callback)] for name in vars(kind)}
-    own = {name for name in own if name.startswith("on_")}
+    own = [name for name in dir(type(callback)) if name.startswith("on_")]
     for name in own:
         setattr(callback, name, partial(log.call, getattr(callback, name), named(callback, name)))
     _fit(log, [callback, _IdleWorker(callback)], policy)
@@ -94,20 +90,12 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
 def _fit(log: IterationLog, callbacks: list[L.Callback], policy: str) -> None:
     module = RLModule(policy, GRPO(), optimizer=partial(torch.optim.AdamW, lr=1e-4))
     module.iteration_log = log
-    prompts = PromptSource(
-        rows=[{"prompt": f"make {7 * i} from 7 {i} :"} for i in range(2, 6)], chat=False, answer_column=None
-    )
-    sizes = {"group_size": 2, "prompts_per_iteration": 4, "num_minibatches": 1, "max_prompt_tokens": 32}
+    rows: Any = [{"prompt": f"make {7 * i} from 7 {i} :", "answer": 7 * i} for i in range(2, 6)]
     reward = RewardTerm(function=lambda prompt, response, row: 1 / (1 + len(response)), name="brevity")
-    data = RolloutDataModule(
-        TransformersEngine(), [reward], train=prompts, val=prompts, sampling=Sampling(max_tokens=8), **sizes
-    )
-    off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
+    sizes: dict[str, Any] = {"group_size": 2, "prompts_per_iteration": 4, "num_minibatches": 1, "max_prompt_tokens": 32}
+    sizes["sampling"] = Sampling(max_tokens=8)
+    data = RolloutDataModule([reward], rows, rows, TransformersEngine(), **sizes)
+    off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with tempfile.TemporaryDirectory() as root:
-        given: dict[str, Any] = {
-            "max_epochs": 2,
-            "accelerator": "cpu",
-            "default_root_dir": root,
-            **dict.fromkeys(off, False),
-        }
-        L.Trainer(callbacks=callbacks, num_sanity_val_steps=0, **given).fit(module, data)
+        trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, max_epochs=2, default_root_dir=root, **off)
+        trainer.fit(module, data)

@@ -67,16 +67,9 @@ class EngineCase:
         assert has_noted, f"{who} was given version {version} and did not note it: set `self.policy_version = version`."
         self.engine.warm_up()
 
-    def write(
-        self,
-        requests: Sequence[Request] | None = None,
-        *,
-        seed: int = 0,
-        on_progress: Callable[[RolloutProgress], Any] | None = None,
-        **sampling: Any,
-    ) -> list[Response]:
-        """Return the responses in the order of the requests, None being all, each of the right form."""
-        requests = self.requests if requests is None else requests
+    def write(self, asked: Any = None, *, seed: int = 0, on_progress: Any = None, **sampling: Any) -> list[Response]:
+        """Return the responses to the requests `asked`, in their order, None being all; each has the right form."""
+        requests: list[Request] = asked or self.requests
         given: dict[str, Any] = {"max_tokens": 16, **sampling}
         stream: Any = self.engine.generate(requests, Sampling(**given), seed=seed, on_progress=on_progress)
         assert isinstance(stream, Iterable), f"{self.who} returned {stream!r:.200}: yield responses."
@@ -84,7 +77,7 @@ class EngineCase:
         for response in stream:
             self._check_form(response, {request.id for request in requests} - found.keys())
             found[response.request_id] = response
-        left = sorted({request.id for request in requests} - found.keys())
+        left = [request.id for request in requests if request.id not in found]
         assert not left, f"{self.who} left requests {left} without a response: yield one for each."
         return [found[request.id] for request in requests]
 
@@ -193,8 +186,8 @@ def stopped_responses_go_on_and_requests_are_added(case: EngineCase) -> None:
             case.engine.add(others[-1:])
             case.engine.stop([request.id for request in others])
         found[response.request_id] = response
-    left = [replace(each, written=found.get(each.id)) for each in case.requests]
-    left = [each for each in left if each.written is not None and each.written.is_unfinished]
+    left = [replace(each, written=found[each.id]) for each in case.requests if each.id in found]
+    left = [each for each in left if cast("Response", each.written).is_unfinished]
     assert len(found) == 12 and left, (
         f"{named(case.engine, 'stop')} had {len(found)} of 12 requests answered, one of them from `add`, {len(left)} "
         "unfinished: yield what a stopped request has, with `finish_reason` 'unfinished', and answer all."
