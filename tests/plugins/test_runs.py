@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.support.rl_runs import make_data, make_module, make_trainer
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import ObjectiveOutput, Response, RolloutCallback, TransformersEngine
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.surrogates import Surrogate
@@ -71,14 +71,15 @@ def test_an_engine_that_yields_nothing_is_refused(fit: Fit) -> None:
         fit(engine=Forgetful())
 
 
-def test_an_engine_that_does_not_note_its_weights_is_refused(fit: Fit) -> None:
-    """Nothing would compare its log-probs with the policy's: its responses are of no weights that there are."""
+def test_responses_of_an_engine_that_notes_no_version_have_that_of_the_weights(fit: Fit) -> None:
+    """Else nothing would compare its log-probs with the policy's: they would be of no weights that there are."""
 
     class Unversioned(TransformersEngine):
         def update_weights(self, named_tensors: Any, version: int) -> None: ...
 
-    with pytest.raises(RuntimeError, match=r"`Unversioned\.update_weights` was given version 0 and left .* at -1: set"):
-        fit(engine=Unversioned())
+    recorder = Recorder()
+    fit(recorder, engine=Unversioned())
+    assert {rollout.response.policy_versions for rollout in recorder.rollouts[0]} == {(0,)}
 
 
 class Weighs(GRPO):

@@ -39,6 +39,7 @@ class WeightSync:
             return
         self._fingerprint = ()  # a sync that fails leaves weights that are nobody's
         self.engine.update_weights(module.policy_weights(), version)  # type: ignore[operator]
+        self.engine.policy_version = version  # also of an engine that does not note it: responses say what wrote them
         self._fingerprint = found
         self.engine.warm_up()
         call_rollout_hook(trainer, "on_weights_synced", version)
