@@ -187,9 +187,9 @@ def test_drafts_are_kept_as_long_as_they_are_what_was_drawn(seed: int) -> None:
 
 def test_drafts_that_are_distributions_are_left_to_vllm() -> None:
     made = Outline(OFF, draft_logits=torch.zeros(1))
-    assert (made.runner.shares_noise, made.verifier._verify) == (False, len)
+    assert made.verifier._verify is len
     made = Outline(OFF)
-    assert (made.runner.shares_noise, made.verifier._verify) == (True, made.runner.verify)
+    assert made.verifier._verify == made.runner.verify
 
 
 VOCAB, LENGTH = 5, 40
