@@ -28,7 +28,7 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
         "inner_epochs": 1,
         "sampling": tlt.Sampling(),
         "val_group_size": 1,
-        "max_prompt_tokens": 512,
+        "max_prompt_tokens": None,
         "reward_timeout": 10.0,
     },
     tlt.Sampling: {"max_tokens": 1024, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0},

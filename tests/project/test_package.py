@@ -36,7 +36,7 @@ def lines() -> list[str]:
 
         first("tlt_lightning")
         import lightning.pytorch, torch, transformers
-        for name in ("module", "data.batch", "engine", "objectives"):
+        for name in ("module", "rollout", "engine", "objectives"):
             first(f"tlt_lightning.{name}")
         """).splitlines()
 
@@ -60,7 +60,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_every_module_can_be_imported_first(lines: list[str]) -> None:
     expected = [
         "tlt_lightning",
-        *(f"tlt_lightning.{name}" for name in ("module", "data.batch", "engine", "objectives")),
+        *(f"tlt_lightning.{name}" for name in ("module", "rollout", "engine", "objectives")),
     ]
     assert [line.split()[0] for line in lines] == expected
 
