@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from math import isfinite
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING
 
@@ -19,18 +17,15 @@ from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
 from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import load_shapes
-from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
+from tlt_lightning.training.networks import NetworkSettings
 from tlt_lightning.training.optimization import check_accumulation, check_clipping, check_optimization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from tlt_lightning.data.iteration import IterationSettings
-    from tlt_lightning.module import RLModule
-    from tlt_lightning.objectives.base import PolicyObjective
     from tlt_lightning.rollout import Sampling
 
 log = logging.getLogger(__name__)
@@ -195,96 +190,17 @@ def warn_of_filters(sampling: Sampling) -> None:
         )
 
 
-def check_sizes(settings: IterationSettings, objective: PolicyObjective, trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
-
-    So does a validation after more steps than an iteration has.
-    """
-    num_ranks = trainer.world_size
-    num_prompts, group_size, num_steps = settings.prompts_per_iteration, settings.group_size, settings.num_minibatches
-    if num_prompts % num_ranks:
-        nearest = max(1, round(num_prompts / num_ranks)) * num_ranks
-        raise MisconfigurationException(
-            f"`data.prompts_per_iteration` {num_prompts} is not divisible by {num_ranks} ranks, which share them; "
-            f"give {nearest}, or another number of `trainer.devices`."
-        )
-    num_sequences = num_prompts // num_ranks * group_size
-    if num_sequences % num_steps:
-        raise MisconfigurationException(
-            f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {num_prompts} / "
-            f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
-            f"{num_steps}, the optimizer steps that share them; choose one that divides them."
-        )
-    _check_interval(trainer, settings.num_steps)
-    max_tokens = settings.sampling.max_tokens
-    if (longest := settings.max_prompt_tokens + max_tokens) > settings.micro_batch_tokens:
-        raise MisconfigurationException(
-            f"`data.micro_batch_tokens` {settings.micro_batch_tokens} is less than the longest sequence, "
-            f"`data.max_prompt_tokens` {settings.max_prompt_tokens} plus `data.sampling.max_tokens` {max_tokens}; set "
-            f"it to at least {longest}."
-        )
-    for name, limit in objective.length_limits.items():
-        if limit != max_tokens:
-            raise MisconfigurationException(
-                f"`objective.{name}` {limit} has to be the longest response, and `data.sampling.max_tokens` is "
-                f"{max_tokens}; make them equal."
-            )
-    if group_size < objective.min_group_size:
-        raise MisconfigurationException(
-            f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare the "
-            f"responses to one prompt: use at least {objective.min_group_size}."
-        )
-
-
-def _check_interval(trainer: L.Trainer, num_steps: int) -> None:
-    every = getattr(trainer, "val_check_interval", None)  # which one in seconds is not
-    is_within = trainer.check_val_every_n_epoch is not None
-    if not isinstance(every, int) or trainer.limit_val_batches == 0:
-        return
-    if every < 1 or (is_within and every > num_steps):
-        raise MisconfigurationException(
-            f"`Trainer(val_check_interval={every})` counts optimizer steps, of which an iteration has {num_steps} "
-            "(`data.num_minibatches` * `data.inner_epochs`): leave it out to validate behind every iteration, or set "
-            f"`check_val_every_n_epoch={every or 1}` to do so behind every {every or 1}."
-        )
-
-
-def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
-    """Raise RuntimeError if an update has broken the policy, before a checkpoint holds it.
-
-    Loss and gradient are known before a step, so what the last step left shows in the weights alone.
-    """
-    norms = {name: metrics.get(name, 0.0) for name in ("train/loss", "train/grad_norm")}
-    norms["norm of the weights"] = float(total_norm([p.detach() for p in module.parameters()]))
-    for name, value in norms.items():
-        if not isfinite(value):
-            raise RuntimeError(
-                f"`{name}` is {value} in iteration {module.current_epoch + 1}: the update has broken the policy. "
-                "Lower the learning rate or clip gradients (`trainer.gradient_clip_val`), and resume from the last "
-                "checkpoint, which is older, or begin anew."
-            )
-
-
-def check_models(module: RLModule) -> None:
-    """Raise ValueError if transformers reads no config of one of the module's models, or lacks its attention here.
-
-    So do arguments that ask for other models than those that are loaded.
-    """
-    module.check_networks()
-    critic = module.critic_config
-    paths = {
-        "policy": module.policy_path,
-        "reference": module.reference_path,
-        "critic.path": None if critic is None else critic.path,
-    }
-    for argument, path in paths.items():
+def check_models(wanted: NetworkSettings) -> None:
+    """Raise ValueError if transformers reads no config of a model, lacks its attention here, or `lora` does not fit."""
+    critic = None if wanted.critic is None else wanted.critic.path
+    for argument, path in (("policy", wanted.policy), ("reference", wanted.reference), ("critic.path", critic)):
         if path is None:
             continue
         config = read_config(path, f"model.{argument}")
-        if "flash" in module.attn_implementation and argument != "critic.path":
-            _check_attention(module.attn_implementation, config)
-    if module.lora is not None:  # its adapters fit, which takes no memory to ask
-        load_shapes(module.policy_path, module.lora)
+        if "flash" in wanted.attn_implementation and argument != "critic.path":
+            _check_attention(wanted.attn_implementation, config)
+    if wanted.lora is not None:  # its adapters fit, which takes no memory to ask
+        load_shapes(wanted.policy, wanted.lora)
 
 
 def _check_attention(name: str, config: PretrainedConfig) -> None:

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.support.architectures import save_longrope
 from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
 from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
-from tlt_lightning.checks import check_lengths, check_sizes
+from tlt_lightning.checks import check_lengths
+from tlt_lightning.data.iteration import IterationSettings
 from tlt_lightning.objectives import GRPO, DrGRPO
 from tlt_lightning.rewards import exact_match
 from tlt_lightning.rollout import RolloutBatch
@@ -49,7 +50,7 @@ def test_unfit_data_settings_are_refused(
 def test_prompts_that_ranks_cannot_share_are_refused_with_the_nearest_number(num_prompts: int, nearest: int) -> None:
     settings: Any = SimpleNamespace(prompts_per_iteration=num_prompts, group_size=2, num_minibatches=1)
     with pytest.raises(MisconfigurationException, match=rf" {num_prompts} is not divisible by 3 .*; give {nearest},"):
-        check_sizes(settings, GRPO(), Mock(world_size=3))
+        IterationSettings.check(settings, GRPO(), Mock(world_size=3))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from tlt_lightning.checks import (
     check_engine_ranks,
     check_lengths,
     check_models,
-    check_sizes,
     check_trainer,
     context_of,
     warn_of_filters,
@@ -207,10 +206,11 @@ class RolloutDataModule(L.LightningDataModule):
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
         module, settings, num_ranks = self._module, self._settings, self._trainer.world_size
         check_trainer(self._trainer)
-        check_models(module)
+        module.check_networks()
+        check_models(module.network_settings)
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if stage == "fit":
-            check_sizes(settings, module.objective, self._trainer)
+            settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
             self.history.check(self.engine)
@@ -229,7 +229,7 @@ class RolloutDataModule(L.LightningDataModule):
                 self._settings, micro_batch_tokens=self._pass_sizes()[-1], max_prompt_tokens=self._room
             )
             if is_fit:
-                check_sizes(self._settings, self._module.objective, self._trainer)
+                self._settings.check(self._module.objective, self._trainer)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import lightning as L
 import torch
 from typing_extensions import override
 
-from tlt_lightning.checks import check_policy_is_whole
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import warn_of_mismatch, warn_of_surprise
 from tlt_lightning.objectives.correction import effective_sample_size
+from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
 from tlt_lightning.training.throughput import peak_flops, utilisation
 
@@ -86,3 +87,19 @@ def log_of_iteration(module: L.LightningModule, metrics: Mapping[str, float]) ->
     for logger in module.trainer.loggers:
         logger.log_metrics(dict(metrics), step=module.current_epoch)
         logger.save()
+
+
+def check_policy_is_whole(module: L.LightningModule, metrics: Mapping[str, float]) -> None:
+    """Raise RuntimeError if an update has broken the policy, before a checkpoint holds it.
+
+    Loss and gradient are known before a step, so what the last step left shows in the weights alone.
+    """
+    norms = {name: metrics.get(name, 0.0) for name in ("train/loss", "train/grad_norm")}
+    norms["norm of the weights"] = float(total_norm([p.detach() for p in module.parameters()]))
+    for name, value in norms.items():
+        if not isfinite(value):
+            raise RuntimeError(
+                f"`{name}` is {value} in iteration {module.current_epoch + 1}: the update has broken the policy. "
+                "Lower the learning rate or clip gradients (`trainer.gradient_clip_val`), and resume from the last "
+                "checkpoint, which is older, or begin anew."
+            )
