@@ -35,13 +35,13 @@ FLOORS = [
 MAX_FILES = 14
 
 
-def imports_of(path: Path, *, lazy: bool) -> set[str]:
-    """Modules that a file imports at its top level, or with `lazy` anywhere; not those for type checkers."""
+def imports_of(path: Path, *, lazy: bool, for_types: bool = False) -> set[str]:
+    """Modules that a file imports at its top level, with `lazy` anywhere, with `for_types` also for type checkers."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not for_types:
                 continue
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
                 continue
@@ -69,6 +69,18 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_no_room_imports_itself_in_a_circle_not_even_for_type_checkers() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        targets = imports_of(path, lazy=True, for_types=True) & MODULES.keys() - {"tlt_lightning"}
+        room = name.removeprefix("tlt_lightning").partition(".")[2].partition(".")[0]
+        graph.setdefault(room, set()).update({target.split(".")[1] for target in targets} - {room})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of rooms: {' <- '.join(error.args[1])}")
 
 
 def test_imports_run_down() -> None:
