@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.rollout import RolloutBatch
+from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.testing.methods import check_methods, named, shown
 
 
@@ -29,20 +29,16 @@ def check_objective(objective: PolicyObjective) -> None:
             check_methods(piece)
     batch = _scored_batch(objective)
     (batch.advantages, batch.returns), again = (_advantages(objective, batch) for _ in range(2))
-    who = named(objective, "advantages")
-    assert torch.equal(batch.advantages, again[0]), (
-        f"{who} returned others in the second call: keep nothing between calls."
-    )
+    is_same, who = torch.equal(batch.advantages, again[0]), named(objective, "advantages")
+    assert is_same, f"{who} returned others in the second call: keep nothing between calls."
     batch.old_logps = _policy_logps(batch)
     if isinstance(objective, ComposedObjective):
         _check_pieces(objective, batch)
     whole = _loss(objective, batch, range(len(batch)))
     masked = _loss(objective, batch, range(len(batch)), shift=-3.0)
     halves = [_loss(objective, batch, range(start, len(batch), 2)) for start in (0, 1)]
-    who = named(objective, "loss")
-    remedy = "take `token_mean` or an aggregation of the package"
-    is_masked = torch.allclose(masked["loss"], whole["loss"], rtol=1e-4)
-    assert is_masked, f"{who} counts tokens where `batch.response_mask` is 0: {remedy}."
+    is_masked, who = torch.allclose(masked["loss"], whole["loss"], rtol=1e-4), named(objective, "loss")
+    assert is_masked, f"{who} counts tokens where `batch.response_mask` is 0: take `token_mean` or an aggregation."
     for name, value in whole.items():
         parts = torch.stack([half[name].float() for half in halves if name in half])
         total = parts.max() if name.endswith("_max") else parts.sum()
@@ -64,20 +60,15 @@ def _policy_logps(batch: RolloutBatch) -> Tensor:
 def _scored_batch(objective: PolicyObjective) -> RolloutBatch:
     """Return a batch of three groups that waits for advantages."""
     size = max(4, objective.min_group_size)
-    lengths, rewards = torch.tensor([6, 3, 5, 1] * size)[: 3 * size], torch.arange(3 * size) % 3 / 2
-    mask = (torch.arange(6) < lengths[:, None]).float()
-    mask[1], rewards[-size:] = 0, 0.1
-    batch = RolloutBatch(
-        input_ids=torch.ones(3 * size, 8, dtype=torch.long),
-        prompt_lengths=torch.full((3 * size,), 2),
-        response_mask=mask,
-        rollout_logps=mask,
-        rewards=rewards,
-        groups=torch.arange(3).repeat_interleave(size),
-        policy_versions=torch.zeros(3 * size, dtype=torch.long),
-        truncated=lengths == 6,
-        response_lengths=lengths,
-    )
+    lengths, rewards = [6, 3, 5, 1] * size, [*[0.0, 0.5, 1.0] * size][: 2 * size] + [0.1] * size
+    responses = [Response(i, [5] * lengths[i], [0.0] * lengths[i], "stop", (0,)) for i in range(3 * size)]
+    rollouts = [
+        Rollout(Prompt("", [3, 4]), response, "", group=i // size, reward=rewards[i])
+        for i, response in enumerate(responses)
+    ]
+    batch = collate(rollouts, pad_id=0, temperature=1.0)
+    batch.response_mask[1] = 0  # by a callback
+    mask = batch.response_mask
     batch.num_loss_tokens, batch.num_loss_sequences = batch.count_loss(range(len(batch)))
     batch.rollout_logps = -mask * _noise(batch, 1).abs()
     batch.old_logps = _policy_logps(batch) if objective.needs_old_logps else None
@@ -134,9 +125,7 @@ def _check_pieces(objective: ComposedObjective, batch: RolloutBatch) -> None:
         _check_per_token(piece(old_logps, batch.rollout_logps, mask), mask, f"`{type(piece).__name__}`", "weights")
 
 
-def _loss(
-    objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], shift: float = 0.0
-) -> dict[str, Tensor]:
+def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], shift: float = 0) -> dict[str, Tensor]:
     """Return loss and metrics of some sequences, of which masked log-probs are shifted, with gradients checked."""
     who, part = named(objective, "loss"), batch.select(rows)
     logps = (cast("Tensor", part.old_logps) + shift * (1 - part.response_mask)).requires_grad_()
@@ -144,22 +133,18 @@ def _loss(
     values = None if part.values is None else (part.values * 1.1 + 0.01).detach().requires_grad_()
     output = _called(objective, "loss", part, logps, entropy, values)
     is_output = isinstance(output, ObjectiveOutput) and isinstance(output.loss, Tensor) and output.loss.ndim == 0
-    assert is_output and isinstance(output.metrics, dict), (
-        f"{who} returned {shown(output)}: return an `ObjectiveOutput`, whose `loss` is a scalar and `metrics` are a "
-        "dictionary."
-    )
+    is_output = is_output and isinstance(output.metrics, dict)
+    remedy = "return an `ObjectiveOutput`, whose `loss` is a scalar and whose `metrics` are a dictionary"
+    assert is_output, f"{who} returned {shown(output)}: {remedy}."
     metrics = {name: torch.as_tensor(value) for name, value in output.metrics.items()}
     for name, value in metrics.items():
         assert not (value.ndim or value.requires_grad), f"{who} returned `{name}` {shown(value)}: `detach()` a scalar."
     assert output.loss.isfinite(), f"{who} returned a loss of {output.loss}: keep it finite."
-    is_learned = output.loss.requires_grad
-    gradients = torch.autograd.grad(output.loss, [logps, entropy], allow_unused=True) if is_learned else (None, None)
+    if output.loss.requires_grad:
+        output.loss.backward()
+    is_learned, is_entropy_learned = (each.grad is not None and bool(each.grad.any()) for each in (logps, entropy))
     remedy = "compute it from `logps`, without `detach`, `item` or `no_grad`"
-    assert gradients[0] is not None and gradients[0].any(), (
-        f"{who} returned a loss without gradient, from which nothing is learned: {remedy}."
-    )
-    assert objective.needs_entropy_grad or gradients[1] is None or not gradients[1].any(), (
-        f"{who} learns from `entropy`, which has a gradient only where `needs_entropy_grad` is True: set it in the "
-        "class, or use `entropy_coef`."
-    )
+    assert is_learned, f"{who} returned a loss without gradient, from which nothing is learned: {remedy}."
+    remedy = "which has a gradient only where `needs_entropy_grad` is True: set it in the class, or use `entropy_coef`"
+    assert objective.needs_entropy_grad or not is_entropy_learned, f"{who} learns from `entropy`, {remedy}."
     return {"loss": output.loss.detach(), **metrics}
