@@ -19,7 +19,6 @@ from tlt_lightning.arguments import (
     Probability,
     Share,
     check_argument,
-    check_method,
     checked,
 )
 from tlt_lightning.callbacks.completions_writer import CompletionsWriter
@@ -123,15 +122,6 @@ def test_a_public_class_that_declares_bounds_checks_them(name: str) -> None:
         return
     is_checked = hasattr(kind.__init__, "__wrapped__") or hasattr(kind, "__post_init__")
     assert is_checked, f"{name} declares {list(bounds)}"
-
-
-def test_a_builtin_that_tells_no_signature_is_taken_as_a_method() -> None:
-    class Plugin:
-        largest = staticmethod(max)
-
-    def largest(self: Plugin, one: float, other: float) -> float: ...
-
-    check_method(Plugin(), "largest", largest)
 
 
 @pytest.mark.parametrize("kind", [CompletionsWriter, IterationCheckpoint, RunReport])

@@ -163,23 +163,6 @@ def _describe(kind: Any) -> str:
     return _with_article(getattr(kind, "__name__", str(kind)))
 
 
-def check_method(plugin: object, name: str, declared: Callable[..., Any]) -> None:
-    """Raise TypeError if method `name` of `plugin` is async, or cannot be called with the arguments of `declared`."""
-    method, label = getattr(plugin, name), f"`{type(plugin).__name__}.{name}`"
-    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        raise TypeError(f"{label} is async, and is called without `await`: drop `async`.")
-    _, *arguments = inspect.signature(declared).parameters.values()
-    keywords = [each.name for each in arguments if each.kind is each.KEYWORD_ONLY]
-    others = [each.name for each in arguments if each.name not in keywords]
-    try:
-        inspect.signature(method).bind(*others, **dict.fromkeys(keywords))
-    except TypeError as error:
-        called_with = ", ".join([*others, *(f"{each}=..." for each in keywords)])
-        raise TypeError(f"{label} is called with ({called_with}): {error}.") from error
-    except ValueError:
-        return  # a builtin, whose signature Python does not know
-
-
 def text_of(name: str, value: object, remedy: str) -> str:
     """Return argument `name`, a string or in Python perhaps a `Path`, as a string; raise ValueError if it is empty."""
     check_argument(name, value, Annotated[str, remedy])

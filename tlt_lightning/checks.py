@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import check_hooks, check_one_optimizer, check_overrides
 from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import load_shapes
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
@@ -42,8 +41,6 @@ def check_trainer(trainer: L.Trainer) -> None:
 
     `fast_dev_run` and `overfit_batches` are made to choose prompts instead, see `count_in_prompts`.
     """
-    for part in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-        check_overrides(part)
     count_in_prompts(trainer)
     if trainer.max_steps != -1:
         raise MisconfigurationException(
@@ -68,6 +65,11 @@ def check_trainer(trainer: L.Trainer) -> None:
             "`data.prompts_per_iteration` instead, or give `fast_dev_run` for one small iteration."
         )
     check_accumulation(trainer)
+    if not trainer.lightning_module.automatic_optimization:
+        raise MisconfigurationException(
+            f"`{type(trainer.lightning_module).__name__}.automatic_optimization` is False, and nobody would take the "
+            "optimizer's steps: leave it True."
+        )
     check_clipping(trainer.gradient_clip_val)
     if getattr(trainer.lightning_module, "_compiler_ctx", None):  # of Lightning: set by `torch.compile`
         raise MisconfigurationException(
@@ -76,10 +78,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     if trainer.state.fn == "fit" and hasattr(trainer.lightning_module, "lr_scheduler"):
         check_optimization(trainer)
-        check_one_optimizer(trainer.lightning_module)
     _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        check_hooks(callback)
         check_callback(trainer, callback)
         look_when_known(trainer, callback)
     if trainer.check_val_every_n_epoch == 0:

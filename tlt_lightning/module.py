@@ -19,7 +19,7 @@ from tlt_lightning.guard.callback import guards
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
-from tlt_lightning.hooks import call_rollout_hook, check_overrides
+from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.model_files import HOW_TO_SAVE
@@ -121,7 +121,6 @@ class RLModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        check_overrides(self.trainer.datamodule)  # type: ignore[attr-defined]  # whose `setup` has checked all else
         self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
         CloseIteration.put_first(self.trainer)
         resume.Requeue.install(self.trainer)

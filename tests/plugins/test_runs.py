@@ -167,16 +167,6 @@ def test_nan_advantages_of_rewards_that_a_callback_changed_are_said_to_be_those(
         fit(Spoils())
 
 
-class Returns(L.Callback):
-    def on_rollout_end(self, trainer: Any, pl_module: Any, rollouts: Any) -> Any:
-        return [rollout for rollout in rollouts if rollout.reward > 0]
-
-
-def test_a_hook_that_returns_something_is_refused(fit: Fit) -> None:
-    with pytest.raises(TypeError, match=r"`Returns\.on_rollout_end` returned a list, which nothing reads"):
-        fit(Returns())
-
-
 def test_rollouts_cannot_be_left_out_by_a_hook(fit: Fit) -> None:
     """They were, of the metrics alone."""
 

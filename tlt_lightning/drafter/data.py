@@ -19,7 +19,6 @@ from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.guard.callback import protect
-from tlt_lightning.hooks import check_overrides
 from tlt_lightning.ranks.liveness import Liveness
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ class DrafterDataModule(L.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        check_overrides(self)
         if self.target is not None:
             return
         ignore_needless_warnings()

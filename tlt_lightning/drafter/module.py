@@ -25,7 +25,6 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import guards
-from tlt_lightning.hooks import check_overrides
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.optimization import check_builds, check_schedules, with_schedule
@@ -166,7 +165,6 @@ class DrafterModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        check_overrides(self)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.needs_vocabulary:
             if not hasattr(data, "token_counts"):

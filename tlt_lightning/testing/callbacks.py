@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import HOOK_PREFIXES, ROLLOUT_HOOKS, RolloutCallback
+from tlt_lightning.hooks import ROLLOUT_HOOKS, RolloutCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.module import RLModule
 from tlt_lightning.objectives import GRPO
@@ -21,6 +21,9 @@ from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.rewards.term import RewardTerm
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.testing.methods import POLICY, check_method, named, saved
+
+HOOK_PREFIXES = ("on_rollout", "on_iteration", "on_weight", "on_hidden", "on_engine")
+"""Of methods that are hooks, or a mistake."""
 
 
 class _WatchedLog(IterationLog):
