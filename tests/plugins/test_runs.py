@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
-from tlt_lightning import ObjectiveOutput, Response, RolloutCallback, TransformersEngine
+from tlt_lightning import ObjectiveOutput, Response, TransformersEngine
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.surrogates import Surrogate
 
@@ -195,20 +195,3 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def test_what_is_no_optimizer_of_the_policy_or_no_scheduler_is_refused(fit: Fit, given: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         fit(module=given)
-
-
-class NamedAlike(RolloutCallback):
-    def on_rollout_end(self, trainer, pl_module, rollouts):  # type: ignore[no-untyped-def]
-        pl_module.iteration_log.mean("reward/mean", 1.0)
-
-    def on_train_batch_end(self, trainer, pl_module, *_):  # type: ignore[no-untyped-def]
-        pl_module.iteration_log.mean("train/mine", 1.0)
-
-
-def test_a_metric_under_a_name_of_the_packages_own_is_warned_of_once(
-    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_trainer(tmp_path, NamedAlike()).fit(make_module(policy_path), make_data(prompts_path))
-    warnings = [record.getMessage() for record in caplog.records if "is logged by" in record.getMessage()]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(f"`reward/mean` is logged by `{__name__}` and by tlt_lightning itself, ")

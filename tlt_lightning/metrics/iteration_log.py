@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.ranks.reduce import gather_over_ranks
-
-log = logging.getLogger(__name__)
 
 Numbers = Mapping[str, tuple[str, float]]
 """By name, how a number is reduced and its value."""
@@ -52,7 +48,6 @@ class IterationLog:
         self.laps_by_rank: list[Laps] = []
         """Stages of each rank in that iteration, one after the other."""
         self.peak_memory = PeakMemory()
-        self._writers: dict[str, dict[bool, str]] = {}  # by name: modules of this package or not, one of each
         self.clear()
 
     def clear(self) -> None:
@@ -157,20 +152,6 @@ class IterationLog:
         if not is_number:
             raise TypeError(f"`{name}` has to be a number, or a tensor that holds one, got {value!r:.200}.")
         values.append(value.detach() if isinstance(value, Tensor) else value)
-        self._note_writer(name, sys._getframe(2).f_globals.get("__name__", "__main__"))
-
-    def _note_writer(self, name: str, module: str) -> None:
-        """Warn once of a name under which this package and somebody else both log, for their numbers become one."""
-        writers = self._writers.setdefault(name, {})
-        is_own = module.partition(".")[0] == __name__.partition(".")[0]
-        if is_own not in writers:
-            writers[is_own] = module
-            if len(writers) == 2:
-                log.warning(
-                    "`%s` is logged by `%s` and by tlt_lightning itself, and their numbers become one; choose another "
-                    "name, as in `mine/%s`.",
-                    *(name, writers[False], name.rpartition("/")[2]),
-                )
 
 
 def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
