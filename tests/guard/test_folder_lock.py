@@ -35,7 +35,7 @@ def test_a_folder_belongs_to_one_process_until_that_ends(tmp_path: Path, caplog:
     owner.join()
     with caplog.at_level(logging.WARNING):
         lock.take()
-    assert f"The last run in {tmp_path} was killed (process {pid} on " in caplog.text
+    assert f"The last run in {tmp_path}/checkpoints was killed (process {pid} on " in caplog.text
     lock.release()
 
 
