@@ -30,7 +30,7 @@ from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
-from tlt_lightning.training.described import INSTANTIATOR, describe, keep_arguments, made_of
+from tlt_lightning.training.described import INSTANTIATOR, describe, describe_object, keep_arguments
 from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_frozen
 from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
@@ -146,7 +146,7 @@ class RLModule(L.LightningModule):
         optimizer = optimization.built(self.optimizer, groups)
         self._optimizer_settings = optimization.settings_of(optimizer)
         own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
-        self.save_hyperparameters({**own, "optimizer": made_of(optimizer, optimizer.defaults)})
+        self.save_hyperparameters({**own, "optimizer": describe_object(optimizer, optimizer.defaults)})
         every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
         return optimization.with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
 

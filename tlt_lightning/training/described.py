@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """Names the function by which `load_from_checkpoint` makes objects of their descriptions again."""
-
-ENDINGS = ("", "_enabled", "_path", "_config")
-"""Endings that an attribute may add to the name of the argument that it keeps."""
 
 
 def keep_arguments(module: L.LightningModule | L.LightningDataModule, arguments: Mapping[str, Any]) -> None:
@@ -53,13 +50,13 @@ def describe(value: Any) -> Any:
     if inspect.isroutine(value) or inspect.isclass(value):
         return f"{value.__module__}.{value.__qualname__}"
     if is_dataclass(value) and type(value).__bases__ == (object,):
-        return {item.name: _of_field(item.repr, getattr(value, item.name)) for item in fields(value)}
-    return str(value) if isinstance(value, Path | nn.Module) else made_of(value, _arguments(value))
+        return {item.name: _describe_field(item, getattr(value, item.name)) for item in fields(value)}
+    return str(value) if isinstance(value, Path | nn.Module) else describe_object(value, vars(value))
 
 
-def made_of(made: object, settings: Mapping[str, Any]) -> dict[str, Any]:
+def describe_object(value: object, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the class of an object and those of its settings that its constructor takes."""
-    kind = type(made)
+    kind = type(value)
     names = inspect.signature(kind).parameters
     return {
         "class_path": f"{kind.__module__}.{kind.__qualname__}",
@@ -67,11 +64,5 @@ def made_of(made: object, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _arguments(value: object) -> dict[str, Any]:
-    kept, names = vars(value), inspect.signature(type(value)).parameters
-    found = {name: [kept[name + end] for end in ENDINGS if name + end in kept] for name in names}
-    return {name: values[0] for name, values in found.items() if values}
-
-
-def _of_field(is_shown: bool, value: Any) -> Any:
-    return describe(value) if is_shown or value is None else f"{type(value).__name__} of {len(value)}"
+def _describe_field(item: Field[Any], value: Any) -> Any:
+    return describe(value) if item.repr or value is None else f"{type(value).__name__} of {len(value)}"
