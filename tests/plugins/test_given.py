@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tlt_lightning import (
-    FixedSelector,
     RewardTerm,
     RolloutDataModule,
     TransformersEngine,
@@ -14,8 +13,6 @@ from tlt_lightning import (
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.advantages import GroupCentred
 from tlt_lightning.rewards import exact_match
-from tlt_lightning.speculation.graphs.pool import arms_by_batch
-from tlt_lightning.speculation.strategy import OFF, Strategy
 
 
 def mine(base: type, **members: Any) -> Any:
@@ -47,10 +44,3 @@ def test_pieces_are_objects() -> None:
         Weighted(advantage=lambda *_: None)
     with pytest.raises(TypeError, match="`surrogate` must be a Surrogate, got None"):
         Weighted(surrogate=None)
-
-
-@pytest.mark.parametrize("arms", [None, Strategy(3, "sibling"), (0, 3), (each for each in (OFF,))])
-def test_arms_that_are_no_strategies_are_refused(arms: Any) -> None:
-    selector = mine(FixedSelector, __init__=lambda self: None, arms=lambda self, batch_size: arms)
-    with pytest.raises(TypeError, match=r"`Mine\.arms` returned .* for a batch of 1; return a tuple of them"):
-        arms_by_batch(selector, 4)

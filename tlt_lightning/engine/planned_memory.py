@@ -15,6 +15,7 @@ import torch
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation.eagle3_files import read_head
+from tlt_lightning.speculation.graphs.pool import arms_by_batch
 
 GIB = 2**30
 BLOCK = 16
@@ -109,8 +110,8 @@ def _graphs(engine: Any, num_layers: int, has_head: bool) -> float:
     if engine.speculation is None:
         number = len(sizes) + sum(size <= engine.max_num_seqs for size in sizes)
         return PIECE * (num_layers + 1) * number + WORKSPACE
-    graphs = engine.speculation.planned_graphs(engine.max_num_seqs)
-    plan = graphs.pool.plan(graphs.arms, sizes)
+    arms = arms_by_batch(engine.speculation.selector, engine.max_num_seqs)
+    plan = engine.speculation.pool.plan(arms, sizes)
     target = len(plan.piecewise) + len(plan.shapes("target"))
     drafter = len(plan.graphs) - len(plan.shapes("target")) + has_head * len(plan.piecewise)
     return PIECE * ((num_layers + 1) * target + 2 * drafter) + WORKSPACE * (6 if has_head else 1)

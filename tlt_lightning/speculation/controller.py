@@ -101,7 +101,6 @@ class StrategyController:
         self.counters = SpeculationCounters()
         self.strategy = OFF
         self._choice = OFF
-        self._known: set[tuple[int, Strategy]] = set()  # choices, each with a batch size at which it is an arm
         self._steps_left = 0
         self._result: StepResult | None = None
         self._seconds = self._paused = 0.0
@@ -139,7 +138,7 @@ class StrategyController:
         )
         verifies = self.strategy
         if self._steps_left == 0:
-            choice = self.engine_ranks.decide(partial(self._choose, state))
+            choice = self.engine_ranks.decide(partial(self.selector.select, state))
             self._choice = OFF if choice.is_off else choice
             self._steps_left = self.steps_per_choice
         self._steps_left -= 1
@@ -148,18 +147,6 @@ class StrategyController:
         if self.lookups is not None:
             self.lookups.next_step()
         return StepPlan(state, verifies, self.strategy, self.strategy if self.strategy == verifies else None)
-
-    def _choose(self, state: SelectorState) -> Strategy:
-        """Ask the selector; raise ValueError if its choice is no arm, for which nothing is prepared."""
-        choice, size = self.selector.select(state), state.batch_size
-        if not isinstance(choice, Strategy) or not (choice.is_off or (size, choice) in self._known):
-            if choice not in (arms := self.selector.arms(size)):
-                raise ValueError(
-                    f"`{type(self.selector).__name__}.select` chose {choice!r} for a batch of {size}, where its `arms` "
-                    f"are {arms!r}: choose one of them, or return it there, too."
-                )
-            self._known.add((size, choice))
-        return choice
 
     def look_up(self, request_ids: Sequence[str], num_tokens: int) -> dict[str, LookupDraft]:
         """Look up drafts of at most `num_tokens` tokens, if the strategy in force looks up.

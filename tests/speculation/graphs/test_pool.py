@@ -100,18 +100,6 @@ def test_table_counts_graphs_and_shows_what_capture_cost():
     assert plan.table(report).endswith("| 12.5 | 1.2 |")
 
 
-def test_arms_without_off_are_refused():
-    class Always(FixedSelector):
-        def arms(self, batch_size):
-            return (self.strategy,) if batch_size == 2 else super().arms(batch_size)
-
-    assert len(arms_by_batch(Always(), 1)) == 1
-    with pytest.raises(
-        ValueError, match=r"`Always\.arms` returned \(Strategy.* for a batch of 2; return `Strategy\(0\)` there"
-    ):
-        arms_by_batch(Always(), 3)
-
-
 def test_pools_are_made_from_yaml():
     parser = ArgumentParser()
     parser.add_argument("--pool", type=GraphPool)

@@ -20,6 +20,8 @@ from tlt_lightning.engine.requests import check_requests
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
+from tlt_lightning.engine.vllm.graphs import PlannedGraphs
+from tlt_lightning.engine.vllm.installation import install, speculation_args
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
@@ -29,6 +31,8 @@ from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.model_files import check_files
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
+from tlt_lightning.speculation.eagle3_files import HeadShape
+from tlt_lightning.speculation.graphs.pool import arms_by_batch
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -102,15 +106,30 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
-        internals.check_version()
         wanted = (policy, max_model_len, seed)
         if self._engine is not None:
             if self._set_up_for != wanted:
                 held = f"(policy, max_model_len, seed) {self._set_up_for}"
                 raise RuntimeError(f"`setup` asks for {wanted} of an engine set up for {held}; call `close` first.")
             return
-        head_path = None if self.speculation is None else self.speculation.head
-        check_architecture(policy, with_head=head_path is not None)
+        head = self._check_policy(policy)
+        started = time.perf_counter()
+        graphs = self._plan_graphs()
+        self._start(policy, max_model_len, seed, graphs)
+        self._take_over(head, graphs)
+        self._set_up_for = wanted
+        log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
+
+    def _check_policy(self, policy: str) -> HeadShape | None:
+        """Read the policy's shapes and tokenizer, and return the draft head's shape; no weights are loaded.
+
+        Raises:
+            ImportError: This vLLM is not supported.
+            ValueError: vLLM would not run policy, head or quantization rightly.
+        """
+        internals.check_version()
+        path = None if self.speculation is None else self.speculation.head
+        check_architecture(policy, with_head=path is not None)
         self._shapes = policy_shapes(policy)
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
@@ -118,33 +137,49 @@ class VLLMEngine(RolloutEngine):
         internals.set_environment()
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
+        self._tokenizer = load_tokenizer(policy)
+        self._end_token_ids = end_token_ids(policy, self._tokenizer)
+        return head
+
+    def _plan_graphs(self) -> PlannedGraphs | None:
+        """Return the CUDA graphs to capture by plan; None where vLLM chooses them, or captures none."""
+        if self.speculation is None or self.enforce_eager or not internals.runs_v2():
+            return None
+        return PlannedGraphs(self.speculation.pool, arms_by_batch(self.speculation.selector, self.max_num_seqs))
+
+    def _start(self, policy: str, max_model_len: int, seed: int, graphs: PlannedGraphs | None) -> None:
+        """Start vLLM's engine, repaired, with random numbers of its own; `close` undoes it."""
         self._is_cpu = internals.is_cpu_build()
-        tokenizer = load_tokenizer(policy)
-        self._end_token_ids = end_token_ids(policy, tokenizer)
         self._owns_process_group = not torch.distributed.is_initialized()
-        started = time.perf_counter()
-        planning = self.speculation if internals.runs_v2() and not self.enforce_eager else None
-        graphs = None if planning is None else planning.planned_graphs(self.max_num_seqs)
-        limits_splits = graphs is not None and graphs.pool.limits_splits
+        needs_splits = graphs is None or not graphs.pool.limits_splits
         with ExitStack() as undone_by_close:
             if self._can_sleep:
                 asleep_free.claim_sleep_mode()
                 undone_by_close.callback(asleep_free.release_sleep_mode)
-            undone_by_close.enter_context(patched(without=() if limits_splits else (flash_splits.PATCH,)))
+            undone_by_close.enter_context(patched(without=(flash_splits.PATCH,) if needs_splits else ()))
             installed = nullcontext() if graphs is None else graphs.installed()
             with EngineRandom(seed).in_force(), quiet_loading(), installed:
                 args = self._engine_args(policy, max_model_len, seed)
                 keeps_group = not self._owns_process_group
                 self._engine = internals.start(args, undone_by_close, keep_process_group=keeps_group)
             self._undone_by_close = undone_by_close.pop_all()
-        self.compute_dtype = self.quantization.compute_dtype(self._engine)
-        internals.reach(self._engine, "output_processor").tokenizer = tokenizer  # for stop strings
-        engine_ranks, comparison = internals.executor_of(self._engine).join(self._engine, graphs, self.compare_steps)
+
+    def _take_over(self, head: HeadShape | None, graphs: PlannedGraphs | None) -> None:
+        """Join the ranks of the engine that has started, steer its drafts, and write with it from now on."""
+        engine = self._live
+        internals.reach(engine, "output_processor").tokenizer = self._tokenizer  # for stop strings
+        self.compute_dtype = self.quantization.compute_dtype(engine)
+        engine_ranks, comparison = internals.executor_of(engine).join(engine, graphs, self.compare_steps)
         if self.speculation is not None:
-            self._speculative = self.speculation.install(self._engine, self.compute_dtype, head, graphs, engine_ranks)
-        self._writer = RequestWriter(self._engine, self._speculative, engine_ranks, comparison)
-        self._set_up_for = wanted
-        log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
+            self._speculative = install(
+                self.speculation,
+                engine,
+                compute_dtype=self.compute_dtype,
+                head=head,
+                graphs=graphs,
+                engine_ranks=engine_ranks,
+            )
+        self._writer = RequestWriter(engine, self._speculative, engine_ranks, comparison)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
         from vllm import EngineArgs
@@ -166,7 +201,7 @@ class VLLMEngine(RolloutEngine):
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
-            **({} if self.speculation is None else self.speculation.engine_args(is_v2=internals.runs_v2())),
+            **({} if self.speculation is None else speculation_args(self.speculation, is_v2=internals.runs_v2())),
             **self.quantization.engine_args(),
         )
 

@@ -1,4 +1,4 @@
-"""Check the user's choices for speculation, before anything is loaded.
+"""Set how an engine speculates.
 
 Nothing here changes what is sampled: drafts are verified exactly, and vLLM's lossy variants cannot be asked for. What
 `Sampling` has (temperature, top-p, top-k, stop tokens and strings, limits) holds for drafted tokens too; `check_exact`
@@ -11,30 +11,15 @@ Elsewhere vLLM's rejection sampling verifies, and a seed reproduces a rollout if
 same steps, which selectors that learn from the clock do not promise.
 """
 
-import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from tlt_lightning.arguments import Count, checked, text_of
-from tlt_lightning.engine.vllm import internals
-from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
-from tlt_lightning.engine.vllm.graphs import PlannedGraphs
-from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
-from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.arguments import Count, checked
 from tlt_lightning.rollout import Sampling
-from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.graphs.pool import BucketedGraphPool, GraphPool, arms_by_batch
-from tlt_lightning.speculation.lookup import LookupDrafter
 from tlt_lightning.speculation.strategy import Drafter, StrategySelector
-from tlt_lightning.speculation.trace import StepTrace
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    from tlt_lightning.engine.vllm.runner import SpeculativeRunner
-
-log = logging.getLogger(__name__)
 
 
 @checked("speculation.")
@@ -42,13 +27,11 @@ log = logging.getLogger(__name__)
 class Speculation:
     """Speculates with a strategy chosen anew for every engine step; samples stay unchanged.
 
-    At least one of `head`, `cold_head`, `siblings` and `ngram` must be given: somebody must draft.
-
     Args:
         selector: Chooses, before each step, how many tokens are drafted and by whom.
         head: Directory of an EAGLE-3 head trained for the policy, as `speculators` or vLLM save it.
         cold_head: The head drafts nothing until training brings it weights (`update_drafter`). `LongTailIdleCallback`
-            sets this and `head` where it starts from nothing; give it yourself if nobody but that head is to draft.
+            sets this and `head` where it starts from nothing.
         siblings: Draft what other responses to the same prompt said after the same words, in steps for the drafter
             `sibling`, or for `mixed`, where the head drafts for requests without a good match. Needs no training.
         ngram: Draft what the prompt and the response itself said after the same words, in steps for `ngram`, and in
@@ -75,54 +58,43 @@ class Speculation:
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        for name, what in (("head", "folder"), ("trace", "file")):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, text_of(f"speculation.{name}", path, f"Give a {what}, or leave it out."))
-        if not self.drafters:
-            raise ValueError(
-                "`speculation` has nobody to draft: give `head`, or set `siblings`, `ngram` or `cold_head`."
-            )
+        for name in ("head", "trace"):
+            if isinstance(path := getattr(self, name), Path):
+                object.__setattr__(self, name, str(path))
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
         """The drafters that are there."""
-        has_head = self.head is not None or self.cold_head
-        possible: tuple[tuple[Drafter, bool], ...] = (
-            ("learned", has_head),
-            ("mixed", has_head and (self.siblings or self.ngram)),
-            ("ngram", self.ngram),
-            ("sibling", self.siblings),
-        )
-        return tuple(drafter for drafter, is_there in possible if is_there)
+        has_head = self.head is not None
+        is_there: dict[Drafter, bool] = {
+            "learned": has_head,
+            "mixed": has_head and (self.siblings or self.ngram),
+            "ngram": self.ngram,
+            "sibling": self.siblings,
+        }
+        return tuple(drafter for drafter in is_there if is_there[drafter])
+
+    @property
+    def pool(self) -> GraphPool:
+        """What plans the CUDA graphs."""
+        return self.graph_pool or BucketedGraphPool()
 
     def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
-        """Return the head's shape; raise ValueError unless head, policy and selector's arms fit."""
-        by_batch = arms_by_batch(self.selector, max_num_seqs)
-        for batch_size, arms in by_batch.items():
+        """Return the head's shape, if there is one.
+
+        Raises:
+            ValueError: The selector asks for drafts that nobody makes, or head and policy do not fit.
+        """
+        for size, arms in arms_by_batch(self.selector, max_num_seqs).items():
             for arm in arms:
-                if arm.num_draft_tokens > self.max_draft_tokens:
+                is_possible = arm.drafter in self.drafters and arm.num_draft_tokens <= self.max_draft_tokens
+                if not (arm.is_off or is_possible):
                     raise ValueError(
-                        f"`speculation.selector` may draft {arm.num_draft_tokens} tokens at batch size {batch_size}, "
-                        f"but `speculation.max_draft_tokens` is {self.max_draft_tokens}; raise it or drop the arm."
+                        f"`speculation.selector` may ask for {arm} in a batch of {size}, but `speculation` has the "
+                        f"drafters {list(self.drafters)} and at most {self.max_draft_tokens} draft tokens: set `head`, "
+                        "`siblings`, `ngram` or `max_draft_tokens`, add LongTailIdleCallback, which trains a head, or "
+                        "leave the arm out."
                     )
-                if not arm.is_off and arm.drafter not in self.drafters:
-                    raise ValueError(
-                        f"`speculation.selector` may ask for the drafter {arm.drafter!r}, but `speculation` has only "
-                        f"{list(self.drafters)}; configure it (`head`, or LongTailIdleCallback, which trains one; "
-                        "`siblings`; `ngram`) or drop the arm."
-                    )
-        asked: set[Drafter] = {arm.drafter for arms in by_batch.values() for arm in arms if not arm.is_off}
-        if (self.siblings and asked <= {"learned", "ngram"}) or (self.ngram and asked <= {"learned"}):
-            name, drafter = ("siblings", "sibling") if self.siblings else ("ngram", "ngram")
-            raise ValueError(
-                f"`speculation.{name}` is true, but `speculation.selector` never asks for the drafter {drafter!r}, "
-                f"only for {sorted(asked)}; add it to the selector's `drafters`, or set `{name}` to false."
-            )
-        if self.head is None and self.cold_head:
-            raise ValueError(
-                "`speculation.cold_head` has nobody who trains the head: add `tlt_lightning.long_tail.callback."
-                "LongTailIdleCallback` to the trainer's callbacks, or give a trained `head`."
-            )
         check_attention(policy)
         if self.head is None:
             return None
@@ -130,92 +102,9 @@ class Speculation:
         check_head(head, policy)
         return head
 
-    def planned_graphs(self, max_num_seqs: int) -> PlannedGraphs:
-        """Return the graphs to capture for batches up to `max_num_seqs`."""
-        return PlannedGraphs(self.graph_pool or BucketedGraphPool(), arms_by_batch(self.selector, max_num_seqs))
-
     def couples_drafts(self, *, is_v2: bool) -> bool:
         """Return True if the head samples with the noise of verification, as V2 needs where look-ups draft, too."""
         return is_v2 and "mixed" in self.drafters and self.draft_sampling == "probabilistic"
-
-    def engine_args(self, *, is_v2: bool) -> dict[str, Any]:
-        """Return vLLM's engine arguments, for V2 if `is_v2`."""
-        from tlt_lightning.engine.vllm.scheduler import SteeredAsyncScheduler, SteeredScheduler
-
-        config: dict[str, Any] = {
-            "num_speculative_tokens": self.max_draft_tokens,
-            "rejection_sample_method": "standard",
-        }
-        is_coupled = self.couples_drafts(is_v2=is_v2)
-        if self.head is not None:
-            sampling = "greedy" if is_coupled else self.draft_sampling
-            config |= {"method": "eagle3", "model": self.head, "draft_sample_method": sampling}
-        elif is_v2:
-            config |= {"method": "ngram_gpu"}  # stands in: it is asked for nothing
-        else:
-            config |= {"method": "custom_class", "model": "tlt_lightning.engine.vllm.runner_v1.NoDrafter"}
-        # V1 needs each step's tokens on the host before it looks up, and vLLM's CPU build is never asynchronous.
-        is_async = is_v2 or not (self.siblings or self.ngram or internals.is_cpu_build())
-        return {
-            "speculative_config": config,
-            "scheduler_cls": SteeredAsyncScheduler if is_async else SteeredScheduler,
-            "async_scheduling": is_async,
-            **({"additional_config": COUPLED} if is_coupled else {}),
-        }
-
-    def install(
-        self,
-        engine: "LLMEngine",
-        compute_dtype: str,
-        head: HeadShape | None,
-        graphs: PlannedGraphs | None,
-        engine_ranks: EngineRanks = ALONE,
-    ) -> "SpeculativeRunner":
-        """Speculate in a live engine for as long as it lives.
-
-        Args:
-            engine: An engine started with these arguments.
-            compute_dtype: Type it computes in.
-            head: The head's shape, from `check`.
-            graphs: The graphs it captured by plan; None if it has none.
-            engine_ranks: The ranks that are the engine.
-        """
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-        from tlt_lightning.engine.vllm.runner_v1 import RunnerV1
-        from tlt_lightning.engine.vllm.runner_v2 import RunnerV2
-
-        is_v2 = internals.runs_v2()
-        internals.check_runner(engine, is_v2=is_v2)
-        looks_up = self.siblings or self.ngram
-        controller = StrategyController(
-            self.selector,
-            steps_per_choice=self.steps_per_choice,
-            lookups=LookupDrafter(siblings=self.siblings, ngram=self.ngram) if looks_up else None,
-            trace=None if self.trace is None or not engine_ranks.is_first else StepTrace(self.trace),
-            is_cold=self.cold_head,
-            engine_ranks=engine_ranks,
-            compute_dtype=compute_dtype,
-        )
-        model_runner, has_head = internals.model_runner_of(engine), head is not None
-        runner: SpeculativeRunner = (
-            RunnerV2(model_runner, controller, has_head=has_head, graphs=graphs)
-            if is_v2
-            else RunnerV1(model_runner, controller, has_head=has_head)
-        )
-        if head is not None:
-            runner.weights = HeadWeights(engine, runner.head, head.tensors, engine_ranks)
-        if graphs is not None and graphs.plan is not None:
-            graphs.attach(model_runner)
-            log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
-        scheduler: Any = internals.scheduler_of(engine)
-        if isinstance(scheduler, AsyncScheduler) != engine.vllm_config.scheduler_config.async_scheduling:
-            raise RuntimeError(
-                f"vLLM runs its scheduler {type(scheduler).__name__} in a loop made for the other kind; start it with "
-                f"`async_scheduling` {not engine.vllm_config.scheduler_config.async_scheduling}, or report this."
-            )
-        scheduler.speculative_runner = runner
-        return runner
 
 
 def check_exact(sampling: Sampling) -> None:

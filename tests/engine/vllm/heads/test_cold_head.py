@@ -1,10 +1,8 @@
 """A head that waits for its first weights: nobody tries it, and nothing is learned about it."""
 
-import pytest
 
 from tests.speculation.test_controller import result
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import CostModelSelector
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
@@ -60,9 +58,3 @@ def test_selectors_that_do_not_know_of_cold_heads_see_plain_decoding() -> None:
         control.account(0.5)
     assert [(strategy, emitted) for _, strategy, emitted, _ in selector.records] == [(OFF, (1, 1))] * 3
     assert control.stats()["speculation/alarms"] == 0
-
-
-def test_a_cold_head_without_anybody_who_trains_it_is_refused() -> None:
-    selector = ScriptedSelector(longest=3)
-    with pytest.raises(ValueError, match=r"`speculation\.cold_head` has nobody who trains"):
-        Speculation(selector=selector, cold_head=True).check("nowhere", 4)
