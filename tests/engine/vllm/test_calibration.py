@@ -95,8 +95,8 @@ def test_every_arm_was_measured_at_every_batch_size_and_said_so(setup: Setup) ->
     assert all(step.seconds > 0 and step.mean_context > 8 for step in measured.values())
     assert setup.num_passes > 20  # of the head, for it alone is dear
     assert setup.log.count("\n") == 0
-    assert "batch 8, ms: off " in setup.log
-    assert "sibling_4 " in setup.log
+    assert "of 8 requests " in setup.log
+    assert "ms with 4 of sibling" in setup.log
 
 
 @pytest.mark.vllm

@@ -1,6 +1,5 @@
 """A head that waits for its first weights: nobody tries it, and nothing is learned about it."""
 
-
 from tests.speculation.test_controller import result
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.speculation import CostModelSelector
