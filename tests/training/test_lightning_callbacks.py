@@ -1,10 +1,7 @@
 """Callbacks of Lightning work, those that follow a metric where it is new, or are refused before the engine loads."""
 
-import re
-import warnings
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -20,7 +17,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import NeverLoaded, Recorder, make_and_load, make_data, make_module, make_trainer, weights
-from tlt_lightning import TransformersEngine
 
 Paths = tuple[str, str, Path]
 
@@ -121,49 +117,6 @@ def test_a_checkpoint_by_a_metric_that_is_not_there_ends_the_run_at_once(paths: 
     with pytest.raises(MisconfigurationException, match=r"'reward_mean'.*would save nothing.*reward/mean"):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
     assert trainer.current_epoch == 0
-
-
-class Own(Callback):
-    """May log anything."""
-
-
-@pytest.mark.parametrize(
-    ("monitor", "own", "message"),
-    [
-        ("reward_mean", [Own()], r"`EarlyStopping\(monitor='reward_mean'\)` .* Do you mean `reward/mean`\?"),
-        ("reward/evennes", [], r"Do you mean `reward/evenness`\?"),
-        ("val_loss", [], r"`val_loss`, which nothing in this run is known to log.*docs/metrics\.md"),
-        ("val/pass@4", [Own()], r"Do you mean `val/pass@2`\?"),
-        ("val/pass@8", [], r"`data\.val_group_size`"),
-        ("val/pass@2", [], None),
-        ("train/value_loss", [], "`train/value_loss`, which nothing"),
-        ("rollout/longest", [Own()], None),
-        ("reward/evenness", [], None),
-        ("speculation/off_share", [], None),
-    ],
-)
-def test_a_metric_that_nothing_is_known_to_log_is_warned_of_before_the_engine_loads(
-    monitor: str, own: list[Any], message: str | None, paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy_path, prompts_path, root = paths
-    monkeypatch.setattr(TransformersEngine, "setup", Mock(side_effect=InterruptedError))
-    trainer = make_trainer(root, EarlyStopping(monitor, mode="max"), *own, limit_val_batches=1)
-    with warnings.catch_warnings(record=True) as caught, pytest.raises(InterruptedError):
-        trainer.fit(make_module(policy_path), make_data(prompts_path, val_group_size=2))
-    texts = [str(each.message) for each in caught if "monitor=" in str(each.message)]
-    assert len(texts) == (message is not None)
-    assert message is None or re.search(message, texts[0])
-
-
-def test_a_metric_in_the_name_of_a_checkpoint_that_nothing_is_known_to_log_is_warned_of(paths: Paths) -> None:
-    policy_path, prompts_path, root = paths
-    name = "{epoch}-{reward_mean:.2f}-{reward/mean:.2f}"
-    saver = ModelCheckpoint(root, name, auto_insert_metric_name=False)
-    with pytest.warns(UserWarning, match=r"filename=.* `reward_mean`, which .* mean `reward/mean`\?") as caught:
-        make_trainer(root, saver, enable_checkpointing=True, max_epochs=1).fit(
-            make_module(policy_path), make_data(prompts_path)
-        )
-    assert len([each for each in caught if "known to log" in str(each.message)]) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import lightning as L
@@ -20,10 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-from tlt_lightning.metrics.names import FAMILIES, names_of
 
 _OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
 _BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
@@ -97,9 +92,6 @@ def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
     if at_end is None and (is_plain or any(map(is_of_iteration, metrics))):
         setattr(callback, f"_{argument}", True)  # in a validation, too: EarlyStopping settles it in the first `setup`
     name = type(callback).__name__
-    if isinstance(callback, ModelCheckpoint) and trainer.state.fn == "fit":
-        for metric in re.findall(r"\{([^{}:]+)", callback.filename or ""):
-            _warn_of_unknown(trainer, f"{name}(filename={callback.filename!r})", metric)
     for metric in metrics if trainer.state.fn == "fit" else ():
         check_followed(trainer, f"{name}(monitor={metric!r})", metric, callback.mode, has_limit=has_limit)
         if at_end is False and is_of_iteration(metric):
@@ -116,15 +108,11 @@ def look_when_known(trainer: L.Trainer, callback: L.Callback) -> None:
 
 
 def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_limit: bool = False) -> None:
-    """Raise MisconfigurationException if a run has no such metric, or `who` takes a lower reward for a better one.
-
-    Warn if nothing in the run is known to log it.
-    """
+    """Raise MisconfigurationException if a run logs or validates nothing, or `who` takes a lower reward for better."""
     if trainer.barebones:
         raise MisconfigurationException(
             f"`{who}` follows what is logged, and `Trainer(barebones=True)` logs nothing; leave one of them out."
         )
-    _warn_of_unknown(trainer, who, metric)
     if metric.startswith("val/") and (reason := _why_no_validation(trainer)):
         raise MisconfigurationException(
             f"`{who}` follows a validation, and this run has none: {reason}. Follow `reward/mean`, or let it validate."
@@ -133,26 +121,6 @@ def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_
         raise MisconfigurationException(
             f"`{who}` has `mode` 'min', the default, and would take a lower `{metric}` for a better one; give "
             "`mode='max'`."
-        )
-
-
-def _warn_of_unknown(trainer: L.Trainer, who: str, metric: str) -> None:
-    """Warn of a metric that is nearly one of the run, or that nobody but this package and Lightning could log."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    module: Any = trainer.lightning_module
-    names = names_of(module, data)
-    if any(fnmatchcase(metric, each) for each in (*names, *FAMILIES)):
-        return
-    close = get_close_matches(metric, names, cutoff=0.8)
-    parts = [module, module.objective, data, data.engine, data.schedule, *trainer.callbacks]  # type: ignore[attr-defined]
-    origins = {type(part).__module__.partition(".")[0] for part in parts if part is not None}
-    if close or origins <= {"lightning", "tlt_lightning"}:
-        meant = f"Do you mean {' or '.join(f'`{name}`' for name in close)}? " if close else ""
-        meant += f"`data.val_group_size` is {data.val_group_size}. " if metric.startswith("val/pass@") else ""
-        rank_zero_warn(
-            f"`{who}` follows `{metric}`, which nothing in this run is known to log: it may look in vain from the "
-            f"first iteration on. {meant}docs/metrics.md lists what is logged; a callback logs more with "
-            "`pl_module.iteration_log.mean(name, value)`."
         )
 
 
