@@ -15,8 +15,8 @@ from tlt_lightning.speculation.calibration import (
     LEAST_ERROR,
     CalibrationSelector,
     FillerDrafter,
-    follow,
-    lead,
+    follow_measuring,
+    lead_measuring,
     measure_steps,
 )
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
@@ -38,7 +38,7 @@ class Machine:
         self.seconds, self.settle, self.fits, self.sleeps = seconds, settle, fits, sleeps
         self.misses = self.num_steps = self.num_open = 0
         self.now = 0.0
-        self.dial = CalibrationSelector(lambda: self.misses)
+        self.selector = CalibrationSelector(lambda: self.misses)
         self.drafted: list[Strategy] = []
         self.begun: dict[int, Generator[object, None, None]] = {}
 
@@ -50,11 +50,11 @@ class Machine:
                 self.now += self.sleeps
                 self.num_steps += 1
                 state = SelectorState(min(size, self.fits), 20.0)
-                strategy = self.dial.select(state)
+                strategy = self.selector.select(state)
                 steps, last = steps + 1 if strategy == last else 0, strategy
                 self.drafted.append(strategy)
                 if steps > self.settle:
-                    self.dial.record(state, strategy, (1,) * size, self.seconds(size, strategy))
+                    self.selector.record(state, strategy, (1,) * size, self.seconds(size, strategy))
                 yield
         finally:
             self.num_open -= 1
@@ -64,7 +64,7 @@ class Machine:
         return self.begun[size]
 
     def measure(self, selector: CostModelSelector | FixedSelector, size: int) -> dict[tuple[int, Strategy], float]:
-        self.steps = measure_steps(self.dial, self.begin, selector, size)
+        self.steps = measure_steps(self.selector, self.begin, selector.arms, size)
         assert self.num_open == 0
         return {(step.batch_size, step.strategy): step.seconds for step in self.steps}
 
@@ -170,13 +170,13 @@ def test_ranks_that_follow_take_the_steps_of_the_one_that_measures(num_steps: li
         finally:
             ranks[rank].leave_rollout()
 
-    led = lead(partial(decode, 0), ranks[0])
+    led = lead_measuring(partial(decode, 0), ranks[0])
     for size, number in enumerate(num_steps, start=3):
         with closing(led(size)) as steps:
             for _ in range(number):
                 next(steps)
     ranks[0].decide(lambda: 0)
-    follow(partial(decode, 1), ranks[1])
+    follow_measuring(partial(decode, 1), ranks[1])
     assert taken[1] == taken[0] == [(size, step) for size, n in enumerate(num_steps, start=3) for step in range(n)]
     assert decided.empty()
     assert ranks[0].met == ranks[1].met  # a rank that has met in a rollout more often is no longer waited for

@@ -24,7 +24,7 @@ from typing_extensions import override
 from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
 from tlt_lightning.speculation.selectors.fixed import FixedSelector
-from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
+from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ LEAST_ERROR = 0.1
 
 
 class CalibrationSelector(FixedSelector):
-    """Chooses the strategy that `turn` sets and keeps the seconds of the steps under it.
+    """Chooses the strategy that `time_steps` sets and keeps the seconds of the steps under it.
 
     `num_misses` counts the steps so far that ran without a CUDA graph where others have one.
     """
@@ -65,7 +65,7 @@ class CalibrationSelector(FixedSelector):
             self.seconds.append(seconds)
             self.context = state.mean_context
 
-    def turn(self, strategy: Strategy, steps: Iterator[object], deadline: float) -> list[float]:
+    def time_steps(self, strategy: Strategy, steps: Iterator[object], deadline: float) -> list[float]:
         """Time steps of `strategy`; [] if it never settles, misses a CUDA graph or time is up."""
         self.strategy, self.seconds = strategy, []
         misses = None
@@ -102,8 +102,8 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs})
 
 
-def lead(decode: Decode, engine_ranks: EngineRanks) -> Decode:
-    """Return `decode` for the rank that measures: it tells the other ranks, which `follow`, of every batch and step."""
+def lead_measuring(decode: Decode, engine_ranks: EngineRanks) -> Decode:
+    """Return `decode` for the rank that measures: it tells the others of every batch and step (`follow_measuring`)."""
 
     def led(number: int) -> Generator[object, None, None]:
         engine_ranks.decide(lambda: number)
@@ -118,7 +118,7 @@ def lead(decode: Decode, engine_ranks: EngineRanks) -> Decode:
     return led
 
 
-def follow(decode: Decode, engine_ranks: EngineRanks) -> None:
+def follow_measuring(decode: Decode, engine_ranks: EngineRanks) -> None:
     """Decode the batches of the rank that measures, step by step, until it tells of a batch of none."""
     while number := engine_ranks.decide(lambda: 0):
         with closing(decode(number)) as steps:
@@ -127,23 +127,27 @@ def follow(decode: Decode, engine_ranks: EngineRanks) -> None:
 
 
 def measure_steps(
-    dial: CalibrationSelector, decode: Decode, selector: StrategySelector, max_num_seqs: int
+    selector: CalibrationSelector, decode: Decode, arms: Callable[[int], Sequence[Strategy]], max_num_seqs: int
 ) -> list[MeasuredStep]:
-    """Measure each arm of `selector` at several batch sizes, small first, until time is up.
+    """Measure strategies at several batch sizes, small first, until time is up.
 
-    `dial` is the selector in force in the engine, and `decode` writes under it.
+    Args:
+        selector: In force in the engine.
+        decode: Writes under it.
+        arms: The strategies to measure at a batch size, off among them.
+        max_num_seqs: The largest batch.
     """
     started = time.perf_counter()
     deadline = started + MAX_SECONDS
     measured: list[MeasuredStep] = []
     for size in batch_sizes(max_num_seqs):
-        dial.batch_size = size
+        selector.batch_size = size
         steps = decode(size)
         try:
             if not measured:  # the machine's first steps are slow
-                dial.turn(OFF, steps, deadline - MAX_SECONDS / 2)
-                dial.turn(selector.arms(size)[-1], steps, deadline - MAX_SECONDS / 2)
-            found = _measure_batch(dial, steps, size, selector.arms(size), deadline)
+                selector.time_steps(OFF, steps, deadline - MAX_SECONDS / 2)
+                selector.time_steps(arms(size)[-1], steps, deadline - MAX_SECONDS / 2)
+            found = _measure_batch(selector, steps, size, arms(size), deadline)
         finally:
             steps.close()
         measured += found
@@ -162,27 +166,27 @@ def measure_steps(
 
 
 def _measure_batch(
-    dial: CalibrationSelector, steps: Iterator[object], size: int, arms: Sequence[Strategy], deadline: float
+    selector: CalibrationSelector, steps: Iterator[object], size: int, arms: Sequence[Strategy], deadline: float
 ) -> list[MeasuredStep]:
     """Measure off, an arm, off, the next arm, ..., off."""
-    before = dial.turn(OFF, steps, deadline)
+    before = selector.time_steps(OFF, steps, deadline)
     plain, ratios, errors = [before], {}, {}
     for arm in arms:
         if arm.is_off or not plain[-1]:
             continue
-        during, after = dial.turn(arm, steps, deadline), dial.turn(OFF, steps, deadline)
+        during, after = selector.time_steps(arm, steps, deadline), selector.time_steps(OFF, steps, deadline)
         if during and after:
             ratios[arm] = 2 * min(during) / (min(before) + min(after))
-            errors[arm] = max(median(turn) / min(turn) - 1 for turn in (before, during, after))
+            errors[arm] = max(median(times) / min(times) - 1 for times in (before, during, after))
         plain.append(after)
         before = after
-    fastest = [min(turn) for turn in plain if turn]
+    fastest = [min(times) for times in plain if times]
     if not fastest:
         return []
     off = median(fastest)
     ratios[OFF], errors[OFF] = 1.0, (max(fastest) - min(fastest)) / 2 / off
     return [
-        MeasuredStep(size, arm, dial.context, ratios[arm] * off, max(LEAST_ERROR, errors[arm]))
+        MeasuredStep(size, arm, selector.context, ratios[arm] * off, max(LEAST_ERROR, errors[arm]))
         for arm in arms
         if arm in ratios
     ]

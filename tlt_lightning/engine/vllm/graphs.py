@@ -202,6 +202,8 @@ def fill_manager(manager: Any, plan: GraphPlan) -> None:
         manager._capture_descs[CUDAGraphMode.FULL] = sorted(captured, key=lambda desc: -desc.num_tokens)
     if piecewise:
         manager._capture_descs[CUDAGraphMode.PIECEWISE] = piecewise[::-1]
+    # vLLM looks a batch up by its token count, and takes the first candidate that it fits into. So a count lists, for
+    # each query length, the smallest graph of at least so many tokens: full ones first, the piecewise one last.
     lists = [*(sorted(descs, key=lambda desc: desc.num_tokens) for descs in full.values()), piecewise]
     most = max((desc.num_tokens for descs in lists for desc in descs), default=0)
     for tokens in range(most + 1):

@@ -114,6 +114,7 @@ class KVCatchUp:
             picked = _to_device(kept, device)
             hidden, next_ids, positions = (tensor[picked] for tensor in inputs)
         live = _to_device([rows[index] for index in kept], device)
+        # A cache slot is the block that holds the position, and the place in it.
         slots = block_table[live, positions // block_size].long() * block_size + positions % block_size
         write_keys(self.model, hidden, next_ids, positions, slots)
         self.num_flushes += 1

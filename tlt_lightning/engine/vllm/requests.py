@@ -92,7 +92,10 @@ class RequestWriter:
             engine_ranks.enter_rollout()
             self.pool.add(requests)
             self._order = RequestOrder()
-            # Callers add and stop requests when they have had responses; new requests and free seats change the order.
+            # Before every step, on all ranks of the engine alike:
+            # 1. What was asked for and not yielded yet is in `_running`, or in `pool` until the next meeting.
+            # 2. The ranks have met (a collective) if a response was yielded since: only then can a caller have asked.
+            # 3. The engine's random numbers are in force within `_begin` and `step` alone, the caller's outside.
             may_have_asked, must_arrange, num_ended, ended = True, False, 0, 0.0
             for number in count(1):
                 if not number % _STEPS_PER_CHECK:
@@ -109,7 +112,7 @@ class RequestWriter:
                     if may_have_asked:
                         continue
                     break
-                if must_arrange:
+                if must_arrange:  # new requests, or so many free seats that the order of those who wait has changed
                     self._arrange(is_first=not ended)
                     num_ended = 0
                 started = time.perf_counter()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -21,8 +22,8 @@ from tlt_lightning.speculation.calibration import (
     CalibrationSelector,
     Decode,
     FillerDrafter,
-    follow,
-    lead,
+    follow_measuring,
+    lead_measuring,
     measure_steps,
 )
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
@@ -109,27 +110,32 @@ class SpeculativeRunner(ABC):
 
     def calibrate(self, decode: Decode, max_num_seqs: int) -> None:
         """Measure steps of `decode`, up to `max_num_seqs` requests; leave only keys and values."""
-        mine, graphs = self.controller, self.graphs
-        engine_ranks, steps = mine.engine_ranks, []
-        dial = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses())
-        self.controller = StrategyController(
-            dial,
+        learner, engine_ranks, graphs = self.controller.selector, self.controller.engine_ranks, self.graphs
+        selector, steps = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses()), []
+        controller = StrategyController(
+            selector,
             steps_per_choice=1,
             lookups=FillerDrafter(siblings=True, ngram=True),
             alarm=AcceptanceAlarm(window=sys.maxsize),  # random texts are not what the head was trained on
             engine_ranks=engine_ranks,
         )
-        try:
+        with self._steered_by(controller):
             if engine_ranks.is_first:
-                steps = measure_steps(dial, lead(decode, engine_ranks), mine.selector, max_num_seqs)
+                steps = measure_steps(selector, lead_measuring(decode, engine_ranks), learner.arms, max_num_seqs)
                 engine_ranks.decide(lambda: 0)
             else:
-                follow(decode, engine_ranks)
+                follow_measuring(decode, engine_ranks)
+        if steps := engine_ranks.decide(lambda: steps):
+            learner.calibrate(steps)
+
+    @contextmanager
+    def _steered_by(self, controller: StrategyController) -> Iterator[None]:
+        """Let another controller choose in the block; its counts, alarm and look-ups are its own."""
+        usual, self.controller = self.controller, controller
+        try:
+            yield
         finally:
-            self.controller = mine
-        steps = engine_ranks.decide(lambda: steps)
-        if steps:
-            mine.selector.calibrate(steps)
+            self.controller = usual
 
     def begin_rollout(self) -> None:
         """Start the counts of a new rollout."""
@@ -263,7 +269,11 @@ class SpeculativeRunner(ABC):
 
 
 def num_admissible(scheduler: Any) -> int:
-    """Return the number of waiting requests that the next step has a seat and cache for."""
+    """Return the number of waiting requests that the next step has a seat and cache for.
+
+    A strategy is chosen for the batch that will run, and vLLM admits requests only afterwards, so its rule is foretold:
+    in their order, as long as each finds ceil(tokens / block size) free blocks in every group of the cache.
+    """
     seats = scheduler.max_num_running_reqs - len(scheduler.running)
     if seats <= 0 or not scheduler.waiting:
         return 0

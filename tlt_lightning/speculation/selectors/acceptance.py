@@ -41,7 +41,12 @@ class AcceptanceEstimator:
         self._cache: dict[float, tuple[list[float], list[float]]] = {}
 
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
-        """Learn from requests asked to verify `num_draft_tokens` each, which emitted `num_emitted`."""
+        """Learn from requests asked to verify `num_draft_tokens` each, which emitted `num_emitted`.
+
+        At each position, of n requests that reached it, a of them accepted, and a count c of those remembered::
+
+            c = keep * c + n,    mean += (a - n * mean) / (c + prior strength)
+        """
         reached, shift = len(num_emitted), 0.0
         for index in range(len(self._means)):
             self._counts[index] *= self.keep
