@@ -114,7 +114,8 @@ class RunnerV2(SpeculativeRunner):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return processed logits, tokens and numbers of tokens; stands in place of the rejection sampler's `_verify`.
 
-        The parameters are those of vLLM 0.32, which calls by position. Log-probs are asked for because vLLM's fused samplers, which it takes without, have noise of another kind.
+        The parameters are those of vLLM 0.32, which calls by position. Log-probs are asked for because vLLM's fused
+        samplers, which it takes without, have noise of another kind.
         """
         drawn, processed = self._verifier.sampler.sample(
             logits,
