@@ -38,6 +38,7 @@ def test_lengths_that_are_not_given_are_the_masks() -> None:
     batch = make_batch()
     plain = RolloutBatch(*(getattr(batch, name) for name in RolloutBatch.__slots__[:8]))
     assert plain.response_lengths.tolist() == [3, 2]
+    assert plain.temperature == 1.0  # the policy's own distribution, unless somebody says otherwise
 
 
 def test_a_rollout_that_was_not_scored_has_no_reward() -> None:

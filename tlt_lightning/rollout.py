@@ -164,7 +164,7 @@ class Rollout:
         response: What the engine wrote.
         text: The response decoded, special tokens left out.
         group: Number of the prompt within the iteration; its `group_size` rollouts share it.
-        rewards: One value per reward function, unweighted.
+        rewards: One value per reward function that applies, unweighted.
         reward: Their weighted sum, which the objective sees.
         deferrals: Times a schedule had put the prompt aside before.
     """
@@ -179,7 +179,7 @@ class Rollout:
 
     @property
     def is_correct(self) -> bool:
-        """True if the first reward exceeds one half: what accuracy and pass@k count."""
+        """True if the first reward that applies exceeds one half: what accuracy and pass@k count."""
         return next(iter(self.rewards.values()), 0.0) > 0.5
 
     @property

@@ -69,6 +69,8 @@ def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     def gather(_: Any, own: Any) -> list[Any]:
         if isinstance(own, Answered):
             return [Answered(), own]
+        if hasattr(own, "lengths"):  # what rollouts tell
+            return [own]
         return [(needs.get(own[0], own[0]), own[1]) if isinstance(own, tuple) else needs.get(own, own), own]
 
     monkeypatch.setattr(iteration, "gather_over_ranks", gather)
@@ -99,10 +101,12 @@ class OneRank:
         self.history.mean_lengths, self.history.learn = {PROMPTS[3].index: 6.5}, lambda own, _: self.heard.append(own)
         self.backlog = Backlog(schedule)
         objective, networks = GRPO(), SimpleNamespace(is_padded=False)
-        module: Any = SimpleNamespace(iteration_log=self.log, objective=objective, networks=networks, score=self.score)
-        module.hidden_state_request = None
+        self.module: Any = SimpleNamespace(
+            iteration_log=self.log, objective=objective, networks=networks, score=self.score
+        )
+        self.module.hidden_state_request = None
         parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.history)
-        self.make = lambda saved=None: PolicyIteration(self.trainer, module, *parts, self.backlog, saved)
+        self.make = lambda saved=None: PolicyIteration(self.trainer, self.module, *parts, self.backlog, saved)
         self.iteration = self.make(saved)
 
     def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool) -> RolloutBatch:
@@ -188,6 +192,27 @@ def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() ->
     again = OneRank(num_minibatches=2, inner_epochs=3, first_step=4, saved=states[4])
     assert [row for step in again.steps() for part in step for row in part.rows] == seen[8:]
     assert again.collector.calls == again.asked == []
+
+
+class WithoutTargets(GRPO):
+    """Reads a critic, and gives it nothing to learn."""
+
+    def advantages(self, batch: RolloutBatch, reduce: Any) -> tuple[torch.Tensor, None]:
+        assert batch.values is not None
+        return batch.values, None
+
+
+def test_advantages_that_read_a_critic_may_give_it_no_targets() -> None:
+    rank = OneRank()
+    rank.module.objective = WithoutTargets()
+    rank.module.score = lambda batch, *_, **__: replace(
+        batch, old_logps=batch.rollout_logps, values=batch.response_mask / 2
+    )
+    ((batch,),) = rank.steps()
+    assert batch.returns is None
+    assert batch.advantages is not None
+    assert batch.advantages.max() == 0.5
+    assert "train/explained_variance" not in rank.numbers()
 
 
 def test_an_update_of_one_step_needs_no_log_probs_from_before_it() -> None:

@@ -28,6 +28,31 @@ def test_rollout_metrics_count_what_they_say() -> None:
     assert metrics["reward/zero_std_groups"] == 0.5
 
 
+def test_two_ranks_report_what_one_does() -> None:
+    rollouts = [
+        rollout(n // 2, reward, length) for n, (reward, length) in enumerate(((0.1, 1), (0.1, 2), (0.9, 3), (0.4, 99)))
+    ]
+    ranks, seen = (rollouts[:2], rollouts[2:]), []
+    for own in ranks:
+        log_rollouts(IterationLog(), own, lambda measured: seen.append(measured) or [measured])  # type: ignore[func-returns-value]
+    logs = [IterationLog() for _ in (0, 1)]
+    for log, own in zip(logs, ranks, strict=True):
+        log_rollouts(log, own, lambda _: seen)
+    alone = IterationLog()
+    log_rollouts(alone, rollouts)
+    assert combine([log.read() for log in logs]) == combine([alone.read()])
+
+
+def test_a_reward_is_averaged_over_the_responses_to_which_it_applies() -> None:
+    rollouts = [rollout(0, 1.0), rollout(1, 1.0), rollout(1, 0.0)]
+    rollouts[0].rewards, rollouts[1].rewards, rollouts[2].rewards = {"math": 1.0}, {"code": 1.0}, {"code": 0.0}
+    log = IterationLog()
+    log_rollouts(log, rollouts)
+    numbers = combine([log.read()])
+    assert (numbers["reward/math"], numbers["reward/code"]) == (1.0, 0.5)
+    assert [each.is_correct for each in rollouts] == [True, True, False]
+
+
 @pytest.mark.parametrize("other", [0.8, 0.8001, 0.0])
 def test_a_group_has_a_signal_exactly_where_its_advantages_do(other: float) -> None:
     group = [rollout(0, 0.7 + 0.1), rollout(0, other)]

@@ -121,6 +121,11 @@ def test_memory_is_bounded_by_forgetting_the_group_that_was_quiet_longest(monkey
     assert proposed(index, "x", [1, 2], 1) == [3]
     index.append("x", 0, range(20))
     assert index.num_tokens <= 10
+    index.clear()
+    index.append("x", 0, range(10))  # as many as are allowed
+    assert index.num_tokens == 10
+    index.append("x", 0, [10])
+    assert index.num_tokens == 0
 
 
 def test_common_matches_keep_a_bounded_number_of_continuations():

@@ -138,7 +138,7 @@ class RolloutCollector:
         """Wait for the scores, and put them into the rollouts."""
         for number, scores in self.rewards.collect().items():
             rollouts[number].rewards = scores
-            rollouts[number].reward = sum(term.weight * scores[term.name] for term in self.rewards.terms)
+            rollouts[number].reward = sum(term.weight * scores.get(term.name, 0.0) for term in self.rewards.terms)
         for name, count in self.rewards.stats.items():
             self.log.sum(name, count)
         if not self.trainer.predicting:  # to which rewards matter little

@@ -214,7 +214,7 @@ class PolicyIteration:
         everything = list(chain.from_iterable(groups))
         self._log_age(everything)
         call_rollout_hook(self.trainer, "on_rollout_end", tuple(everything))
-        log_rollouts(self.log, everything)
+        log_rollouts(self.log, everything, partial(gather_over_ranks, self.trainer))
         self.log.update(self.collector.metrics)
         if dynamic is not None:
             self.log.sum("rollout/groups_drawn", len(groups))

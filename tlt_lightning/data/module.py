@@ -68,8 +68,8 @@ class RolloutDataModule(L.LightningDataModule):
     one iteration. Each argument is an attribute of its name, which a run reads when it is set up.
 
     Args:
-        rewards: Reward functions and their weights; in Python also plain functions. The first one decides what counts
-            as correct in `val/accuracy` and pass@k: a score above one half.
+        rewards: Reward functions and their weights; in Python also plain functions. The first one that applies to a
+            response decides whether `val/accuracy` and pass@k count it as correct: a score above one half.
         train: Prompts to learn from; in Python also a path, a `datasets.Dataset` or a list of rows.
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         engine: Writes the responses; None is a `VLLMEngine` in the type that suits the machine, or, where vLLM is not

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
+from statistics import fmean, pstdev
+from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from tlt_lightning.metrics.iteration_log import IterationLog
 from tlt_lightning.rollout import Rollout, has_spread, split_groups
 
 
-def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
-    """Log lengths, kept drafts, truncation, rewards and the share of groups without a learning signal."""
-    lengths = torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts])
-    rewards = torch.tensor([rollout.reward for rollout in rollouts])
-    log.sum("rollout/tokens", lengths.sum())
+class _Measured(NamedTuple):
+    """What a rank's rollouts tell; a number for each of them, or for each of their groups."""
+
+    lengths: list[float]
+    truncated: list[bool]
+    rewards: list[float]
+    terms: list[dict[str, float]]
+    has_spread: list[bool]
+
+
+Gather = Callable[[_Measured], Sequence[_Measured]]
+"""Returns what all ranks have; a collective."""
+
+
+def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout], gather: Gather = lambda own: [own]) -> None:
+    """Log lengths, kept drafts, truncation, rewards and the share of groups without a learning signal.
+
+    Means, deviation and quantiles are those of all ranks' rollouts together, as one rank would have them.
+    """
+    log.sum("rollout/tokens", sum(len(rollout.response.token_ids) for rollout in rollouts))
     kept, proposed = Counter[str](), Counter[str]()
     for rollout in rollouts:
         kept += Counter(rollout.response.num_kept)
@@ -24,16 +42,26 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout]) -> None:
     for name, counts in (("kept", kept), ("proposed", proposed)):
         for who, count in counts.items():
             log.sum(f"speculation/{name}_{who}", count)
-    log.mean("rollout/length_mean", lengths.mean())
+    ranks = gather(
+        _Measured(
+            lengths=[float(len(rollout.response.token_ids)) for rollout in rollouts],
+            truncated=[rollout.is_truncated for rollout in rollouts],
+            rewards=[rollout.reward for rollout in rollouts],
+            terms=[rollout.rewards for rollout in rollouts],
+            has_spread=[has_spread(group) for group in split_groups(rollouts)],
+        )
+    )
+    lengths, truncated, rewards, terms, spreads = (list(chain.from_iterable(each)) for each in zip(*ranks, strict=True))
+    log.mean("rollout/length_mean", fmean(lengths))
     for percent in (50, 90, 99):
-        log.mean(f"rollout/length_p{percent}", lengths.quantile(percent / 100))
-    log.max("rollout/length_max", lengths.max())
-    log.mean("rollout/truncated", sum(rollout.is_truncated for rollout in rollouts) / len(rollouts))
-    log.mean("reward/mean", rewards.mean())
-    log.mean("reward/std", rewards.std(correction=0))
-    log.mean("reward/zero_std_groups", zero_std_share(rollouts))
-    for name in rollouts[0].rewards:
-        log.mean(f"reward/{name}", sum(rollout.rewards[name] for rollout in rollouts) / len(rollouts))
+        log.mean(f"rollout/length_p{percent}", float(np.quantile(lengths, percent / 100)))
+    log.mean("rollout/length_max", max(lengths))
+    log.mean("rollout/truncated", fmean(truncated))
+    log.mean("reward/mean", fmean(rewards))
+    log.mean("reward/std", pstdev(rewards))
+    log.mean("reward/zero_std_groups", 1 - fmean(spreads))
+    for name in dict.fromkeys(chain.from_iterable(terms)):  # of a reward, the responses to which it applies
+        log.mean(f"reward/{name}", fmean(each[name] for each in terms if name in each))
 
 
 def zero_std_share(rollouts: Sequence[Rollout]) -> float:

@@ -26,6 +26,9 @@ MAX_STUCK = 64
 MAX_SCORE = 1e16
 """Largest score, weighted or not: advantages are computed in float32, which holds sums of its squares."""
 
+OUR_FILES = (__file__, inspect.getfile(RewardTerm))
+"""Files through which a call reaches a reward."""
+
 SHORT = reprlib.Repr()
 SHORT.maxstring = 500
 
@@ -39,7 +42,7 @@ class Call:
     response: str
     row: dict[str, Any]
     started: float = math.inf
-    score: float = 0.0
+    score: float | None = 0.0
     error: BaseException | None = None
 
 
@@ -113,7 +116,8 @@ class RewardPool:
     def collect(self) -> dict[int, dict[str, float]]:
         """Wait for all scores since the last call; return them unweighted by key and reward name.
 
-        Keys are in ascending order and rewards in the order of `terms`, however long each took.
+        Keys are in ascending order and rewards in the order of `terms`, however long each took; one that does not apply
+        is left out.
         """
         with self._changed:
             while self._waiting or self._running:
@@ -128,7 +132,10 @@ class RewardPool:
                 self.stats[failure_metric(call)] += 1
             name = calls[0].term.name
             self._unscored[name] = self._unscored[name] + failed if len(failed) == len(calls) else []
-        return {key: {call.term.name: call.score for call in submitted[key]} for key in sorted(submitted)}
+        return {
+            key: {call.term.name: call.score for call in submitted[key] if call.score is not None}
+            for key in sorted(submitted)
+        }
 
     def check(self) -> None:
         """Raise RuntimeError if a reward has failed on two prompts or more since its last score.
@@ -188,7 +195,7 @@ class RewardPool:
                 "nothing can end them: give these functions time limits of their own, or run them in child processes."
             )
 
-    def _finish(self, call: Call, score: float, error: BaseException | None) -> None:
+    def _finish(self, call: Call, score: float | None, error: BaseException | None) -> None:
         call.score, call.error = score, error
         del self._running[call]
         self._changed.notify_all()
@@ -219,19 +226,20 @@ def describe(call: Call) -> str:
     assert call.error is not None
     text = "".join(traceback.format_exception_only(call.error)).strip()[:500]  # survives an error without a text
     frames = traceback.extract_tb(call.error.__traceback__)
-    while any(frame.filename == __file__ for frame in frames):  # and, between these, asyncio's
+    while any(frame.filename in OUR_FILES for frame in frames):  # and, between these, asyncio's
         frames.pop(0)
     ends = frames[:1] + frames[-1:]  # the reward's own line, and the library's that raised the error
     return text + "".join(dict.fromkeys(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in ends))
 
 
-def run(call: Call, timeout: float) -> float:
-    """Call the reward function, to the end of its coroutine if any, and return a finite score."""
-    value: Any = call.term.function(call.prompt, call.response, deepcopy(call.row))
+def run(call: Call, timeout: float) -> float | None:
+    """Call the reward, to the end of its coroutine if any; return a finite score, None where it does not apply."""
+    value: Any = call.term(call.prompt, call.response, deepcopy(call.row))
     if inspect.isawaitable(value):
         value = asyncio.run(finish(value, timeout))
+    value = call.term.score_of(value)
     if value is None:
-        raise TypeError("returned None; return 0.0 where a reward does not apply")
+        return None
     if not isinstance(value, SupportsFloat):  # a str is not one
         raise TypeError(f"returned {value!r}, which is no number")
     if not math.isfinite(score := float(value)):

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from tlt_lightning.arguments import checked
@@ -29,7 +30,8 @@ class RewardTerm:
     Args:
         function: Called as `function(prompt, response, row)`; plain or async. In YAML either a dotted path
             (`tlt_lightning.rewards.exact_match`) or a class with `class_path` and `init_args`. One with an argument
-            `completions`, as TRL's have, is called with lists of one: `prompts`, `completions`, the row's columns.
+            `completions`, as TRL's have, is called with lists of one: `prompts`, `completions`, the row's columns. A
+            score of None says that it does not apply, and is part of neither sum nor mean.
         weight: Factor of this reward in the sum that the objective sees; 0 only logs it.
         name: Logged as `reward/<name>`; empty takes the name of the function or class.
 
@@ -57,58 +59,59 @@ class RewardTerm:
             )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
-        if takes_lists(self.function, self.name):
-            object.__setattr__(self, "function", functools.partial(score_like_trl, self.function, taken(self.function)))
 
+    @cached_property
+    def arguments(self) -> Mapping[str, inspect.Parameter]:
+        """Arguments of the function by name; none where Python does not know them, as of some builtins."""
+        try:
+            return inspect.signature(self.function).parameters
+        except ValueError:
+            return {}
 
-PLACES = {"prompt": 0, "question": 0, "response": 1, "completion": 1, "row": 2}
-"""Places of arguments that are named so; a call names none."""
+    @property
+    def takes_lists(self) -> bool:
+        """True if the function has TRL's signature."""
+        return "completions" in self.arguments
 
-OF_ROW = ("answer", "ground_truth", "label", "solution", "target")
-"""Names of what a row holds, which a third argument named so would be taken for."""
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> Any:
+        """Return what the function returns of a response; `score_of` reads it.
 
-OF_TRL = ("completion_ids", "completions_ids", "trainer_state")
-"""Arguments that TRL gives to rewards beside prompts, completions and columns."""
+        As in TRL, prompt and completion are messages where the prompt is a conversation, in whichever column of the
+        row. Of `prompts` and the row's columns a function gets those that it takes.
+        """
+        if not self.takes_lists:
+            return self.function(prompt, response, row)
+        columns = {name: [value] for name, value in row.items() if name not in ("prompt", "prompts", "completions")}
+        asked = next((value for value in row.values() if ends_in(value, prompt)), None)
+        completion = response if asked is None else [{"role": "assistant", "content": response}]
+        given = {**columns, "prompts": [prompt if asked is None else asked], "completions": [completion]}
+        if not any(each.kind is each.VAR_KEYWORD for each in self.arguments.values()):
+            given = {name: given[name] for name in given.keys() & self.arguments.keys()}
+        function: Any = self.function
+        return function(**given)
 
+    def score_of(self, returned: Any) -> Any:
+        """Return the score in what the function has returned; None where one of TRL's does not apply.
 
-def taken(function: Any) -> frozenset[str] | None:
-    """Return the arguments that a function takes by name, None if any."""
-    parameters = inspect.signature(function).parameters
-    return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else frozenset(parameters)
-
-
-def score_like_trl(function: Any, names: frozenset[str] | None, prompt: str, response: str, row: dict[str, Any]) -> Any:
-    """Score one response by a function of lists; a score of None is no part of the sum.
-
-    As in TRL, prompt and completion are messages where the prompt is a conversation, in whichever column of the row.
-    Of `prompts` and the row's columns it gets those in `names`, None being all.
-    """
-    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "prompts", "completions")}
-    asked = next((value for value in row.values() if ends_in(value, prompt)), None)
-    completion = response if asked is None else [{"role": "assistant", "content": response}]
-    given = {**columns, "prompts": [prompt if asked is None else asked], "completions": [completion]}
-    scores = function(**given if names is None else {name: given[name] for name in given.keys() & names})
-
-    async def wait() -> float | None:
-        return first(await scores)
-
-    return wait() if inspect.isawaitable(scores) else first(scores)
+        Raises:
+            TypeError: It is None, or no list of one score from a function of TRL's.
+        """
+        if not self.takes_lists:
+            if returned is None:
+                raise TypeError("returned None; return 0.0 where a reward does not apply")
+            return returned
+        if not hasattr(returned, "__getitem__") or isinstance(returned, str) or len(returned) != 1:
+            raise TypeError(
+                f"returned {returned!r:.200} for one completion; as its argument is `completions`, it has to return a "
+                "list with one score of each"
+            )
+        return returned[0]
 
 
 def ends_in(value: Any, prompt: str) -> bool:
     """Return True for a conversation whose last message is `prompt`."""
     last = value[-1] if isinstance(value, list) and value else None
     return isinstance(last, dict) and "role" in last and last.get("content") == prompt
-
-
-def first(scores: Any) -> Any:
-    """Return the score of the only response, None being 0; raise TypeError unless it is in a list of one."""
-    if not hasattr(scores, "__getitem__") or isinstance(scores, str) or len(scores) != 1:
-        raise TypeError(
-            f"returned {scores!r:.200} for one completion; as its argument is `completions`, it has to return a list "
-            "with one score of each"
-        )
-    return 0.0 if scores[0] is None else scores[0]
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
@@ -131,7 +134,7 @@ COMPARING = (countdown, exact_match, math_equivalence, multiple_choice)
 def check_rows(
     terms: Sequence[RewardTerm], rows: Mapping[int, dict[str, Any]], source: str, *, are_scored: bool = True
 ) -> None:
-    """Raise TypeError if a column is missing, ValueError if a row has nothing that a reward could compare with.
+    """Raise ValueError if a row has nothing that a reward of this package could compare with.
 
     Args:
         terms: The rewards; those of the user's own are not asked what they compare with.
@@ -139,7 +142,6 @@ def check_rows(
         source: Names the data.
         are_scored: A prediction is written without scores where there are none.
     """
-    check_columns(terms, next(iter(rows.values())))
     for term in terms if are_scored else ():
         if term.function not in COMPARING:
             continue
@@ -153,73 +155,8 @@ def check_rows(
                 ) from error
 
 
-def check_columns(terms: Sequence[RewardTerm], row: Mapping[str, Any]) -> None:
-    """Raise TypeError if a reward of TRL's signature needs a column that a row of the data does not have."""
-    known = {*row, "prompts", "completions"}
-    for term in terms:
-        if isinstance(term.function, functools.partial) and term.function.func is score_like_trl:
-            parameters = inspect.signature(term.function.args[0]).parameters
-            if missing := [name for name, each in parameters.items() if _is_required(each) and name not in known]:
-                raise TypeError(
-                    f"Reward `{term.name}` needs {', '.join(f'`{name}`' for name in missing)}, and gets `prompts`, "
-                    f"`completions` and the data's columns: {', '.join(sorted(known - {'prompts', 'completions'}))}. "
-                    "Give the argument a default, or the data the column."
-                )
-
-
 def default_name(function: RewardFunction) -> str:
     """Return the name of a function, or of the class of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
-
-
-def takes_lists(function: RewardFunction, name: str) -> bool:
-    """Return True if `function` has TRL's signature; raise TypeError if it has neither TRL's nor ours."""
-    if inspect.isclass(function):
-        raise TypeError(
-            f"Reward `{name}` is a class, not a function: pass an instance, in YAML `class_path: {function.__module__}."
-            f"{function.__qualname__}` with `init_args`."
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none to look at
-        return False
-    if "completions" in signature.parameters:
-        if unknown := [each for each in OF_TRL if _is_required(signature.parameters.get(each))]:
-            raise TypeError(
-                f"Reward `{name}` needs `{unknown[0]}`, which only TRL's trainer has; here it gets `prompts`, "
-                f"`completions` and the row's columns. Give `{unknown[0]}` a default and do without it."
-            )
-        return True
-    if "solution_str" in signature.parameters:  # three values bind, but to other meanings
-        raise TypeError(
-            f"Reward `{name}` has verl's signature {signature}; here it is (prompt, response, row). Wrap it: `def "
-            "reward(prompt, response, row): return f(data_source=row.get('data_source'), solution_str=response, "
-            "ground_truth=row['answer'])`, in verl's own files `row['reward_model']['ground_truth']`."
-        )
-    try:
-        signature.bind("", "", {})
-    except TypeError as error:
-        raise TypeError(
-            f"Reward `{name}` must be callable as (prompt, response, row), but its signature is {signature}: {error}."
-        ) from error
-    _check_places([*signature.parameters][:3], name)
-    return False
-
-
-def _check_places(arguments: list[str], name: str) -> None:
-    """Raise TypeError if an argument is named for another value than it gets: the response, or a value of the row."""
-    for place, argument in enumerate(arguments):
-        if PLACES.get(argument, place) != place or (argument in OF_ROW and place == 2):
-            given = ("prompt", "response", "row")[place]
-            where = f"read `row[{argument!r}]`" if argument in OF_ROW else "put them into that order"
-            raise TypeError(
-                f"Reward `{name}` is called as (prompt, response, row), by place: its argument `{argument}` would "
-                f"be the {given}: {where}."
-            )
-
-
-def _is_required(parameter: inspect.Parameter | None) -> bool:
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return parameter is not None and parameter.default is parameter.empty and parameter.kind not in variadic

@@ -30,7 +30,7 @@ def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, ri
 
     def score(response: str) -> float:
         try:
-            return run(Call(term, str(row.get("prompt", "")), response, row), timeout=10)
+            return run(Call(term, str(row.get("prompt", "")), response, row), timeout=10) or 0.0
         except Exception as error:
             failed = f"{who} fails on the response {response[:40]!r}: return a number for any text. {error!r}"
             raise AssertionError(failed) from error
