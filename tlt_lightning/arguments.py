@@ -135,6 +135,8 @@ def _fits(value: object, kind: Any) -> bool:
         return isinstance(value, list | tuple) and (not of_values or all(_fits(each, parts[0]) for each in value))
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
+    if origin is Callable:
+        return callable(value)
     return not inspect.isclass(kind) or kind is Any or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
 
 
@@ -158,6 +160,8 @@ def _describe(kind: Any) -> str:
         return f"one of {', '.join(map(repr, parts))}"
     if origin in (tuple, list, Sequence):
         return f"a list of {_describe(_split(parts[0])[0]).removeprefix('a ')}s" if parts else "a list"
+    if origin is Callable:
+        return "a function or a class"
     if kind in _NAMES or kind is None:
         return _NAMES[kind or NoneType]
     return _with_article(getattr(kind, "__name__", str(kind)))

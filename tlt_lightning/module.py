@@ -82,8 +82,6 @@ class RLModule(L.LightningModule):
             reference = text_of("reference", reference, "Give a folder or hub name, or leave it out.")
         objective = GRPO() if objective is None else objective
         optimizer = optimization.usual_optimizer(lora) if optimizer is None else optimizer
-        optimization.check_builds(optimizer)
-        optimization.check_schedules(lr_scheduler)
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."

@@ -36,9 +36,12 @@ from tlt_lightning.drafter.module import DrafterModule
         ({"loss": {"ce": "a"}}, r"`loss\.ce` must be a number, got 'a'"),
         ({"num_draft_tokens": 0}, "`num_draft_tokens`"),
         ({"num_draft_tokens": 2.5}, "`num_draft_tokens` must be a whole number .* got 2.5"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"`optimizer` must build one .* got a SGD .* None takes"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            "`optimizer` must be a function or a class .* got a",
+        ),
         ({"target": 3}, r"`target` must be a string, got 3"),
-        ({"optimizer": ""}, r"`optimizer` must build one .* got ''\. None takes"),
+        ({"optimizer": ""}, "`optimizer` must be a function or a class or None, got ''"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(policy_path: str, arguments: dict, message: str) -> None:

@@ -97,8 +97,11 @@ def test_an_objective_that_returns_something_else_is_refused(
         ({"objective": GRPO}, "`objective` must be a PolicyObjective or None, got the class GRPO itself"),
         ({"lora": {"rank": 4}}, r"`lora` must be a LoRA or None, got \{'rank': 4\}\."),
         ({"critic": True}, r"`critic` must be a CriticConfig or None, got True\."),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` must build one .* got a SGD that is built"),
-        ({"optimizer": "AdamW"}, r"`optimizer` must build one .* got 'AdamW'\.$"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            "`optimizer` must be a function or a class .* got a",
+        ),
+        ({"optimizer": "AdamW"}, "`optimizer` must be a function or a class or None, got 'AdamW'"),
     ],
 )
 def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str) -> None:

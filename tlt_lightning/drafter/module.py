@@ -27,7 +27,7 @@ from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, d
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
-from tlt_lightning.training.optimization import check_builds, check_schedules, with_schedule
+from tlt_lightning.training.optimization import with_schedule
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -88,8 +88,6 @@ class DrafterModule(L.LightningModule):
         self.target = target = text_of("target", target, "Give a folder or hub name.")
         chunked_loss.check_names(loss)
         self.optimizer = optimizer if optimizer is not None else MuonWithAuxAdam if head is None else _FOLLOWING
-        check_builds(self.optimizer, "None takes the default.")
-        check_schedules(lr_scheduler)
         self.lr_scheduler = lr_scheduler
         self.teaching = teaching
         self.acceptance = AcceptanceRule()

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, Share, check_argument, checked
@@ -34,28 +34,12 @@ def usual_optimizer(lora: LoRA | None) -> Callable[[Any], Optimizer]:
     return partial(torch.optim.AdamW, lr=1e-6 if lora is None else 1e-5, weight_decay=0.0)
 
 
-def check_builds(optimizer: object, remedy: str = "") -> None:
-    """Raise TypeError unless `optimizer` can be called with parameters to build one; `remedy` ends the message."""
-    if not callable(optimizer):
-        is_built = isinstance(optimizer, Optimizer)
-        got = f"a {type(optimizer).__name__} that is built already" if is_built else repr(optimizer)
-        raise TypeError(
-            "`optimizer` must build one from parameters, as `torch.optim.AdamW` and `lambda parameters: AdamW("
-            f"parameters, lr=1e-6)` do, got {got}.{remedy and f' {remedy}'}"
-        )
-
-
-def check_schedules(lr_scheduler: object) -> None:
-    """Raise TypeError unless `lr_scheduler` can be called with an optimizer to build one, or is None."""
-    if lr_scheduler is not None and not callable(lr_scheduler):
-        raise TypeError(
-            "`lr_scheduler` must build one from an optimizer, as `lambda optimizer: CosineAnnealingLR(optimizer, 100)` "
-            f"does, got {lr_scheduler!r}."
-        )
-
-
 def build_with(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
-    """Return what `build` makes of parameter groups; raise ValueError for settings that the optimizer refuses."""
+    """Return what `build` makes of parameter groups.
+
+    Raises:
+        ValueError: The optimizer refuses its settings.
+    """
     try:
         return build(groups)
     except (TypeError, ValueError) as error:
@@ -63,7 +47,12 @@ def build_with(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) 
 
 
 def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
-    """Return the optimizer that `build` makes; raise TypeError or ValueError unless it moves the given parameters."""
+    """Return the optimizer that `build` makes.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It moves none of the given parameters, or refuses its settings.
+    """
     optimizer = build_with(build, groups)
     check_argument("optimizer(parameters)", optimizer, Optimizer)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -161,16 +150,15 @@ def with_schedule(
 
 
 def check_optimization(trainer: L.Trainer) -> None:
-    """Raise an error for an optimizer or a scheduler of `RLModule` that would end the run, or could not move it.
+    """Raise an error for an optimizer or a scheduler of `RLModule` that cannot be built or could not move it.
 
-    Both are built for small parameters, and an optimizer of PyTorch takes a step.
+    Both are built for small parameters.
     """
     module: Any = trainer.lightning_module
     shapes = ((2, 2), (2,))  # some move matrices alone
     critic = module.critic_config
     groups = [{"params": [torch.zeros(shape, requires_grad=True) for shape in shapes]} for _ in range(2)]
     optimizer = built(module.optimizer, groups[:1] if critic is None else [groups[0], groups[1] | {"lr": critic.lr}])
-    _try_step(optimizer, trainer.strategy.root_device)
     _, configs = made if isinstance(made := with_schedule(optimizer, module.lr_scheduler), tuple) else (made, [])
     for config in configs:
         scheduler = config["scheduler"]
@@ -182,25 +170,7 @@ def check_optimization(trainer: L.Trainer) -> None:
                     f"`{who}` looks at the ends of iterations, and this run validates elsewhere: leave "
                     "`val_check_interval` out, and set `Trainer(check_val_every_n_epoch=1)`."
                 )
-        _check_length(scheduler, trainer)
-
-
-def _try_step(optimizer: Optimizer, device: torch.device) -> None:
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return  # others may want to be told that training has begun
-    if device.type == "cuda":
-        let_step_on_cpu(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    try:
-        optimizer.step()
-    except (AssertionError, RuntimeError, TypeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"`optimizer` {type(optimizer).__name__} cannot take the steps of a run, one by the dense gradient of each "
-            f"minibatch: {reason}. Use for example `torch.optim.AdamW` with its defaults."
-        ) from error
+        _warn_of_rise(scheduler, trainer)
 
 
 def let_step_on_cpu(optimizer: Optimizer) -> None:
@@ -210,8 +180,8 @@ def let_step_on_cpu(optimizer: Optimizer) -> None:
             group["capturable"] = False
 
 
-def _check_length(scheduler: LRScheduler, trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if a scheduler fails before a run's end, warn if its rate rises there again."""
+def _warn_of_rise(scheduler: LRScheduler, trainer: L.Trainer) -> None:
+    """Warn if a scheduler's rate rises again before a run's end."""
     settings = getattr(trainer.datamodule, "_settings", None)  # type: ignore[attr-defined]
     if settings is None or trainer.max_epochs in (None, -1):
         return
@@ -220,11 +190,6 @@ def _check_length(scheduler: LRScheduler, trainer: L.Trainer) -> None:
         f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {settings.num_steps} each "
         "(`data.num_minibatches` * `data.inner_epochs`)"
     )
-    if isinstance(scheduler, OneCycleLR) and num_steps > scheduler.total_steps:
-        raise MisconfigurationException(
-            f"`lr_scheduler` OneCycleLR has `total_steps` {scheduler.total_steps} and fails at the next one: {taken}. "
-            f"Give `total_steps={num_steps}`."
-        )
     if isinstance(scheduler, CosineAnnealingLR) and num_steps > scheduler.T_max:
         rank_zero_warn(
             f"`lr_scheduler` CosineAnnealingLR ends its descent at step {scheduler.T_max} (`T_max`), and the learning "
