@@ -24,7 +24,7 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.model_files import HOW_TO_SAVE
 from tlt_lightning.objectives import GRPO
-from tlt_lightning.objectives.base import PolicyObjective, loss_of
+from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import LoRA, PolicyWeights
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
@@ -228,7 +228,7 @@ class RLModule(L.LightningModule):
         logps, entropy, values = self.networks.forward(batch, needs_entropy_grad=wanted)
         if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
             batch = replace(batch, old_logps=logps.detach())
-        output = loss_of(self.objective, batch, logps, entropy, values)
+        output = self.objective.loss(batch, logps, entropy, values)
         self._parts.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 

@@ -39,7 +39,6 @@ from tlt_lightning.objectives import (
     StraightThrough,
     Surrogate,
 )
-from tlt_lightning.objectives.base import ObjectiveOutput, advantages_of, loss_of
 
 PLUGINS = Path(__file__).parents[2] / "docs/your_plugins.md"
 
@@ -143,43 +142,6 @@ def test_the_example_of_a_custom_objective_works(
     torch.testing.assert_close(advantages, torch.where(plain > 0, 0.2 * plain, plain))
     vectors.batch.advantages = advantages
     assert objective.loss(vectors.batch, vectors.logps, vectors.entropy, None).loss.isfinite()
-
-
-class Returns(GRPO):
-    """Returns what it is told to."""
-
-    def __init__(self, found: Any) -> None:
-        super().__init__()
-        self.found = found
-
-    def advantages(self, *_: Any) -> Any:
-        return self.found
-
-    def loss(self, *_: Any) -> Any:
-        return self.found
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (torch.zeros(4, 6), "has to return a pair"),
-        ((torch.zeros(4), None), r"has to return advantages for each token, .* \(4, 6\), got \(4,\)\."),
-        ((torch.zeros(4, 6), torch.zeros(4, 1)), r"has to return targets for each token, .* got \(4, 1\)\."),
-        ((None, None), "has to return advantages for each token, .* got None"),
-        ((torch.full((4, 6), torch.nan), None), "returned advantages that hold NaN"),
-    ],
-)
-def test_advantages_of_another_form_are_refused_by_class_and_method(
-    found: Any, message: str, vectors: SimpleNamespace
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"`Returns\.advantages` " + message):
-        advantages_of(Returns(found), vectors.batch, lambda x: x)
-
-
-@pytest.mark.parametrize("found", [torch.zeros(()), ObjectiveOutput(torch.zeros(4, 6)), None])
-def test_a_loss_of_another_form_is_refused_by_class_and_method(found: Any, vectors: SimpleNamespace) -> None:
-    with pytest.raises(TypeError, match=r"`Returns\.loss` has to return an `ObjectiveOutput` whose `loss` is a scalar"):
-        loss_of(Returns(found), vectors.batch, vectors.logps, vectors.entropy, None)
 
 
 @pytest.mark.slow

@@ -43,32 +43,16 @@ class Mine(TransformersEngine):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda r: replace(r, logps=r.logps[:-1]), r"answered request \d+ with (\d+) `token_ids` and \d `logps`: give"),
-        (lambda r: replace(r, token_ids=torch.tensor(r.token_ids)), r"`token_ids` tensor\(\[.*: give a list"),
-        (lambda r: replace(r, logps=None), r"`logps` None: give a list"),
-        (lambda r: replace(r, token_ids="text"), "`token_ids` 'text': give a list"),
-        (lambda r: replace(r, finish_reason="eos"), "`finish_reason` 'eos': give one of 'stop', 'length'"),
-        (lambda r: replace(r, policy_versions=()), r"`policy_versions` \(\): give the versions"),
-        (lambda r: replace(r, request_id=99), "answered request 99, which was not asked or has been answered"),
-        (lambda r: replace(r, request_id=0), "answered request 0, which was not asked or has been answered"),
-        (lambda r: {"token_ids": r.token_ids}, r"has to yield a `Response` to each request, got \{"),
+        (lambda r: replace(r, logps=r.logps[:-1]), r"answered request \d+ with (\d+) tokens and \d log-probs"),
+        (lambda r: replace(r, request_id=99), "answered request 99 "),
+        (lambda r: replace(r, request_id=0), r"answered request 0 .*; open are \[1, 2"),
     ],
 )
-def test_an_answer_that_breaks_the_contract_of_engines_is_refused(fit: Fit, spoil: Any, message: str) -> None:
-    """Among them are tensors, whose end of sequence no reward would be spared, and a log-prob too few."""
+def test_a_response_that_would_teach_nonsense_ends_the_run(fit: Fit, spoil: Any, message: str) -> None:
     engine = Mine()
     engine.spoil = spoil
-    with pytest.raises((TypeError, ValueError), match=rf"`Mine\.generate` .*{message}"):
+    with pytest.raises(ValueError, match=message):
         fit(engine=engine)
-
-
-def test_an_engine_that_yields_nothing_is_refused(fit: Fit) -> None:
-    class Forgetful(TransformersEngine):
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
-            list(super().generate(*args, **kwargs))
-
-    with pytest.raises(TypeError, match=r"`Forgetful\.generate` has to yield responses.*got None"):
-        fit(engine=Forgetful())
 
 
 def test_responses_of_an_engine_that_notes_no_version_have_that_of_the_weights(fit: Fit) -> None:
@@ -82,38 +66,6 @@ def test_responses_of_an_engine_that_notes_no_version_have_that_of_the_weights(f
     assert {rollout.response.policy_versions for rollout in recorder.rollouts[0]} == {(0,)}
 
 
-class Weighs(GRPO):
-    """Makes another loss of GRPO's by `change`."""
-
-    change: Any = None
-
-    def loss(self, batch: Any, logps: Any, entropy: Any, values: Any) -> Any:
-        return self.change(super().loss(batch, logps, entropy, values), entropy)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda out, entropy: ObjectiveOutput(out.loss - 0.1 * entropy.mean(), out.metrics), "learns from `entropy`"),
-        (lambda out, entropy: ObjectiveOutput(out.loss.detach(), out.metrics), "returned a loss without gradient"),
-        (lambda out, entropy: ObjectiveOutput(out.loss.item(), out.metrics), "has to return an `ObjectiveOutput`"),
-        (lambda out, entropy: ObjectiveOutput(out.loss, None), "`metrics` are a dictionary"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_loss_that_would_not_be_learned_from_is_refused(fit: Fit, change: Any, message: str) -> None:
-    """An entropy bonus without `needs_entropy_grad` did nothing."""
-    objective = Weighs()
-    objective.change = change
-    with pytest.raises(TypeError, match=rf"`Weighs\.loss` .*{message}|`Weighs\.loss` {message}"):
-        fit(module={"objective": objective})
-
-
-def test_the_entropy_may_be_read_and_weighed_by_zero(fit: Fit) -> None:
-    objective = Weighs()
-    objective.change = lambda out, entropy: ObjectiveOutput(out.loss + 0 * entropy.mean(), {"train/h": entropy.mean()})
-    assert fit(module={"objective": objective}).callback_metrics["train/h"] > 0
-
-
 class Shapes(GRPO):
     """Makes other advantages of GRPO's by `change`."""
 
@@ -121,14 +73,6 @@ class Shapes(GRPO):
 
     def advantages(self, batch: Any, reduce: Any) -> Any:
         return self.change(batch, *super().advantages(batch, reduce))
-
-
-def test_advantages_that_change_the_batch_are_refused(fit: Fit) -> None:
-    """Others read it: here, the correction for the mismatch of engine and trainer."""
-    objective = Shapes()
-    objective.change = lambda batch, advantages, returns: (batch.rollout_logps.zero_() + advantages, returns)
-    with pytest.raises(ValueError, match=r"`Shapes\.advantages` changed `batch\.rollout_logps` in place"):
-        fit(module={"objective": objective})
 
 
 def test_advantages_carry_no_gradient(fit: Fit) -> None:
@@ -140,30 +84,46 @@ def test_advantages_carry_no_gradient(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("change", "message"),
     [
-        (lambda losses: losses, r"has to return a pair, losses and which of them are clipped"),
-        (lambda losses: (losses.mean(), losses), r"has to return a loss for each token, .* got \(\)"),
-        (lambda losses: (losses, None), r"has to return whether it is clipped for each token, .* got None"),
+        (lambda batch, advantages, returns: (advantages[:, :1], None), r"`batch.advantages`, of shape \(16, 1\)"),
+        (lambda batch, advantages, returns: (advantages.log(), None), "`batch.advantages`, .* finite number"),
+        (lambda batch, advantages, returns: (advantages, advantages[0]), r"`batch.returns`, of shape \(8,\)"),
     ],
 )
-def test_a_surrogate_returns_what_each_token_costs(fit: Fit, found: Any, message: str) -> None:
-    """One number for all would be spread over the tokens."""
+def test_advantages_that_would_teach_nonsense_end_the_run(fit: Fit, change: Any, message: str) -> None:
+    """One number for all tokens would be spread over them."""
+    objective = Shapes()
+    objective.change = change
+    with pytest.raises(ValueError, match=message):
+        fit(module={"objective": objective})
 
+
+def test_one_loss_for_all_tokens_ends_the_run(fit: Fit) -> None:
     class Own(Surrogate):
         def __call__(self, logps: Any, old_logps: Any, advantages: Any, mask: Any) -> Any:
-            return found(-logps * advantages)
+            losses = -logps * advantages
+            return losses.mean(), losses
 
-    with pytest.raises((TypeError, ValueError), match=rf"`Own` {message}"):
+    with pytest.raises(ValueError, match=r"`Own` returned a loss of shape \(\), which would be spread"):
         fit(module={"objective": GRPO(surrogate=Own())})
 
 
-def test_nan_advantages_of_rewards_that_a_callback_changed_are_said_to_be_those(fit: Fit) -> None:
+def test_a_loss_without_gradient_ends_the_run(fit: Fit) -> None:
+    class Detached(GRPO):
+        def loss(self, *given: Any) -> ObjectiveOutput:
+            return ObjectiveOutput(super().loss(*given).loss.detach())
+
+    with pytest.raises(RuntimeError, match="does not require grad"):  # torch says so
+        fit(module={"objective": Detached()})
+
+
+def test_rewards_that_a_callback_made_nan_end_the_run(fit: Fit) -> None:
     class Spoils(L.Callback):
         def on_rollout_end(self, trainer: Any, pl_module: Any, rollouts: Any) -> None:
             rollouts[0].reward = float("nan")
 
-    with pytest.raises(ValueError, match=r"NaN or infinite values, because `batch\.rewards` does: a callback"):
+    with pytest.raises(ValueError, match=r"`batch.advantages`, .* A callback may have changed rewards"):
         fit(Spoils())
 
 

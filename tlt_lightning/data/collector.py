@@ -10,7 +10,7 @@ import lightning as L
 
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
-from tlt_lightning.engine.requests import checked
+from tlt_lightning.engine.requests import expected
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
@@ -195,7 +195,7 @@ class RolloutCollector:
             call_rollout_hook(self.trainer, "on_rollout_progress", progress)
 
         responses = self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress)
-        yield from checked(responses, requests, self.engine)
+        yield from expected(responses, requests)
         if trace:
             last = trace[-1]
             self._seconds += last.elapsed

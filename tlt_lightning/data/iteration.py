@@ -16,7 +16,7 @@ from tlt_lightning.arguments import Count, checked
 from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
-from tlt_lightning.objectives.base import PolicyObjective, advantages_of
+from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, collate, has_spread, split_groups
@@ -277,7 +277,16 @@ class PolicyIteration:
         """Fill in log-probs and values from before the update, advantages and returns."""
         single_update = self.settings.num_steps == 1
         batch = self.module.score(batch, self.settings.micro_batch_tokens, single_update=single_update)
-        batch.advantages, batch.returns = advantages_of(self.module.objective, batch, self._sum)
+        with torch.no_grad():
+            batch.advantages, batch.returns = self.module.objective.advantages(batch, self._sum)
+        for name in ("old_logps", "ref_logps", "values", "advantages", "returns"):
+            numbers = getattr(batch, name)
+            if numbers is not None and not (numbers.shape == batch.response_mask.shape and numbers.isfinite().all()):
+                raise ValueError(
+                    f"`batch.{name}`, of shape {tuple(numbers.shape)}, has to be a finite number for each token, "
+                    f"{tuple(batch.response_mask.shape)}: it would teach the policy nonsense. A callback may have "
+                    "changed rewards; what is wrong with an objective `tlt_lightning.testing.check_objective` finds."
+                )
         if batch.values is not None and batch.returns is not None:
             explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
             self.log.mean("train/explained_variance", explained)

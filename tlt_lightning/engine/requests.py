@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tlt_lightning.engine.base import RolloutEngine
-from tlt_lightning.rollout import FINISH_REASONS, Request, Response, Sampling
+from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
 
 
@@ -65,43 +64,23 @@ def check_requests(
         )
 
 
-def checked(responses: Iterable[Response], requests: Sequence[Request], engine: RolloutEngine) -> Iterator[Response]:
-    """Yield the responses of an engine; raise TypeError or ValueError for what is none, or answers no open request."""
-    name, open_ids = f"`{type(engine).__name__}.generate`", {request.id for request in requests}
-    if not isinstance(responses, Iterable):
-        raise TypeError(f"{name} has to yield responses, or return a list of them, got {responses!r:.200}.")
+def expected(responses: Iterable[Response], requests: Sequence[Request]) -> Iterator[Response]:
+    """Yield the responses of an engine.
+
+    Raises:
+        ValueError: A response answers no open request, or has another number of log-probs than of tokens.
+    """
+    open_ids = {request.id for request in requests}
     for response in responses:
-        if not isinstance(response, Response):
-            raise TypeError(f"{name} has to yield a `Response` to each request, got {response!r:.200}.")
-        if response.request_id not in open_ids:
+        num_tokens, num_logps = len(response.token_ids), len(response.logps)
+        if response.request_id not in open_ids or num_tokens != num_logps:
             raise ValueError(
-                f"{name} answered request {response.request_id!r}, which was not asked or has been answered: give the "
-                "`id` of each request back, once."
+                f"The engine answered request {response.request_id!r} with {num_tokens} tokens and {num_logps} "
+                f"log-probs; open are {sorted(open_ids)!s:.200}. Each is answered once, with a log-prob a token: "
+                "`tlt_lightning.testing.check_engine` finds what is wrong."
             )
         open_ids.remove(response.request_id)
-        _check_response(response, f"{name} answered request {response.request_id} with")
         yield response
-
-
-def _check_response(response: Response, answered_with: str) -> None:
-    for what, values in (("token_ids", response.token_ids), ("logps", response.logps)):
-        if not isinstance(values, Sequence) or isinstance(values, str):  # tensors are none, and hash by identity
-            raise TypeError(
-                f"{answered_with} `{what}` {values!r:.200}: give a list of numbers, as `tolist()` makes it."
-            )
-    if len(response.token_ids) != len(response.logps):
-        raise ValueError(
-            f"{answered_with} {len(response.token_ids)} `token_ids` and {len(response.logps)} `logps`: give one "
-            "log-prob for each token, the end-of-sequence token included."
-        )
-    if response.finish_reason not in FINISH_REASONS:
-        allowed = ", ".join(map(repr, FINISH_REASONS))
-        raise ValueError(f"{answered_with} `finish_reason` {response.finish_reason!r}: give one of {allowed}.")
-    if not isinstance(response.policy_versions, tuple) or not response.policy_versions:
-        raise ValueError(
-            f"{answered_with} `policy_versions` {response.policy_versions!r}: give the versions of the weights that "
-            "wrote it, as in `(self.policy_version,)`."
-        )
 
 
 def num_written(request: Request) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -102,82 +101,6 @@ class PolicyObjective(ABC):
             entropy: Entropy of its next-token distribution. (B, T)
             values: The critic's predictions. (B, T), with gradient; None without a critic
         """
-
-
-def advantages_of(objective: PolicyObjective, batch: RolloutBatch, reduce: Reduce) -> Advantages:
-    """Return what `objective.advantages` does, without gradient; raise TypeError or ValueError unless it is as it says.
-
-    Raise ValueError, too, where it has changed the batch, which others read.
-    """
-    tensors = {item.name: value for item in fields(batch) if isinstance(value := getattr(batch, item.name), Tensor)}
-    versions = {name: tensor._version for name, tensor in tensors.items()}
-    name = f"`{type(objective).__name__}.advantages`"
-    with torch.no_grad():
-        found = objective.advantages(batch, reduce)
-    if changed := [each for each, tensor in tensors.items() if tensor._version != versions[each]]:
-        raise ValueError(
-            f"{name} changed `batch.{changed[0]}` in place, and others read it: change a `clone()`, or the batch "
-            "itself in the hook `on_rollout_scored`."
-        )
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(
-            f"{name} has to return a pair, advantages and the critic's targets (None without a critic), got "
-            f"{found!r:.200}."
-        )
-    for what, tensor in zip(("advantages", "targets"), found, strict=True):
-        if tensor is None and what == "targets":
-            continue
-        if not per_token(tensor, batch.response_mask, name, what).isfinite().all():
-            cause = "" if batch.rewards.isfinite().all() else ", because `batch.rewards` does: a callback changed them"
-            raise ValueError(f"{name} returned {what} that hold NaN or infinite values{cause}.")
-    return found
-
-
-def per_token(found: Any, mask: Tensor, name: str, what: str) -> Tensor:
-    """Return `found`; raise ValueError, naming who returned it, unless it has a number for each token of `mask`."""
-    if not isinstance(found, Tensor) or found.shape != mask.shape:
-        got = tuple(found.shape) if isinstance(found, Tensor) else f"{found!r:.200}"
-        raise ValueError(
-            f"{name} has to return {what} for each token, of the shape of `batch.response_mask`, {tuple(mask.shape)}, "
-            f"got {got}."
-        )
-    return found
-
-
-def loss_of(
-    objective: PolicyObjective, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None
-) -> ObjectiveOutput:
-    """Return what `objective.loss` does; raise TypeError unless that is an `ObjectiveOutput` of a scalar.
-
-    Raise it, too, where the loss has no gradient to the log-probs; and in its backward pass where it learns from an
-    entropy that carries none.
-    """
-    name = f"`{type(objective).__name__}.loss`"
-    if logps.requires_grad and not entropy.requires_grad:
-        entropy = entropy.detach().requires_grad_()  # so that the hook hears of a gradient to it
-        entropy.register_hook(partial(_refuse_entropy, name))
-    output = objective.loss(batch, logps, entropy, values)
-    is_output = isinstance(output, ObjectiveOutput) and isinstance(output.loss, Tensor)
-    if not is_output or output.loss.ndim or not isinstance(output.metrics, dict):
-        got = f"a loss of shape {tuple(output.loss.shape)}" if is_output and output.loss.ndim else f"{output!r:.200}"
-        raise TypeError(
-            f"{name} has to return an `ObjectiveOutput` whose `loss` is a scalar tensor and whose `metrics` are a "
-            f"dictionary, got {got}."
-        )
-    if logps.requires_grad and not output.loss.requires_grad:
-        raise TypeError(
-            f"{name} returned a loss without gradient, from which nothing is learned: compute it from `logps`, without "
-            "`detach`, `item` or `no_grad`."
-        )
-    return output
-
-
-def _refuse_entropy(name: str, gradient: Tensor) -> None:
-    if gradient.any():
-        raise TypeError(
-            f"{name} learns from `entropy`, which has a gradient only where `needs_entropy_grad` is True: "
-            "set it in the class, or use `entropy_coef`."
-        )
 
 
 def upcast(x: Tensor) -> Tensor:

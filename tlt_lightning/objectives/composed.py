@@ -5,7 +5,6 @@ silently accepts anything where it does not find the names (a researcher's file)
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from tlt_lightning.objectives.base import (
     PolicyObjective,
     Reduce,
     fill,
-    per_token,
     require,
     upcast,
 )
@@ -111,7 +109,12 @@ class ComposedObjective(PolicyObjective):
         advantages = fill(require(batch.advantages, "advantages", "the loss weighs tokens by them"), mask)
         rollout_logps = fill(batch.rollout_logps, mask)
 
-        losses, clipped = pair_of(self.surrogate, self.surrogate(logps, old_logps, advantages, mask), mask)
+        losses, clipped = self.surrogate(logps, old_logps, advantages, mask)
+        if losses.shape != mask.shape:
+            raise ValueError(
+                f"`{type(self.surrogate).__name__}` returned a loss of shape {tuple(losses.shape)}, which would be "
+                f"spread over the tokens: return one for each token, {tuple(mask.shape)}."
+            )
         level: Level = "token" if self.correction is None else self.correction.level
         ratio = importance_weights(old_logps, rollout_logps, mask, level)
         surprise = -logps - entropy  # 0 in the mean for tokens drawn from this very policy
@@ -127,7 +130,7 @@ class ComposedObjective(PolicyObjective):
         }
         if self.correction is not None:
             weights = self.correction(old_logps, rollout_logps, mask)
-            losses = losses * per_token(weights, mask, f"`{type(self.correction).__name__}`", "a weight")
+            losses = losses * weights
             metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
             metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
             metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)
@@ -141,11 +144,3 @@ class ComposedObjective(PolicyObjective):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * token_mean(entropy, batch)
         return ObjectiveOutput(loss, {name: metric.detach() for name, metric in metrics.items()})
-
-
-def pair_of(surrogate: Surrogate, found: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a surrogate does; raise TypeError or ValueError unless that is a loss and a flag for each token."""
-    name = f"`{type(surrogate).__name__}`"
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"{name} has to return a pair, losses and which of them are clipped, got {found!r:.200}.")
-    return per_token(found[0], mask, name, "a loss"), per_token(found[1], mask, name, "whether it is clipped")
