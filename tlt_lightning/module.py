@@ -34,6 +34,7 @@ from tlt_lightning.training.described import INSTANTIATOR, describe, describe_ob
 from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_frozen
 from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
 from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
+from tlt_lightning.training.lr_schedule import with_schedule
 from tlt_lightning.training.micro_batches import end_step
 from tlt_lightning.training.networks import Networks, NetworkSettings, Reference, score
 from tlt_lightning.training.throughput import log_work
@@ -146,7 +147,7 @@ class RLModule(L.LightningModule):
         own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
         self.save_hyperparameters({**own, "optimizer": describe_object(optimizer, optimizer.defaults)})
         every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
-        return optimization.with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
+        return with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
 
     @override
     def configure_gradient_clipping(

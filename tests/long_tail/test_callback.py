@@ -27,7 +27,7 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_policy
 from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
-from tlt_lightning.training.optimization import WarmupCosine
+from tlt_lightning.training.lr_schedule import WarmupCosine
 
 
 @pytest.fixture(autouse=True)

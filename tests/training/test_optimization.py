@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.rl_runs import NeverLoaded, make_data, make_module, make_trainer
-from tlt_lightning.training.optimization import WarmupCosine, fuse_adam, fuse_on_gpu, settings_of, with_schedule
+from tlt_lightning.training.lr_schedule import WarmupCosine, with_schedule
+from tlt_lightning.training.optimization import fuse_adam, fuse_on_gpu, settings_of
 
 
 def adamw(parameter: nn.Parameter, **options: Any) -> torch.optim.AdamW:

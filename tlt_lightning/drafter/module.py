@@ -27,7 +27,7 @@ from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, d
 from tlt_lightning.guard.callback import guards
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
-from tlt_lightning.training.optimization import with_schedule
+from tlt_lightning.training.lr_schedule import with_schedule
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
