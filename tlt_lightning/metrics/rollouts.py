@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout], gather: Gather 
     log.mean("rollout/length_max", max(lengths))
     log.mean("rollout/truncated", fmean(truncated))
     log.mean("reward/mean", fmean(rewards))
-    log.mean("reward/std", pstdev(rewards))
+    log.mean("reward/std", float(np.std(rewards)))
     log.mean("reward/zero_std_groups", 1 - fmean(spreads))
     for name in dict.fromkeys(chain.from_iterable(terms)):  # of a reward, the responses to which it applies
         log.mean(f"reward/{name}", fmean(each[name] for each in terms if name in each))
