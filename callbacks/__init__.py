@@ -1,1 +1,1 @@
-"""The researchers' gallery: one callback a file, made of the public API only."""
+"""Callbacks of researchers, one a file, of public names only; the library's own are in `tlt_lightning.callbacks`."""

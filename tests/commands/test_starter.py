@@ -48,6 +48,7 @@ def test_init_writes_what_its_commands_name(
     files = [word for command in commands for word in command.split() if word.endswith((".yaml", ".py"))]
     assert [file for file in files if not (tmp_path / "my run" / file).is_file()] == []
     ast.parse((tmp_path / "my run/my_reward.py").read_text())
+    assert (tmp_path / "my run/callbacks/length_histogram.py").is_file()
 
 
 def test_what_init_recommends_next_runs_in_its_folder_with_what_mine_yaml_says(

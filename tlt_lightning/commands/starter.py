@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+CALLBACKS = Path(__file__).parents[1] / "gallery"
 
 REWARD = '''"""Rewards of your own; `mine.yaml` names them."""
 
@@ -29,8 +30,9 @@ MINE = """\
 OVERLAYS = ("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml", "tail_batching.yaml", "partial_rollout.yaml")
 """Files of recipes that go on top of any other, to be named before `mine.yaml`."""
 LATER = (
-    "For faster rollouts put `-c recipes/speculation.yaml` before `-c mine.yaml`, and between the two\n"
-    "`-c recipes/adaptive_drafter.yaml` for a draft head that learns while the policy does."
+    "For faster rollouts put `-c recipes/speculation.yaml` before `-c mine.yaml`, and on a GPU between the two\n"
+    "`-c recipes/adaptive_drafter.yaml` for a draft head that learns while the policy does.\n"
+    "callbacks/ holds callbacks to use or to change; its README says how."
 )
 
 
@@ -68,7 +70,7 @@ def read_recipes() -> dict[str, Recipe]:
 
 
 def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
-    """Write the files of a recipe, what it reads, `mine.yaml` and `my_reward.py`; return the commands that run them.
+    """Write a recipe, what it reads, callbacks, `mine.yaml` and `my_reward.py`; return the commands that run it.
 
     Paths in the folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few
     rows of the right format, to be replaced. Overlays that any run may take next lie beside the recipe.
@@ -76,6 +78,7 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     (folder / "recipes").mkdir(parents=True)
     for name in OVERLAYS:
         shutil.copyfile(RECIPES / name, folder / "recipes" / name)
+    shutil.copytree(CALLBACKS, folder / "callbacks", ignore=shutil.ignore_patterns("__pycache__"))
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
     train: dict[str, object] = {}
     policy = ""
