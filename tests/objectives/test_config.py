@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,7 @@ from tlt_lightning.objectives import (
     StraightThrough,
     Surrogate,
 )
+from tlt_lightning.objectives.advantages import GroupCentred
 
 PLUGINS = Path(__file__).parents[2] / "docs/your_plugins.md"
 
@@ -142,6 +143,23 @@ def test_the_example_of_a_custom_objective_works(
     torch.testing.assert_close(advantages, torch.where(plain > 0, 0.2 * plain, plain))
     vectors.batch.advantages = advantages
     assert objective.loss(vectors.batch, vectors.logps, vectors.entropy, None).loss.isfinite()
+
+
+@dataclass(kw_only=True)
+class Weighted(GRPO):
+    weight: float = 0.5
+
+
+def test_pieces_are_objects() -> None:
+    Weighted(advantage=GroupCentred())
+    with pytest.raises(
+        TypeError, match=r"`advantage` must be an AdvantageEstimator, got the class GroupCentred itself"
+    ):
+        Weighted(advantage=GroupCentred)
+    with pytest.raises(TypeError, match=r"`advantage` must be an AdvantageEstimator, got a function"):
+        Weighted(advantage=lambda *_: None)
+    with pytest.raises(TypeError, match="`surrogate` must be a Surrogate, got None"):
+        Weighted(surrogate=None)
 
 
 @pytest.mark.slow

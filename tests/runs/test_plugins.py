@@ -1,4 +1,4 @@
-"""Mistakes of plugins that only a run can see are refused at their first use, by the plugin's name."""
+"""What would teach the policy nonsense ends a run: plugins whose authors have not asked the kit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
