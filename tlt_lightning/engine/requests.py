@@ -1,4 +1,4 @@
-"""Check requests before an engine takes them, and its responses; join responses with their beginnings."""
+"""Check requests before an engine takes them, and what it answers; join responses with their beginnings."""
 
 from __future__ import annotations
 
@@ -10,58 +10,36 @@ from tlt_lightning.seeds import seed_of
 
 
 def check_requests(
-    requests: Sequence[Request],
-    sampling: Sampling,
-    *,
-    max_model_len: int,
-    vocab_size: int,
-    taken: Collection[int] = (),
+    requests: Sequence[Request], sampling: Sampling, *, vocab_size: int, taken: Collection[int] = ()
 ) -> None:
-    """Raise ValueError for unanswerable requests; an unknown token would break a GPU for good.
+    """Raise ValueError for requests that an engine would take up, and answer wrongly or break its GPU.
 
     Args:
         requests: What is to be written.
         sampling: How it is sampled.
-        max_model_len: Tokens of prompt and response that the engine was set up for.
         vocab_size: Tokens that the policy can read.
-        taken: Ids of requests that it writes already.
+        taken: Ids of requests that the engine writes already.
     """
     if len({request.id for request in requests} - {*taken}) < len(requests):
         raise ValueError(f"`requests` repeats ids: {len(requests)} requests; number them, responses carry the id back.")
-    if wrong := [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]:
+    if sampling.stop_strings and any(request.written is not None for request in requests):
         raise ValueError(
-            f"`sampling.stop_token_ids` has {wrong[0]}, and the policy's vocabulary is 0 to {vocab_size - 1}: it would "
-            "never end a response. Take ids from the policy's own tokenizer."
+            f"`requests` continues a response, and `sampling.stop_strings` is {sampling.stop_strings}: one across the "
+            "seam would be missed. Use `stop_token_ids`."
         )
-    for request in requests:
-        prompt = text_of(request)
-        if not 1 <= len(prompt) < max_model_len:
+    prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}.values()  # of a group the same
+    earlier = {id(text): text for request in requests for text in request.earlier_answers}.values()
+    for place, texts in (
+        ("a prompt", prompts),
+        ("an earlier answer", earlier),
+        ("`stop_token_ids`", [sampling.stop_token_ids]),
+    ):
+        ends = {end(text) for text in texts if len(text) for end in (min, max)}
+        if beyond := [token for token in ends if not 0 <= token < vocab_size]:
             raise ValueError(
-                f"`requests` has a prompt of {len(prompt)} tokens (id {request.id}); it must have at least 1 and leave "
-                f"room for a response in `max_model_len`, which is {max_model_len}: shorten it, or set up for more."
+                f"There is a token {beyond[0]} in {place}, and the policy's vocabulary is 0 to {vocab_size - 1}: take "
+                "ids from the policy's own tokenizer."
             )
-        if limit_of(request, sampling) < 1:
-            raise ValueError(
-                f"`requests` asks for a response of {limit_of(request, sampling)} tokens (id {request.id}); "
-                "`max_tokens` must be at least 1 beyond what is written, or None for the limit of `sampling`."
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            token = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise ValueError(
-                f"`requests` has a prompt with token {token} (id {request.id}); the policy's vocabulary is 0 to "
-                f"{vocab_size - 1}: use the policy's own tokenizer."
-            )
-        if request.written is not None and sampling.stop_strings:
-            raise ValueError(
-                f"`requests` continues a response (id {request.id}) and `sampling.stop_strings` is "
-                f"{sampling.stop_strings}: one across the seam would be missed. Use `stop_token_ids`."
-            )
-    drafts = {id(text): text for each in requests for text in each.earlier_answers if len(text)}
-    if drafts and not 0 <= min(map(min, drafts.values())) <= max(map(max, drafts.values())) < vocab_size:
-        raise ValueError(
-            "`requests` has an earlier answer with a token beyond the policy's vocabulary, which is 0 to "
-            f"{vocab_size - 1}: these were written by another policy, leave them out."
-        )
 
 
 def expected(responses: Iterable[Response], requests: Sequence[Request]) -> Iterator[Response]:

@@ -91,8 +91,8 @@ class TransformersEngine(RolloutEngine):
     def add(self, requests: Sequence[Request]) -> None:
         if self._model is None or self._sampling is None:
             raise RuntimeError("`add` found nobody reading `generate`; call it between two of its responses.")
-        sizes = {"max_model_len": self._max_model_len, "vocab_size": self._model.config.vocab_size}
-        check_requests(requests, self._sampling, **sizes, taken=[request.id for request in self._waiting])
+        taken = [request.id for request in self._waiting]
+        check_requests(requests, self._sampling, vocab_size=self._model.config.vocab_size, taken=taken)
         self._waiting += requests
 
     @override

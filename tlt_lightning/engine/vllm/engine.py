@@ -361,9 +361,8 @@ class VLLMEngine(RolloutEngine):
         return self._writer
 
     def _check(self, requests: Sequence[Request], sampling: Sampling, taken: Collection[int] = ()) -> None:
-        config = self._live.vllm_config.model_config
-        sizes = {"max_model_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
-        check_requests(requests, sampling, **sizes, taken=taken)
+        vocab_size = self._live.vllm_config.model_config.get_vocab_size()
+        check_requests(requests, sampling, vocab_size=vocab_size, taken=taken)
 
     def _params(self, sampling: Sampling, request: Request) -> Any:  # overridden to write past ends of text
         return sampling_params(sampling, request, self._end_token_ids)

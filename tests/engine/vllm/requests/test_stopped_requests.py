@@ -152,11 +152,6 @@ def test_a_continued_response_drafts_for_its_siblings_and_earlier_answers_for_al
     assert "earlier" not in response.num_kept  # they are those of the rollout alone
 
 
-def test_an_earlier_answer_of_another_vocabulary_is_refused(setup: Setup) -> None:
-    with pytest.raises(ValueError, match="an earlier answer with a token beyond the policy's vocabulary"):
-        list(setup.engine.generate([Request(id=0, prompt_ids=[5], earlier_answers=[[6, 10**6]])], GREEDY, seed=0))
-
-
 @pytest.mark.parametrize("draws_by_position", [False, True])
 def test_a_continued_response_has_new_noise_unless_noise_goes_by_position(
     setup: Setup, draws_by_position: bool, monkeypatch: pytest.MonkeyPatch
