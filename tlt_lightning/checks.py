@@ -16,11 +16,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import load_shapes
+from tlt_lightning.training.followed_metrics import watch_iteration_end
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
-from tlt_lightning.training.lightning_callbacks import check_callback, look_when_known
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
 from tlt_lightning.training.networks import NetworkSettings
-from tlt_lightning.training.optimization import check_accumulation, check_clipping, check_optimization
+from tlt_lightning.training.optimization import check_optimization
+from tlt_lightning.training.trainer_settings import check_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PRECISIONS = ("32-true", "bf16-mixed")
 STRATEGIES = (
     "Use `auto` on one device, also in a notebook, and `ddp` in a script on several, or `fsdp2`, which shards policy "
     "and optimizer over them."
@@ -42,35 +42,13 @@ def check_trainer(trainer: L.Trainer) -> None:
     `fast_dev_run` and `overfit_batches` are made to choose prompts instead, see `count_in_prompts`.
     """
     count_in_prompts(trainer)
-    if trainer.max_steps != -1:
-        raise MisconfigurationException(
-            f"`Trainer(max_steps={trainer.max_steps})` counts optimizer steps and cannot resume an iteration exactly; "
-            "give the number of policy iterations as `max_epochs` instead."
-        )
-    if not isinstance(trainer.max_epochs, int | None):
-        raise MisconfigurationException(
-            f"`Trainer(max_epochs={trainer.max_epochs!r})` has to be a whole number of policy iterations, or -1 for a "
-            "run without an end."
-        )
-    if trainer.precision not in PRECISIONS:
-        raise MisconfigurationException(
-            f"`Trainer(precision={trainer.precision!r})` is not supported: advantages and log-probs would be rounded. "
-            f"Use one of {', '.join(PRECISIONS)}."
-        )
+    check_settings(trainer)
     _check_strategy(trainer)
-    limit = trainer.limit_train_batches
-    if not (isinstance(limit, float) and limit == 1.0):  # an int of 1 is one batch, a float all of them
-        raise MisconfigurationException(
-            f"`Trainer(limit_train_batches={limit})` would drop part of every iteration's rollouts; lower "
-            "`data.prompts_per_iteration` instead, or give `fast_dev_run` for one small iteration."
-        )
-    check_accumulation(trainer)
     if not trainer.lightning_module.automatic_optimization:
         raise MisconfigurationException(
             f"`{type(trainer.lightning_module).__name__}.automatic_optimization` is False, and nobody would take the "
             "optimizer's steps: leave it True."
         )
-    check_clipping(trainer.gradient_clip_val)
     if getattr(trainer.lightning_module, "_compiler_ctx", None):  # of Lightning: set by `torch.compile`
         raise MisconfigurationException(
             "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "
@@ -78,19 +56,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     if trainer.state.fn == "fit" and hasattr(trainer.lightning_module, "lr_scheduler"):
         check_optimization(trainer)
-    _check_no_classes(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        check_callback(trainer, callback)
-        look_when_known(trainer, callback)
-    if trainer.check_val_every_n_epoch == 0:
-        raise MisconfigurationException(
-            "`Trainer(check_val_every_n_epoch=0)` divides by zero behind the first iteration; leave it out, and for a "
-            "run without validation leave `data.val` out, too, or set `limit_val_batches=0`."
-        )
-    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        raise MisconfigurationException(
-            "`Trainer(reload_dataloaders_every_n_epochs)` is not needed: every epoch rolls out anew. Leave it at 0."
-        )
+        watch_iteration_end(trainer, callback)
 
 
 def _check_strategy(trainer: L.Trainer) -> None:
@@ -168,15 +135,6 @@ def check_has_data(trainer: L.Trainer) -> None:
             f"`RLModule` reads what a `RolloutDataModule` rolls out, and was given {given}: call "
             f"`trainer.{function}(module, data)`."
         )
-
-
-def _check_no_classes(trainer: L.Trainer) -> None:
-    callbacks: list[L.Callback | type] = trainer.callbacks  # type: ignore[attr-defined]
-    if classes := [each for each in callbacks if isinstance(each, type)]:
-        # Lightning calls `on_exception` of those that are left; that of a class would hide this error.
-        callbacks[:] = [each for each in callbacks if not isinstance(each, type)]
-        name = classes[0].__name__
-        raise MisconfigurationException(f"`Trainer(callbacks=...)` has the class {name} itself; give `{name}()`.")
 
 
 def warn_of_filters(sampling: Sampling) -> None:

@@ -135,8 +135,6 @@ class Misnamed(L.Callback):
     ("trainer", "message"),
     [
         ({"max_steps": 5, "max_epochs": None}, r"`Trainer\(max_steps=5\)` .* `max_epochs`"),
-        ({"max_epochs": 1e3}, r"`Trainer\(max_epochs=1000\.0\)` .* whole number.*-1"),
-        ({"max_epochs": "3"}, r"max_epochs='3'\)`"),
         ({"precision": "bf16-true"}, "precision='bf16-true'.*bf16-mixed"),
         ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
         ({"strategy": "fsdp", "accelerator": "cpu"}, "strategy|FSDP"),
@@ -145,16 +143,12 @@ class Misnamed(L.Callback):
         ({"overfit_batches": 0.01}, r"overfit_batches=0.01\)` leaves none of 9 prompts"),
         (
             {"accumulate_grad_batches": 3},
-            r"`Trainer\(accumulate_grad_batches=3\)` has to be 1.*`data\.num_minibatches`",
+            r"`Trainer\(accumulate_grad_batches=3\)` would put .*`data\.num_minibatches`",
         ),
         ({"callback": StochasticWeightAveraging(1e-3)}, "use `EMAWeightAveraging`"),
         ({"callback": ModelCheckpoint(every_n_train_steps=2)}, r"every_n_train_steps=2.*`every_n_epochs`"),
         ({"callback": Misnamed()}, r"`Misnamed\.on_rollout_finished` is no hook.*on_rollout_end"),
         ({"callback": ModelCheckpoint(train_time_interval=timedelta(1))}, r"train_time_interval.*`every_n_epochs`"),
-        (
-            {"callback": ModelCheckpoint(filename="{epoch}-{reward/mean:.2f}")},
-            r"the slash in `reward/mean`.*`reward_mean=\{reward/mean:.2f\}`.*`auto_insert_metric_name=False`",
-        ),
     ],
 )
 def test_unsupported_trainer_settings_are_refused_before_anything_loads(
@@ -171,7 +165,7 @@ def test_unsupported_trainer_settings_are_refused_before_anything_loads(
 def test_the_tuner_is_refused_before_anything_loads(search: str, paths: Paths) -> None:
     policy_path, prompts_path, root = paths
     tuner = Tuner(make_trainer(root))
-    with pytest.raises(MisconfigurationException, match=r"`Tuner` and `\w+Finder` .* compare short runs"):
+    with pytest.raises(MisconfigurationException, match=r"`\w+Finder` tries .*`Tuner`.* compare short runs"):
         getattr(tuner, search)(make_module(policy_path), datamodule=make_data(prompts_path, NeverLoaded()))
 
 

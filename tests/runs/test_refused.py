@@ -252,14 +252,6 @@ def test_a_run_does_not_take_the_data_of_an_earlier_one(policy_path: str, prompt
     data.engine.setup.assert_not_called()
 
 
-def test_a_callback_that_is_a_class_is_refused(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    class Mine(L.Callback): ...
-
-    trainer = make_trainer(tmp_path, Mine)  # type: ignore[arg-type]
-    with pytest.raises(MisconfigurationException, match=r"has the class Mine itself; give `Mine\(\)`\."):
-        trainer.fit(make_module(policy_path), make_data(prompts_path))
-
-
 def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
@@ -267,8 +259,8 @@ def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
         def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
 
-    for callback in (GradientAccumulationScheduler({0: 1, 7: 3}), Change()):
-        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` has to be 1"):
+    for callback in (GradientAccumulationScheduler({0: 1, 1: 3}), Change()):
+        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` would put"):
             make_trainer(tmp_path, callback).fit(make_module(policy_path), make_data(prompts_path))
 
 

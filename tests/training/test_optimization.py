@@ -135,7 +135,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneC
         ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "has no way to name a metric"),
         ({"lr_scheduler": lambda optimizer: {"scheduler": one_cycle(optimizer)}}, "must be a.? LRScheduler, got"),
         ({"lr_scheduler": lambda each: ReduceLROnPlateau(each, "reward/mean")}, "'min', the default.*`reward/mean`"),
-        ({"lr_scheduler": lambda each: ReduceLROnPlateau(each, "val/reward")}, "this run has none: `Trainer.limit_val"),
+        ({"lr_scheduler": lambda each: ReduceLROnPlateau(each, "val/reward")}, "this run has none: set `data.val`"),
     ],
 )
 def test_what_cannot_move_the_policy_to_the_end_is_refused_before_the_engine_loads(

@@ -1,1 +1,1 @@
-"""The library's own callbacks: bar, report, completions, checkpoint. Those of researchers are in callbacks/, at the top."""
+"""The library's own callbacks: bar, report, completions, checkpoint. Researchers' are in callbacks/, at the top."""

@@ -27,7 +27,7 @@ from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.fsdp2 import largest_counts
 from tlt_lightning.training.micro_batches import plan_minibatches
-from tlt_lightning.training.optimization import check_accumulation
+from tlt_lightning.training.trainer_settings import check_settings
 
 if TYPE_CHECKING:
     from tlt_lightning.data.collector import RolloutCollector
@@ -167,7 +167,7 @@ class PolicyIteration:
 
     def minibatches(self, prompts: Sequence[Prompt]) -> Iterator[list[RolloutBatch]]:
         """Roll out, score, and yield the micro-batches of each step of `inner_epochs` passes over all responses."""
-        check_accumulation(self.trainer)  # a callback may have changed it
+        check_settings(self.trainer)  # a callback may have changed one
         self.log.lap("other")
         if self._batch is None:
             self._batch = self._roll_out(prompts)

@@ -25,7 +25,7 @@ from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.ranks.liveness import SIGTERM_STATUS, Liveness
-from tlt_lightning.training.lightning_callbacks import save_followed
+from tlt_lightning.training.followed_metrics import save_followed
 from tlt_lightning.training.resume import forget_unfinished, restart_validation
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from tlt_lightning.arguments import check_argument
 from tlt_lightning.policy import LoRA
-from tlt_lightning.training.lightning_callbacks import check_followed, validates_by_iteration
+from tlt_lightning.training.followed_metrics import check_followed, validates_by_iteration
 from tlt_lightning.training.lr_schedule import warn_of_rise, with_schedule
 
 log = logging.getLogger(__name__)
@@ -116,27 +115,6 @@ def fuse_adam(optimizer: Optimizer, device: torch.device) -> None:
             for parameter in group["params"]:
                 if state := optimizer.state.get(parameter):
                     state["step"] = state["step"].to(device)  # else it is counted on the host
-
-
-def check_accumulation(trainer: L.Trainer) -> None:
-    """Raise MisconfigurationException if the Trainer is to accumulate, which `RLModule` does by itself."""
-    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    planned = [steps for each in schedulers for steps in each.scheduling.values()]
-    if wrong := [steps for steps in (trainer.accumulate_grad_batches, *planned) if steps != 1]:
-        raise MisconfigurationException(
-            f"`Trainer(accumulate_grad_batches={wrong[0]})` has to be 1: an optimizer step takes as many passes as it "
-            "needs by itself. Set the tokens of a pass with `data.micro_batch_tokens`, and the optimizer steps of an "
-            "iteration with `data.num_minibatches`."
-        )
-
-
-def check_clipping(value: float | None) -> None:
-    """Raise MisconfigurationException for a limit of gradients that would turn them round."""
-    if value is not None and not value >= 0:
-        raise MisconfigurationException(
-            f"`Trainer(gradient_clip_val={value})` is the largest norm of a gradient, and a negative one would turn "
-            "gradients round; use 1.0, or 0 to clip none."
-        )
 
 
 def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> None:

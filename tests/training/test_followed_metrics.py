@@ -3,14 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
-    DeviceStatsMonitor,
     EarlyStopping,
-    LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
 )
@@ -56,17 +53,7 @@ def test_the_trainers_own_checkpoint_needs_no_validation(every: int, paths: Path
 @pytest.mark.parametrize(
     ("callback", "settings", "message"),
     [
-        (EarlyStopping("val/accuracy", mode="max"), {}, r"monitor='val/accuracy'.*has none: `Trainer\(limit_val_b"),
-        (
-            ModelCheckpoint(monitor="val/reward", mode="max"),
-            {"check_val_every_n_epoch": 9},
-            r"more than `max_epochs` 2",
-        ),
-        (
-            EarlyStopping("val/reward", mode="max"),
-            {"check_val_every_n_epoch": None, "val_check_interval": 5},
-            r"has none: `val_check_interval` 5 is more than the 4 optimizer steps of 2 iterations",
-        ),
+        (EarlyStopping("val/accuracy", mode="max"), {}, r"monitor='val/accuracy'.*has none: set `data.val`"),
         (EarlyStopping("reward/mean"), {}, r"`EarlyStopping\(monitor='reward/mean'\)` has `mode` 'min'.*`mode='max'`"),
         (ModelCheckpoint(monitor="val/accuracy"), {"check_val_every_n_epoch": 1}, "take a lower `val/accuracy`"),
         (
@@ -91,17 +78,10 @@ def test_what_would_look_in_vain_is_refused(
         trainer.fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
 
 
-def test_a_run_that_logs_nothing_is_not_followed(paths: Paths) -> None:
-    policy_path, prompts_path, _ = paths
-    trainer = L.Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[EarlyStopping("train/loss")])
-    with pytest.raises(MisconfigurationException, match=r"monitor='train/loss'\)` .* `Trainer\(barebones=True\)` logs"):
-        trainer.fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
-
-
 def test_validation_that_data_has_no_prompts_for_is_not_followed(paths: Paths) -> None:
     policy_path, prompts_path, root = paths
     trainer = make_trainer(root, EarlyStopping("val/accuracy", mode="max"), limit_val_batches=1)
-    with pytest.raises(MisconfigurationException, match=r"has none: `data\.val` is not set"):
+    with pytest.raises(MisconfigurationException, match=r"has none: set `data\.val`"):
         trainer.fit(make_module(policy_path), make_data(prompts_path, NeverLoaded(), val=None))
 
 
@@ -124,8 +104,6 @@ def test_a_checkpoint_by_a_metric_that_is_not_there_ends_the_run_at_once(paths: 
     [
         (BackboneFinetuning(), r"`BackboneFinetuning` freezes layers before the policy is loaded.*`on_fit_start`"),
         (ModelPruning("l1_unstructured"), "`ModelPruning` renames the weights"),
-        (LearningRateMonitor(), r"`LearningRateMonitor` logs, and `Trainer\(logger=False\)` has no logger"),
-        (DeviceStatsMonitor(), "`DeviceStatsMonitor` logs"),
     ],
 )
 def test_a_callback_that_would_fail_behind_the_engine_is_refused(callback: Any, message: str, paths: Paths) -> None:

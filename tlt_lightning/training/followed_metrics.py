@@ -1,0 +1,94 @@
+"""Let callbacks of Lightning that follow a metric look at it where it is new."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+_OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
+_BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
+
+
+def is_of_iteration(metric: str | None) -> bool:
+    """Return True for a metric that each iteration logs where it ends, behind its validation."""
+    return metric is not None and metric.startswith(_OF_ITERATION)
+
+
+def watch_iteration_end(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Let a ModelCheckpoint or EarlyStopping look where an iteration ends, unless it follows a validation.
+
+    Left to Lightning, it looks behind a validation wherever not every iteration has one, at what the iteration before
+    logged.
+
+    Raises:
+        MisconfigurationException: Its metric is not known where it is to look, or it takes a lower reward for better.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which has neither
+        return
+    if isinstance(callback, EarlyStopping):
+        argument, is_plain, metrics = "check_on_train_epoch_end", False, [callback.monitor]
+        has_limit = callback.stopping_threshold is not None or callback.divergence_threshold is not None
+    elif isinstance(callback, ModelCheckpoint):
+        argument, has_limit = "save_on_train_epoch_end", False
+        is_plain = callback.monitor is None and "{val/" not in str(callback.filename)
+        metrics = [] if callback.monitor is None else [callback.monitor]
+        for other in ("every_n_train_steps", "train_time_interval"):
+            if given := getattr(callback, f"_{other}"):
+                raise MisconfigurationException(
+                    f"`ModelCheckpoint({other}={given})` saves within iterations, before their metrics are known; give "
+                    "`every_n_epochs` instead, one epoch is one policy iteration, or use `IterationCheckpoint`."
+                )
+    else:
+        return
+    at_end = getattr(callback, f"_{argument}")
+    if at_end is None and (is_plain or any(map(is_of_iteration, metrics))):
+        setattr(callback, f"_{argument}", True)  # in a validation, too: EarlyStopping settles it in the first `setup`
+    name = type(callback).__name__
+    for metric in metrics if trainer.state.fn == "fit" else ():
+        check_followed(trainer, f"{name}(monitor={metric!r})", metric, callback.mode, has_limit=has_limit)
+        if at_end is False and is_of_iteration(metric):
+            raise MisconfigurationException(
+                f"`{name}({argument}=False)` looks behind a validation, where `{metric}` is that of the iteration "
+                f"before; leave `{argument}` out."
+            )
+        validates_always = trainer.check_val_every_n_epoch == 1 and validates_by_iteration(trainer)
+        if at_end and metric.startswith("val/") and not validates_always:
+            raise MisconfigurationException(
+                f"`{name}({argument}=True)` looks where each iteration ends, and `{metric}` is not known in all of "
+                f"them: leave `{argument}` out, or set `Trainer(check_val_every_n_epoch=1)`."
+            )
+
+
+def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_limit: bool = False) -> None:
+    """Raise MisconfigurationException if there is no validation to follow, or `who` takes a lower reward for better."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if metric.startswith("val/") and (trainer.limit_val_batches == 0 or getattr(data, "val", True) is None):
+        raise MisconfigurationException(
+            f"`{who}` follows a validation, and this run has none: set `data.val`, and leave "
+            "`Trainer(limit_val_batches)` above 0, or follow `reward/mean`."
+        )
+    if mode == "min" and not has_limit and re.fullmatch(_BETTER_IF_HIGH, metric):
+        raise MisconfigurationException(
+            f"`{who}` has `mode` 'min', the default, and would take a lower `{metric}` for a better one; give "
+            "`mode='max'`."
+        )
+
+
+def validates_by_iteration(trainer: L.Trainer) -> bool:
+    """Return True if a run's validations come with every so many iterations, not by steps over them or by the clock."""
+    return trainer.check_val_every_n_epoch is not None and not getattr(trainer, "_val_check_time_interval", None)
+
+
+def save_followed(callback: ModelCheckpoint, trainer: L.Trainer, candidates: dict[str, Any]) -> None:
+    """Replace `ModelCheckpoint._save_monitor_checkpoint`, which would save nothing for want of its metric."""
+    metric = str(callback.monitor)
+    if metric not in candidates and (is_of_iteration(metric) or not sum(trainer.num_val_batches)):
+        raise MisconfigurationException(
+            f"`ModelCheckpoint(monitor={metric!r})` would save nothing, for the first iteration has not logged "
+            f"`{metric}`; choose one of {', '.join(sorted(candidates))}."
+        )
+    type(callback)._save_monitor_checkpoint(callback, trainer, candidates)
