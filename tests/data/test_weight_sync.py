@@ -26,7 +26,7 @@ class Engine:
         self.policy_version = version
         self.updates.append(version)
 
-    def warm_up(self) -> None: ...
+    def warm_up(self, num_requests: int = 1) -> None: ...
 
 
 def trainer_of(strategy: Any) -> Any:

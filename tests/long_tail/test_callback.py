@@ -17,7 +17,7 @@ from tests.support.drafters.one_weight import steps
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import Sampling
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.quality import AcceptanceRule
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget, MeasuredIteration, TrainingBudget
@@ -161,6 +161,27 @@ def test_another_run_of_the_same_callback_begins_its_first_iteration_anew() -> N
         loop.callback.on_fit_start(loop.trainer, loop.module)
         assert loop.begin_iteration(0)
         assert loop.begin_iteration(0)  # another rollout of it
+
+
+def test_the_selector_hears_how_good_a_new_head_is_and_says_whether_it_pays() -> None:
+    class Hearing(ScriptedSelector):
+        heard: tuple[Any, ...] = ()
+
+        def note_head(self, accepted: Any) -> None:
+            self.heard += (accepted,)
+
+        def expected_speedup(self, accepted: Any) -> float:
+            return 1 + sum(accepted)
+
+    callback, selector = make_callback(), Hearing(longest=3)
+    set_up(callback, make_engine(selector))
+    callback._served._engine.update_drafter = lambda tensors, version: None  # type: ignore[union-attr,method-assign]
+    quality = DraftQuality((0.5, 0.25, 0.0), (), (), (), 9)
+    assert callback._served.expected_speedup(quality) == 1.75
+    publisher: Any = SimpleNamespace(version=1, quality=quality, published=lambda: iter(()))
+    for _ in range(2):  # the second time for rows of the policy's
+        callback._served.push(publisher)
+    assert selector.heard == ((0.5, 0.25, 0.0),)
 
 
 def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:

@@ -41,6 +41,36 @@ def test_better_weights_are_published() -> None:
     assert publisher.publish_if_better() is None
 
 
+@pytest.mark.parametrize(("speedup", "is_published"), [(None, True), (1.01, True), (1.0, False), (0.4, False)])
+def test_a_better_head_that_cannot_pay_is_not_published(
+    speedup: float | None, is_published: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    publisher = publisher_of()
+    publisher.expected_speedup = lambda quality: speedup
+    publisher.trainer.train(steps(2))
+    decision = publisher.publish_if_better()
+    assert decision is not None
+    assert decision.bound > 0
+    assert decision.is_published is bool(publisher.version) is is_published
+    assert ("The engine would be" in caplog.text) is not is_published
+
+
+def test_a_head_that_pays_for_one_worker_is_published_for_all() -> None:
+    ranks, versions = Ranks(2), dict[int, int]()
+
+    def work(rank: int) -> None:
+        publisher = publisher_of(None, ranks.sum_for(rank))
+        publisher.expected_speedup = lambda quality: (0.9, 1.1)[rank]
+        publisher.trainer.train(steps(2))
+        publisher.trainer.average()
+        publisher.publish_if_better()
+        versions[rank] = publisher.version
+
+    ranks.run(work)
+    assert versions == {0: 1, 1: 1}
+
+
 def test_a_decision_without_memory_for_a_pack_is_made_on_smaller_ones(caplog: pytest.LogCaptureFixture) -> None:
     class Hungry(OneWeight):
         room = 256

@@ -15,6 +15,7 @@ from tlt_lightning.speculation.calibration import (
     LEAST_ERROR,
     CalibrationSelector,
     FillerDrafter,
+    batch_sizes,
     follow_measuring,
     lead_measuring,
     measure_steps,
@@ -64,7 +65,7 @@ class Machine:
         return self.begun[size]
 
     def measure(self, selector: CostModelSelector | FixedSelector, size: int) -> dict[tuple[int, Strategy], float]:
-        self.steps = measure_steps(self.selector, self.begin, selector.arms, size)
+        self.steps = measure_steps(self.selector, self.begin, selector.arms, batch_sizes(1, size))
         assert self.num_open == 0
         return {(step.batch_size, step.strategy): step.seconds for step in self.steps}
 
@@ -189,10 +190,26 @@ def test_prompts_are_the_same_in_every_run_and_of_tokens_that_every_vocabulary_h
     assert {token for prompt in prompts for token in prompt} == set(range(16))
 
 
-def test_batches_grow_up_to_the_largest() -> None:
-    assert [calibration.batch_sizes(number) for number in (1, 4, 6, 256)] == [
-        [1], [1, 4], [1, 4, 6], [1, 4, 16, 64, 256]
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_requests", "most", "sizes"),
+    [
+        (0, 1, [1]),
+        (1, 4, [1, 4]),
+        (48, 6, [6, 1, 4]),
+        (48, 256, [48, 1, 4, 16, 64, 256]),
+        (256, 256, [256, 1, 4, 16, 64]),
+    ],
+)
+def test_batches_are_that_of_the_rollouts_begin_then_grow_up_to_the_largest(
+    num_requests: int, most: int, sizes: list[int]
+) -> None:
+    assert batch_sizes(num_requests, most) == sizes
+
+
+def test_where_the_rollouts_batch_does_not_fit_smaller_ones_are_measured() -> None:
+    machine = Machine(lambda size, strategy: 1.0, fits=9)
+    measure_steps(machine.selector, machine.begin, FixedSelector(3).arms, batch_sizes(64, 64))
+    assert list(machine.begun) == [64, 1, 4, 16]
 
 
 def test_a_filler_is_found_for_every_look_up_and_replaces_no_head() -> None:

@@ -162,7 +162,7 @@ def test_a_plan_is_of_the_requests_that_really_run() -> None:
     plan = StrategyController(ScriptedSelector()).plan(4, 100.0, 1)
     assert with_batch(plan, 4) == plan
     fewer = with_batch(plan, 3)
-    assert fewer.state == SelectorState(batch_size=3, mean_context=100.0, drafter_version=-1, waiting=1)
+    assert fewer.state == SelectorState(batch_size=3, mean_context=100.0, drafter_version=-1, waiting=1, num_steps=2)
     assert (fewer.verifies, fewer.drafts, fewer.learns_for) == (plan.verifies, plan.drafts, plan.learns_for)
 
 

@@ -95,7 +95,7 @@ class RolloutCollector:
         is_alone = self.engine.num_ranks == 1 and not is_sharded(self.trainer)
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
         if not sleeps_on:
-            self._wake()
+            self._wake(len(requests))
         # Dynamic sampling rolls out several times an iteration, with or without prompts of this rank's.
         is_first = not sleeps_on and not self._has_begun
         self._has_begun |= is_first
@@ -111,10 +111,10 @@ class RolloutCollector:
         self._reward(rollouts)
         return taken
 
-    def _wake(self) -> None:
+    def _wake(self, num_requests: int) -> None:
         with self.peak_memory.followed(lambda: self.engine.unmapped_bytes):
             self.engine.wake()
-        self.weights.sync(self.trainer)
+        self.weights.sync(self.trainer, num_requests)
         self.log.lap("sync")
 
     def _sleep(self) -> None:

@@ -25,9 +25,10 @@ class WeightSync:
         self.engine = engine
         self._fingerprint: tuple[int, ...] = ()
 
-    def sync(self, trainer: L.Trainer) -> None:
+    def sync(self, trainer: L.Trainer, num_requests: int = 1) -> None:
         """Bring the engine up to date; the version of the weights is the number of optimizer steps.
 
+        `num_requests` are those that the rollout begins with.
         Ranks that shard the policy, or are one engine, do so together: each may see changes of its own rows alone.
         """
         module, version = trainer.lightning_module, trainer.global_step
@@ -41,7 +42,7 @@ class WeightSync:
         self.engine.update_weights(module.policy_weights(), version)  # type: ignore[operator]
         self.engine.policy_version = version  # also of an engine that does not note it: responses say what wrote them
         self._fingerprint = found
-        self.engine.warm_up()
+        self.engine.warm_up(num_requests)
         call_rollout_hook(trainer, "on_weights_synced", version)
 
 

@@ -129,8 +129,8 @@ class RolloutEngine(ABC):
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace the policy's weights (Hugging Face names) and forget all cached prefixes."""
 
-    def warm_up(self) -> None:  # noqa: B027 - most engines need none
-        """Measure what the engine must know before its first rollout, if anything.
+    def warm_up(self, num_requests: int = 1) -> None:  # noqa: B027 - most engines need none
+        """Measure what the engine must know before its first rollout of `num_requests`, if anything.
 
         Takes seconds at most, needs current weights, and leaves no trace in what is written later.
         """

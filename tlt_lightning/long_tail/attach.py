@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.speculation import arms_by_batch
-from tlt_lightning.speculation.strategy import Strategy
+from tlt_lightning.speculation.strategy import Strategy, StrategySelector
 
 _SELECTOR = (
     "for example `selector: {class_path: CostModelSelector, init_args: {drafters: [learned, sibling]}}` with "
@@ -67,9 +69,21 @@ class ServedHead:
         if self._engine is not None:
             self._engine.speculation, self._engine = self._given, None
 
+    @property
+    def _selector(self) -> StrategySelector:
+        assert self._engine is not None, "used before `attach`"
+        speculation: Any = self._engine.speculation
+        return speculation.selector
+
+    def expected_speedup(self, quality: DraftQuality) -> float | None:
+        """Return how many times as fast as plainly such a head makes decoding at best; None if nothing was timed."""
+        return self._selector.expected_speedup(quality.accepted)
+
     def push(self, publisher: DrafterPublisher) -> None:
         """Give the engine the published weights, with the tokens that they draft."""
         assert self._engine is not None, "used before `attach`"
+        if publisher.version > self.version and publisher.quality is not None:
+            self._selector.note_head(publisher.quality.accepted)
         self.version = publisher.version
         d2t = None if self.drafter.head is None else self.drafter.head.d2t
         tokens = [] if d2t is None else [("d2t", d2t)]

@@ -130,7 +130,7 @@ class LongTailIdleCallback(RolloutCallback):
                 offload=self.offload,
                 num_workers=trainer.world_size,
             )
-            self._publisher = DrafterPublisher(self._trainer)
+            self._publisher = DrafterPublisher(self._trainer, self._served.expected_speedup)
         self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
         if begins_run(trainer):
             self.publisher.forget_policy()

@@ -81,10 +81,19 @@ class PublishDecision:
 
 
 class DrafterPublisher:
-    """Keeps the published weights of the drafter that `trainer` trains, and decides on new ones."""
+    """Keeps the published weights of the drafter that `trainer` trains, and decides on new ones.
 
-    def __init__(self, trainer: DrafterTrainer) -> None:
+    Args:
+        trainer: Trains the drafter.
+        expected_speedup: Tells how many times as fast as plainly a head makes decoding at best, None if that is not
+            known: one that cannot pay is not published.
+    """
+
+    def __init__(
+        self, trainer: DrafterTrainer, expected_speedup: Callable[[DraftQuality], float | None] = lambda quality: None
+    ) -> None:
         self.trainer = trainer
+        self.expected_speedup = expected_speedup
         self.version = 0
         """Number of publications; 0 is the head that the run began with."""
         self.data_version = -1
@@ -127,7 +136,11 @@ class DrafterPublisher:
         gain, error = compare(torch.stack(self._evidence).sum(0))
         old, new = (quality_of(sums.sum(0)) for sums in (before, after))
         trainer.note_quality(new.acceptance_length)
-        is_published = gain > error and new.acceptance_length > old.acceptance_length
+        is_better = gain > error and new.acceptance_length > old.acceptance_length
+        speedup = self.expected_speedup(new)
+        # The engines of other workers are timed by other clocks: where one head may pay for one of them, it is for all.
+        num_paid = int(trainer.sum_over_ranks(torch.tensor(speedup is None or speedup > 1, dtype=torch.int64)))
+        is_published = is_better and num_paid > 0
         is_lost = new.acceptance_length - 1 < (1 - _LOST) * (old.acceptance_length - 1)
         self._num_lost = self._num_lost + 1 if is_lost else 0
         has_diverged = self._num_lost == _PATIENCE
@@ -147,11 +160,13 @@ class DrafterPublisher:
         if is_published or has_diverged:
             self._evidence, self._num_lost = [], 0
         trainer.num_pending = 0
+        slow = "" if num_paid or speedup is None else f" The engine would be {speedup:.2f} times as fast with it."
         rank_zero_info(
-            "The draft head %s: %.3f tokens per step on held-out text (the one in use: %.3f).",
+            "The draft head %s: %.3f tokens per step on held-out text (the one in use: %.3f).%s",
             "is now used" if is_published else "is trained on before it is used",
             new.acceptance_length,
             old.acceptance_length,
+            slow,
         )
         decision = PublishDecision(old, new, gain, gain - error, is_published, has_diverged)
         self.quality = decision.quality
@@ -209,7 +224,7 @@ class DrafterPublisher:
         if self.trainer.drafter.head_path is None and not self.version:
             log.warning(
                 "There is no head to write to %s: the drafter began with random weights, and was not trained enough to "
-                "draft at all. Train for more iterations, or with a larger `budget`.",
+                "be used. Train for more iterations, or with a larger `budget`.",
                 folder / "final",
             )
             return

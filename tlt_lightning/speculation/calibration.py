@@ -97,9 +97,10 @@ def random_prompts(number: int) -> list[list[int]]:
     return [[draw.randrange(16) for _ in range(PROMPT_LENGTH)] for _ in range(number)]
 
 
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to measure, each four times the last, and the largest."""
-    return sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs})
+def batch_sizes(num_requests: int, max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to measure: that of a rollout's begin, others each four times the last, the largest."""
+    first = max(1, min(num_requests, max_num_seqs))
+    return [first, *sorted({*(4**power for power in range(6) if 4**power < max_num_seqs), max_num_seqs} - {first})]
 
 
 def lead_measuring(decode: Decode, engine_ranks: EngineRanks) -> Decode:
@@ -127,20 +128,20 @@ def follow_measuring(decode: Decode, engine_ranks: EngineRanks) -> None:
 
 
 def measure_steps(
-    selector: CalibrationSelector, decode: Decode, arms: Callable[[int], Sequence[Strategy]], max_num_seqs: int
+    selector: CalibrationSelector, decode: Decode, arms: Callable[[int], Sequence[Strategy]], sizes: Sequence[int]
 ) -> list[MeasuredStep]:
-    """Measure strategies at several batch sizes, small first, until time is up.
+    """Measure strategies at several batch sizes, until time is up.
 
     Args:
         selector: In force in the engine.
         decode: Writes under it.
         arms: The strategies to measure at a batch size, off among them.
-        max_num_seqs: The largest batch.
+        sizes: The batch sizes, in their order.
     """
     started = time.perf_counter()
     deadline = started + MAX_SECONDS
     measured: list[MeasuredStep] = []
-    for size in batch_sizes(max_num_seqs):
+    for size in sizes:
         selector.batch_size = size
         steps = decode(size)
         try:
@@ -151,7 +152,8 @@ def measure_steps(
         finally:
             steps.close()
         measured += found
-        if not found or time.perf_counter() > deadline:
+        is_too_large = not found and size > sizes[0]
+        if is_too_large or time.perf_counter() > deadline:
             break  # larger batches do not fit into the cache either; or there is no time left
     seconds = time.perf_counter() - started
     if measured:

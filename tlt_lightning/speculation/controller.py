@@ -135,6 +135,7 @@ class StrategyController:
             drafter_version=self.drafter_version,
             waiting=waiting,
             is_silenced=is_silenced,
+            num_steps=self.steps_per_choice,
         )
         verifies = self.strategy
         if self._steps_left == 0:

@@ -73,6 +73,7 @@ class SelectorState:
         waiting: Requests that have not started.
         is_silenced: True while the head is kept from drafting, because it waits for its first weights or its acceptance
             collapsed; its arms then decode plainly, and such steps are recorded as `OFF`.
+        num_steps: Engine steps that the choice stands for.
     """
 
     batch_size: int
@@ -80,6 +81,7 @@ class SelectorState:
     drafter_version: int = -1
     waiting: int = 0
     is_silenced: bool = False
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,16 @@ class StrategySelector(ABC):
 
     def calibrate(self, steps: Sequence[MeasuredStep]) -> None:  # noqa: B027 - most selectors learn as they go
         """Learn from steps that were measured at several batch sizes with meaningless drafts."""
+
+    def note_head(self, accepted: Sequence[float]) -> None:  # noqa: B027 - rules learn nothing
+        """Learn how well a new head drafts on held-out text, before it is served.
+
+        `accepted` is the share of engine steps that accept the k-th draft and all before it.
+        """
+
+    def expected_speedup(self, accepted: Sequence[float]) -> float | None:
+        """Return how many times as fast as plainly such a head decodes at best; None if nothing was measured."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned, as tensors and primitives."""

@@ -84,23 +84,34 @@ def test_a_new_head_is_doubted_alone_and_mixed():
         assert acceptance.expected_emitted(3, 1.0) > known[name]
 
 
-@pytest.mark.parametrize(("drafter", "is_tried"), [("learned", True), ("sibling", False)])
-def test_a_new_head_earns_a_probe_of_itself_and_of_nothing_else(drafter: Drafter, is_tried: bool) -> None:
+@pytest.mark.parametrize(("drafter", "is_used"), [("learned", True), ("mixed", True), ("sibling", False)])
+def test_a_new_head_is_as_good_as_it_was_measured_and_look_ups_stay_as_they_were(
+    drafter: Drafter, is_used: bool
+) -> None:
     selector = calibrated(drafters=(drafter,), exploration=0.0)
     assert set(run(selector, 0.02, 400)[-100:]) == {OFF}
-    state = SelectorState(8, 350.0, drafter_version=1)
-    arms = []
-    for _ in range(20):
-        arms.append(selector.select(state))
-        selector.record(state, arms[-1], (1,) * 8, COSTS.step(8, arms[-1], 350.0))
-    assert any(not arm.is_off for arm in arms) == is_tried
+    selector.note_head([0.8, 0.64, 0.5, 0.4, 0.3, 0.2, 0.1])
+    arm = selector.select(SelectorState(8, 350.0, drafter_version=1))
+    assert (not arm.is_off) is is_used
 
 
-def test_a_new_head_earns_nothing_before_the_first_step_was_timed() -> None:
-    selector = CostModelSelector(exploration=0.0)
-    for version in (0, 1):
-        selector.select(SelectorState(8, 350.0, drafter_version=version))
-    assert selector.state_dict()["probe"][-1] == 0.0
+@pytest.mark.parametrize(
+    ("accepted", "pays"),
+    [([0.003], False), ([0.1, 0.01], False), ([0.3, 0.1, 0.03], True), ([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3], True)],
+)
+def test_a_head_pays_that_is_faster_than_plain_decoding_by_measured_steps(accepted: list[float], pays: bool) -> None:
+    """On an H200 the cheapest arm, one draft at batch size 1, takes 1.12 times as long as a plain step."""
+    speedup = calibrated().expected_speedup(accepted)
+    assert speedup is not None
+    assert (speedup > 1.05) is pays
+    assert CostModelSelector().expected_speedup(accepted) is None  # nothing was measured
+
+
+def test_the_first_step_is_plain_for_other_steps_are_compared_with_it() -> None:
+    selector = CostModelSelector()
+    assert selector.select(SelectorState(8, 350.0)) == OFF
+    selector.record(SelectorState(8, 350.0), OFF, (1,) * 8, 0.005)
+    assert selector.select(SelectorState(8, 350.0)) != OFF
 
 
 def test_cold_heads_draft_neither_alone_nor_mixed():
@@ -140,7 +151,7 @@ def test_probe_is_held_for_its_length():
             lengths.append(current)
         current = 0 if arm.is_off else current + 1
     assert lengths
-    assert {2, 8} <= set(lengths) <= {2, 8, 10, 16, 24}  # a check is shorter, for want of budget
+    assert {8} <= set(lengths) <= {2, 8, 10, 16, 24}  # a check is shorter, for want of budget
 
 
 def test_whether_to_probe_is_decided_every_eighth_step() -> None:
@@ -168,7 +179,7 @@ def test_better_drafter_is_found():
 
 
 def test_margin_keeps_equal_arms_from_alternating():
-    workload = Workload(acceptance={"learned": constant(0.55)}, num_requests=40, sigma=0.01, max_length=1024)
+    workload = Workload(acceptance={"learned": constant(0.5)}, num_requests=40, sigma=0.01, max_length=1024)
 
     def switches(margin: float) -> int:
         trace = RolloutSimulator(workload).run(CostModelSelector(margin=margin, exploration=0.0)).trace

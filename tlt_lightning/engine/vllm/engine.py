@@ -283,12 +283,12 @@ class VLLMEngine(RolloutEngine):
         self.policy_version = version
 
     @override
-    def warm_up(self) -> None:
+    def warm_up(self, num_requests: int = 1) -> None:
         if self._speculative is None or not self._speculative.wants_calibration:
             return
         assert self._writer is not None
         try:
-            self._speculative.calibrate(self._writer.write_freely, self.max_num_seqs)
+            self._speculative.calibrate(self._writer.write_freely, num_requests, self.max_num_seqs)
         finally:
             self._live.reset_prefix_cache()
 

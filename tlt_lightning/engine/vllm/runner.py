@@ -22,6 +22,7 @@ from tlt_lightning.speculation.calibration import (
     CalibrationSelector,
     Decode,
     FillerDrafter,
+    batch_sizes,
     follow_measuring,
     lead_measuring,
     measure_steps,
@@ -108,8 +109,8 @@ class SpeculativeRunner(ABC):
         """True while measured steps would help the selector."""
         return self.controller.engine_ranks.decide(lambda: self.controller.selector.wants_calibration)
 
-    def calibrate(self, decode: Decode, max_num_seqs: int) -> None:
-        """Measure steps of `decode`, up to `max_num_seqs` requests; leave only keys and values."""
+    def calibrate(self, decode: Decode, num_requests: int, max_num_seqs: int) -> None:
+        """Measure steps of `decode`, first of `num_requests`, up to `max_num_seqs`; leave only keys and values."""
         learner, engine_ranks, graphs = self.controller.selector, self.controller.engine_ranks, self.graphs
         selector, steps = CalibrationSelector(lambda: 0 if graphs is None else graphs.num_misses()), []
         controller = StrategyController(
@@ -121,7 +122,8 @@ class SpeculativeRunner(ABC):
         )
         with self._steered_by(controller):
             if engine_ranks.is_first:
-                steps = measure_steps(selector, lead_measuring(decode, engine_ranks), learner.arms, max_num_seqs)
+                sizes = batch_sizes(num_requests, max_num_seqs)
+                steps = measure_steps(selector, lead_measuring(decode, engine_ranks), learner.arms, sizes)
                 engine_ranks.decide(lambda: 0)
             else:
                 follow_measuring(decode, engine_ranks)

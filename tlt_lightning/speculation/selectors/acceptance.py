@@ -4,6 +4,8 @@ Our own; the paper's bandit needs no acceptance. A drafter that proposes fewer t
 look-up without a match does, simply has a lower acceptance.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -68,6 +70,13 @@ class AcceptanceEstimator:
         """Keep the estimates but know them as little as the prior: the drafter has changed."""
         self._counts = [0.0] * len(self._counts)
         self._forget_spreads()
+
+    def expect(self, accepted: Sequence[float]) -> None:
+        """Take over what was measured: how often the k-th draft and all before it are accepted."""
+        for index, (before, now) in enumerate(pairwise([1.0, *accepted[: len(self._means)]])):
+            self._means[index] = now / before if before else 0.0
+            self._seen[index] = max(self._seen[index], 10 * PRIOR_STRENGTH)
+        self._cache.clear()
 
     def _forget_spreads(self) -> None:
         """Drop the tables that depend on counts: all but that of the bare means."""

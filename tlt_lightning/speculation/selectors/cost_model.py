@@ -1,7 +1,7 @@
 """Choose arms by predicted tokens per second, without trying each at every batch size.
 
-Our own. The prediction is expected tokens over expected seconds. What is unknown is tried out in short probes, whose
-predicted loss is paid from a budget.
+Our own. The prediction is expected tokens over expected seconds. What is unknown is tried out in short probes. A small
+share of all seconds pays for them: for their predicted loss before, and afterwards for what they took beyond it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import Bound, Count, Share, checked
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
 from tlt_lightning.speculation.selectors.arms import make_arms
-from tlt_lightning.speculation.selectors.step_time import StepTimeModel
+from tlt_lightning.speculation.selectors.step_time import NOISE, StepTimeModel
 from tlt_lightning.speculation.strategy import (
     LEARNED_DRAFTERS,
     OFF,
@@ -34,6 +34,12 @@ DOUBT_STEPS = 4
 
 SETTLING_STEPS = 2
 """Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
+
+MOST_EXCESS = 2.0
+"""Of a probe's expected seconds, what it may cost beyond them: more is a pause."""
+
+BATCH_SIZES = (1, 4, 16, 64)
+"""Batch sizes at which a head has to pay to be published: it pays in small ones, if in any."""
 
 ACCEPTANCE_WINDOW = 50
 """Steps after which an acceptance is forgotten."""
@@ -112,6 +118,25 @@ class CostModelSelector(StrategySelector):
         """Learn from measured steps; without any, the model starts from a 7B on an H200."""
         self.step_time.calibrate(steps)
 
+    @override
+    def note_head(self, accepted: Sequence[float]) -> None:
+        for acceptance in self._heads:  # mixed with look-ups, it drafts at least as well
+            acceptance.expect(accepted)
+
+    @override
+    def expected_speedup(self, accepted: Sequence[float]) -> float | None:
+        if not self.step_time.scale:
+            return None
+        speedups = [0.0]
+        for size in BATCH_SIZES:
+            plain = self.step_time.seconds(size, OFF, 0.0)
+            for arm in self.arms(size):
+                if arm.is_learned:
+                    seconds, error = self.step_time.estimate(size, arm, 0.0)
+                    emitted = 1 + sum(accepted[: arm.num_draft_tokens])
+                    speedups.append(emitted * plain / seconds * (1 + error))
+        return max(speedups)
+
     def expected_rates(self, state: SelectorState) -> dict[Strategy, float]:
         """Return expected tokens per second and request of each arm, cost of switching included."""
         rates, arms = {}, self.arms(state.batch_size)
@@ -124,23 +149,25 @@ class CostModelSelector(StrategySelector):
 
     @override
     def select(self, state: SelectorState) -> Strategy:
+        if not self.step_time.scale:
+            return OFF  # what other steps cost is in units of plain ones, of which none was seen
         rates = self.expected_rates(state)
         if state.drafter_version != self._drafter_version:
             if self._drafter_version is not None:
-                self._doubt_drafter(rates)
+                self._doubt_head()
             self._drafter_version = state.drafter_version
-        self._until_decision -= 1
+        self._until_decision -= state.num_steps
         if self._is_probing and self._until_decision >= 0 and self._current in rates:
             return self._current
         held = rates.get(self._current, 0.0) * (1 + self.margin)
         best = max(rates, key=lambda arm: held if arm == self._current else rates[arm])
         self._is_probing = False
         if self._until_decision < 0:
-            self._until_decision = PROBE_STEPS - 1
+            self._until_decision = PROBE_STEPS - state.num_steps
             for num_steps in (PROBE_STEPS, CHECK_STEPS):
                 probe = self._worth_probing(state, rates, best, num_steps)
                 if probe is not None:
-                    best, self._is_probing, self._until_decision = probe, True, num_steps - 1
+                    best, self._is_probing, self._until_decision = probe, True, num_steps - state.num_steps
                     break
         self._switch_to(best)
         return best
@@ -148,9 +175,12 @@ class CostModelSelector(StrategySelector):
     @override
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
         self._credit += self.exploration * seconds
-        excess = seconds - self.step_time.seconds(state.batch_size, strategy, state.mean_context)
+        expected = self.step_time.seconds(state.batch_size, strategy, state.mean_context)
+        excess = seconds - expected
         if not self._settling or excess < 0:  # faster than believed in spite of a catch-up
             self.step_time.update(state.batch_size, strategy, state.mean_context, seconds)
+        if self._is_probing and strategy == self._current:
+            self._charge_probe(excess, expected, state.num_steps)
         if self._settling:
             self._settle(excess)
         for drafter, acceptance in self.acceptance.items():
@@ -194,13 +224,14 @@ class CostModelSelector(StrategySelector):
             return 1.0
         return self.acceptance[arm.drafter].expected_emitted(arm.num_draft_tokens, spread)
 
-    def _doubt_drafter(self, rates: dict[Strategy, float]) -> None:
-        """Expect a new drafter to be like the old one, less surely, and afford a short probe."""
-        learned = [self.acceptance[name] for name in LEARNED_DRAFTERS if name in self.acceptance]
-        for acceptance in learned:
+    @property
+    def _heads(self) -> list[AcceptanceEstimator]:
+        return [self.acceptance[name] for name in LEARNED_DRAFTERS if name in self.acceptance]
+
+    def _doubt_head(self) -> None:
+        """Expect a new head to be like the old one, or as it was measured, less surely."""
+        for acceptance in self._heads:
             acceptance.doubt()
-        if learned and self.step_time.scale:
-            self._credit = max(self._credit, PROBE_STEPS / rates[OFF])
 
     def _switch_seconds(self, arm: Strategy) -> float:
         return 0.0 if self._is_warm or not arm.is_learned else self.catch_up_seconds
@@ -210,6 +241,17 @@ class CostModelSelector(StrategySelector):
             self._settling, self._excess = SETTLING_STEPS, 0.0
         self._is_warm = arm.is_learned
         self._current = arm
+
+    def _charge_probe(self, excess: float, expected: float, num_steps: int) -> None:
+        """Charge what a probe's step took beyond its price; end a probe that is twice as slow as believed.
+
+        The step stands for those around it that are of two strategies, and are not seen.
+        """
+        if self._settling == SETTLING_STEPS:
+            excess -= self.catch_up_seconds
+        self._credit -= min(max(0.0, excess - NOISE * expected), MOST_EXCESS * expected) * num_steps
+        if excess > expected and not self._settling:
+            self._until_decision = 0
 
     def _settle(self, excess: float) -> None:
         """Learn the catch-up's cost: seconds beyond the model's of the first steps after a switch."""
@@ -222,8 +264,9 @@ class CostModelSelector(StrategySelector):
         self, state: SelectorState, rates: dict[Strategy, float], best: Strategy, num_steps: int
     ) -> Strategy | None:
         """Return the arm that may beat `best` by most, if the budget can pay for `num_steps` of it; pay."""
+        num_steps += state.num_steps > 1  # the two around the probe are of two strategies each: one more, together
         # The longer nothing was worth its price, the more we doubt, so a model that is sure and wrong is found out.
-        doubt = 1 + self._credit * rates[best] / DOUBT_STEPS
+        doubt = 1 + max(0.0, self._credit) * rates[best] / DOUBT_STEPS
         found, most, price = None, rates[best] * (1 + self.margin), 0.0
         for arm, rate in rates.items():
             seconds, spread = self.step_time.estimate(state.batch_size, arm, state.mean_context)
