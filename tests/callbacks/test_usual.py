@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tlt_lightning import CompletionsWriter, RolloutProgressBar, RunReport
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.usual import usual_callbacks
+from tlt_lightning.gallery.why_nothing_is_learned import WhyNothingIsLearned
 
 
 def usual(root: Path | None, **settings: Any) -> list[L.Callback]:
@@ -29,17 +30,17 @@ def usual(root: Path | None, **settings: Any) -> list[L.Callback]:
 def test_what_a_trainer_was_not_given_is_brought_unless_it_is_switched_off(
     settings: dict[str, Any], expected: list[type], tmp_path: Path
 ) -> None:
-    assert [type(callback) for callback in usual(tmp_path, **settings)] == expected
+    assert [type(callback) for callback in usual(tmp_path, **settings)] == [WhyNothingIsLearned, *expected]
 
 
 def test_a_prediction_is_written_down_and_not_reported(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path)
     trainer.state.fn = "predict"  # type: ignore[assignment]
-    assert [type(callback) for callback in usual_callbacks(trainer)][1] is CompletionsWriter
+    assert [type(callback) for callback in usual_callbacks(trainer)][2] is CompletionsWriter
 
 
 def test_they_write_to_the_trainers_folder_or_to_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for root, folder in ((tmp_path / "run", tmp_path / "run"), (None, tmp_path / "outputs")):
-        _, report, checkpoint = usual(root)
+        *_, report, checkpoint = usual(root)
         assert (report.dirpath, checkpoint.dirpath) == (folder, str(folder / "checkpoints"))  # type: ignore[attr-defined]

@@ -33,5 +33,5 @@ def test_documented_yaml_makes_the_callback(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_short_file_each_and_listed(name: str) -> None:
-    assert len((GALLERY / f"{name}.py").read_text().splitlines()) <= 100
+    assert len((GALLERY / f"{name}.py").read_text().splitlines()) <= 170
     assert f"`{name}.{callback_class(name).__name__}`" in (GALLERY / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import lightning as L
@@ -18,6 +19,7 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
 
     - A `RolloutProgressBar`, unless `enable_progress_bar=False`.
     - A `RunReport`, in `predict` a `CompletionsWriter`, unless `logger=False`.
+    - The gallery's `WhyNothingIsLearned`.
     - An `IterationCheckpoint` in place of Lightning's own checkpoint, unless `enable_checkpointing=False`.
 
     They write to the Trainer's `default_root_dir`; to `outputs` where that is the working directory.
@@ -25,11 +27,12 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     given: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     root = Path(trainer.default_root_dir)
     folder = str(root / "outputs" if root == Path.cwd() else root)
-    usual: list[L.Callback] = []
+    usual: list[L.Callback] = [import_module("tlt_lightning.gallery.why_nothing_is_learned").WhyNothingIsLearned()]
     if trainer.progress_bar_callback is not None:
         usual.append(RolloutProgressBar())
     if trainer.loggers:
         usual.append(CompletionsWriter(folder) if trainer.state.fn == "predict" else RunReport(folder))
     if [vars(each) for each in trainer.checkpoint_callbacks] == [vars(ModelCheckpoint())]:  # the Trainer's own
         usual.append(IterationCheckpoint(f"{folder}/checkpoints"))  # Lightning lets it replace that
-    return [each for each in usual if not any(isinstance(other, type(each)) for other in given)]
+    names = {kind.__name__ for each in given for kind in type(each).__mro__}  # a file may be known by two paths
+    return [each for each in usual if type(each).__name__ not in names]

@@ -15,7 +15,6 @@ from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import warn_of_mismatch, warn_of_surprise
 from tlt_lightning.objectives.correction import effective_sample_size
 from tlt_lightning.sharding.units import total_norm
-from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
 from tlt_lightning.training.throughput import peak_flops, utilisation
 
 log = logging.getLogger(__name__)
@@ -35,14 +34,6 @@ class CloseIteration(L.Callback):
             callbacks.insert(0, cls())
 
     @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if hasattr(pl_module, "iteration_log"):
-            self._diagnosis = Diagnosis(is_grouped=pl_module.objective.min_group_size > 1)
-            parameters = pl_module.policy.parameters()
-            self._trained = [each for each in parameters if each.requires_grad]  # a callback may freeze
-            self._weights = sample_of(self._trained)
-
-    @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not hasattr(pl_module, "iteration_log"):
             return
@@ -58,10 +49,6 @@ class CloseIteration(L.Callback):
         warn_of_surprise(metrics, trainer.current_epoch + 1)
         judge_weights(metrics, trainer.current_epoch + 1)
         log_of_iteration(pl_module, metrics)
-        before, self._weights = self._weights, sample_of(self._trained)
-        if trainer.is_global_zero:
-            for cause in self._diagnosis.read(metrics, change_of(before, self._weights)):
-                log.warning("Iteration %d: why nothing is learned: %s", trainer.current_epoch + 1, cause)
 
 
 def judge_weights(metrics: dict[str, float], iteration: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import evenness, make_data, make_module, make_trainer
-from tlt_lightning.training.diagnosis import Diagnosis, change_of, sample_of
+from tlt_lightning.gallery.why_nothing_is_learned import WhyNothingIsLearned, change_of, sample_of
 
 HEALTHY = {
     "reward/mean": 0.3,
@@ -23,12 +23,12 @@ HEALTHY = {
 }
 
 
-def said(diagnosis: Diagnosis, *iterations: dict[str, float]) -> list[tuple[int, str]]:
+def said(*iterations: dict[str, float], is_grouped: bool = True) -> list[tuple[int, str]]:
     """Number of the iteration, from 1, and what was said after it."""
-    found = []
+    found, callback = [], WhyNothingIsLearned()
     for number, changes in enumerate(iterations, start=1):
         metrics = {**HEALTHY, **changes}
-        found += [(number, cause) for cause in diagnosis.read(metrics, metrics.pop("change"))]
+        found += [(number, cause) for cause in callback.causes(metrics, metrics.pop("change"), is_grouped)]
     return found
 
 
@@ -46,7 +46,7 @@ def said(diagnosis: Diagnosis, *iterations: dict[str, float]) -> list[tuple[int,
     ],
 )
 def test_each_cause_is_said_once_after_three_iterations(changes: dict[str, float], sentence: str) -> None:
-    ((number, cause),) = said(Diagnosis(is_grouped=True), *[changes] * 8)
+    ((number, cause),) = said(*[changes] * 8)
     assert number == 3
     assert re.search(sentence, cause)
 
@@ -63,7 +63,7 @@ def test_each_cause_is_said_once_after_three_iterations(changes: dict[str, float
     ],
 )
 def test_a_run_that_learns_is_left_in_peace(iterations: list[dict[str, float]]) -> None:
-    assert said(Diagnosis(is_grouped=True), *iterations) == []
+    assert said(*iterations) == []
 
 
 def test_a_policy_that_unlearns_is_told_of_once() -> None:
@@ -71,13 +71,13 @@ def test_a_policy_that_unlearns_is_told_of_once() -> None:
     rewards = [0.9, 0.85, 0.95, 0.75, 0.6, 0.5, 0.45, 0.35, 0.25, 0.2, 0.1, 0.05, 0.02]
     spreads = [0.3, 0.35, 0.2, 0.43, 0.49, 0.5, 0.5, 0.48, 0.43, 0.4, 0.3, 0.2, 0.14]
     course = [{"reward/mean": mean, "reward/std": std} for mean, std in zip(rewards, spreads, strict=True)]
-    ((number, cause),) = said(Diagnosis(is_grouped=True), *course, *course[-1:] * 5)
+    ((number, cause),) = said(*course, *course[-1:] * 5)
     assert number == 13  # the means of five iterations fall below 0.81 - 0.5 in the eleventh, and stay there
     assert re.search(r"over 5 iterations has fallen from 0\.81 to 0\.12, by more than responses differ \(0\.5\)", cause)
 
 
 def test_single_responses_are_no_groups() -> None:
-    assert said(Diagnosis(is_grouped=False), *[{"reward/zero_std_groups": 1.0}] * 5) == []
+    assert said(*[{"reward/zero_std_groups": 1.0}] * 5, is_grouped=False) == []
 
 
 def test_the_change_of_weights_is_that_of_a_sample() -> None:
