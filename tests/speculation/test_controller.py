@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -190,16 +191,29 @@ def test_what_was_learned_of_steps_in_16_bit_is_not_restored_in_8_bit() -> None:
     assert other.drafter_version == same.drafter_version == 5
 
 
-@pytest.mark.parametrize("kind", [FixedSelector, BEGMABSelector])
-def test_another_selector_starts_anew_and_says_so(
-    kind: type[StrategySelector], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (FixedSelector(), CostModelSelector()),
+        (BEGMABSelector(), CostModelSelector()),
+        (CostModelSelector((1, 7)), CostModelSelector((1, 5))),
+        (CostModelSelector(drafters=("learned", "ngram")), CostModelSelector(drafters=("ngram", "learned"))),
+        (BEGMABSelector(), BEGMABSelector(groups=((7, 3, 1), (3, 1)))),  # as many arms
+        (BEGMABSelector(), BEGMABSelector(groups=((5, 3, 1), (5, 1)))),
+    ],
+)
+def test_a_selector_of_another_class_or_other_arms_starts_anew_and_says_so(
+    old: StrategySelector, new: StrategySelector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, new = StrategyController(kind()), StrategyController(CostModelSelector())
-    old.weights_changed(5)
-    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
-    assert f"holds what {kind.__name__} learned: CostModelSelector starts anew" in caplog.text
-    assert new.drafter_version == 5
-    assert new.selector.state_dict() == CostModelSelector().state_dict()
+    before, (saving, loading) = new.state_dict(), map(StrategyController, (old, new))
+    saving.weights_changed(5)
+    loading.load_state_dict(json.loads(json.dumps(saving.state_dict())))
+    names = type(old).__name__, type(new).__name__
+    assert re.search(
+        rf"holds what {names[0]} \(off, .*in bfloat16 learned: {names[1]} \(off, .* starts anew", caplog.text
+    )
+    assert loading.drafter_version == 5
+    assert new.state_dict() == before
 
 
 def test_state_is_restored() -> None:

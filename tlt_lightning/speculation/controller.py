@@ -232,24 +232,26 @@ class StrategyController:
             "speculation/drafter_version": float(self.drafter_version),
         }
 
+    @property
+    def _learner(self) -> str:
+        """Name the selector, its arms by batch and the engine's type: what is learned holds for these alone."""
+        rows = dict.fromkeys(tuple(map(arm_name, self.selector.arms(2**power))) for power in range(11))
+        return f"{type(self.selector).__name__} ({'; '.join(map(', '.join, rows))}) in {self.compute_dtype}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned by this worker."""
         return {
             "selector": self.selector.state_dict(),
-            "selector_name": type(self.selector).__name__,
-            "compute_dtype": self.compute_dtype,
+            "learner": self._learner,
             "alarm": self.alarm.state_dict(),
             "drafter_version": self.drafter_version,
             "lookup_scores": None if self.lookups is None else self.lookups.scores.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved; a selector of another class than the saved one's starts anew."""
-        name, saved = type(self.selector).__name__, state_dict["selector_name"]
-        if name != saved:
-            log.warning("The checkpoint holds what %s learned: %s starts anew.", saved, name)
-        elif (learned_in := state_dict["compute_dtype"]) != self.compute_dtype:
-            log.info("The selector learned steps in %s and starts anew in %s.", learned_in, self.compute_dtype)
+        """Restore what `state_dict` saved; a selector of another class, arms or type than the saved one starts anew."""
+        if (saved := state_dict["learner"]) != self._learner:
+            log.warning("The checkpoint holds what %s learned: %s starts anew.", saved, self._learner)
         else:
             self.selector.load_state_dict(state_dict["selector"])
         self.alarm.load_state_dict(state_dict["alarm"])

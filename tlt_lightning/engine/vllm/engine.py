@@ -112,7 +112,7 @@ class VLLMEngine(RolloutEngine):
                 held = f"(policy, max_model_len, seed) {self._set_up_for}"
                 raise RuntimeError(f"`setup` asks for {wanted} of an engine set up for {held}; call `close` first.")
             return
-        head = self._check_policy(policy)
+        head = self._read_policy(policy)
         started = time.perf_counter()
         graphs = self._plan_graphs()
         self._start(policy, max_model_len, seed, graphs)
@@ -120,7 +120,7 @@ class VLLMEngine(RolloutEngine):
         self._set_up_for = wanted
         log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
 
-    def _check_policy(self, policy: str) -> HeadShape | None:
+    def _read_policy(self, policy: str) -> HeadShape | None:
         """Read the policy's shapes and tokenizer, and return the draft head's shape; no weights are loaded.
 
         Raises:

@@ -116,12 +116,7 @@ class AcceptanceEstimator:
         return {"means": list(self._means), "counts": list(self._counts), "seen": list(self._seen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved; raise ValueError if saved for another draft length."""
-        if len(state_dict["means"]) != len(self._means):
-            raise ValueError(
-                f"The saved acceptance is of drafts of up to {len(state_dict['means'])} tokens, this one up to "
-                f"{len(self._means)}: give the selector `num_draft_tokens` with the same longest draft."
-            )
+        """Restore what `state_dict` saved."""
         self._means, self._counts = list(state_dict["means"]), list(state_dict["counts"])
         self._seen = list(state_dict["seen"])
         self._cache.clear()

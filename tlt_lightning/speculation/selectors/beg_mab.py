@@ -23,7 +23,6 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 from math import sqrt
 from statistics import median
 from typing import Any
@@ -31,7 +30,6 @@ from typing import Any
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, Share, checked
-from tlt_lightning.speculation.counters import arm_name
 from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
 
@@ -128,7 +126,6 @@ class BEGMABSelector(StrategySelector):
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = self._random.getstate()
         return {
-            "arms": self._arm_names,
             "rewards": [[[list(pull) for pull in pulls] for pulls in rewards.values()] for rewards in self._rewards],
             "num_pulls": list(self._num_pulls),
             "random": [version, list(words), gauss],
@@ -138,11 +135,6 @@ class BEGMABSelector(StrategySelector):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (saved := state_dict["arms"]) != (arms := self._arm_names):
-            raise ValueError(
-                f"The saved selector has the arms {saved} in its buckets, this one {arms}; construct it with the same "
-                "`groups` and `drafters`."
-            )
         for rewards, kept in zip(self._rewards, state_dict["rewards"], strict=True):
             for arm, pulls in zip(rewards, kept, strict=True):
                 rewards[arm] = Pulls(((int(number), value) for number, value in pulls), self.window)
@@ -151,10 +143,6 @@ class BEGMABSelector(StrategySelector):
         self._random.setstate((version, tuple(words), gauss))
         self._bucket, self._stepped, self._tokens, self._request_seconds = state_dict["pull"]
         self._pulled = Strategy(*state_dict["pulled"])
-
-    @property
-    def _arm_names(self) -> list[list[str]]:
-        return [[arm_name(arm) for arm in arms] for arms in self._arms]
 
     def _bucket_of(self, batch_size: int) -> int:
         return max(0, bisect_right(self.thresholds, batch_size) - 1)
@@ -182,15 +170,10 @@ def _value(pulls: Pulls) -> float:
 
 
 def check_groups(groups: Sequence[Sequence[int]], thresholds: Sequence[int]) -> None:
-    """Raise ValueError unless thresholds ascend from 1, one a group, and drafts never grow."""
-    if len(groups) != len(thresholds):
+    """Raise ValueError unless thresholds ascend from 1, one a group, and the longest drafts never grow."""
+    longest, ascends = [max(group, default=0) for group in groups], sorted({1, *thresholds}) == list(thresholds)
+    if not ascends or len(groups) != len(thresholds) or longest != sorted(longest, reverse=True) or 0 in longest:
         raise ValueError(
-            f"`groups` has {len(groups)} entries and `thresholds` {len(thresholds)}; each bucket needs one of each."
+            "`groups` has draft lengths for each of `thresholds`, which ascend from 1, and the longest does not grow "
+            f"with the batch; got {list(groups)} and {list(thresholds)}."
         )
-    if not thresholds or thresholds[0] != 1 or any(a >= b for a, b in pairwise(thresholds)):
-        raise ValueError(f"`thresholds` must ascend and begin with 1, got {list(thresholds)}.")
-    if any(not group for group in groups):
-        raise ValueError(f"`groups` has an empty entry: {list(groups)}; a bucket needs at least one draft length.")
-    budgets = [max(group) for group in groups]
-    if budgets != sorted(budgets, reverse=True):
-        raise ValueError(f"The longest drafts of `groups` must not grow with the batch, got {budgets}.")

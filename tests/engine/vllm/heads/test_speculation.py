@@ -24,7 +24,7 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
-from tlt_lightning.engine.vllm.drafter_weights import check_map, check_tensors
+from tlt_lightning.engine.vllm.drafter_weights import check_tensors
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
@@ -246,14 +246,7 @@ def test_what_sleep_drops_of_the_head_comes_back_as_it_was_last(setup: Setup) ->
     setup.engine.update_weights(PolicyWeights(load_policy(setup.policy)), 0)
 
 
-@pytest.mark.parametrize("d2t", [[0, 0, 28, 29], [0, -1, 3, 4], [0.0, 0.0, 0.0, 0.0], [-1, 0, 0, 0]])
-def test_a_map_to_tokens_that_do_not_exist_or_are_the_same_is_refused(d2t: list[float]) -> None:
-    with pytest.raises(ValueError, match="must lead to 4 different tokens, integers from 0 to 31"):
-        check_map(torch.tensor(d2t), 32)
-
-
-def test_a_map_leads_up_to_the_last_token() -> None:
-    check_map(torch.tensor([0, 0, 28, 28]), 32)
+def test_a_map_to_tokens_has_its_shape() -> None:
     shapes = {"fc.weight": (64, 192), "d2t": (4,), "t2d": (32,), "lm_head.weight": (4, 64)}
     tensors = {"fc.weight": torch.ones(64, 192)}
     for more in ({}, {"d2t": torch.zeros(4)}):
@@ -265,7 +258,10 @@ def test_a_map_leads_up_to_the_last_token() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(32, 64)}, "never travels"),
+        (
+            lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(32, 64)},
+            "not trainable tensors of the head: embed_tokens.weight",
+        ),
         (lambda tensors: tensors | {"d2t": torch.zeros(32)}, "not trainable tensors of the head: d2t"),
         (lambda tensors: {k: v for k, v in tensors.items() if "k_proj" not in k}, "missing: layers.0.self_attn.k_proj"),
         (lambda tensors: tensors | {"fc.weight": torch.zeros(64, 64)}, r"fc.weight \(64, 64\) instead of \(64, 192\)"),
