@@ -127,10 +127,6 @@ def test_checkpoints_are_named_by_metrics_of_the_iteration(paths: Paths) -> None
 # What is refused
 
 
-class Misnamed(L.Callback):
-    def on_rollout_finished(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Any) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
@@ -147,7 +143,6 @@ class Misnamed(L.Callback):
         ),
         ({"callback": StochasticWeightAveraging(1e-3)}, "use `EMAWeightAveraging`"),
         ({"callback": ModelCheckpoint(every_n_train_steps=2)}, r"every_n_train_steps=2.*`every_n_epochs`"),
-        ({"callback": Misnamed()}, r"`Misnamed\.on_rollout_finished` is no hook.*on_rollout_end"),
         ({"callback": ModelCheckpoint(train_time_interval=timedelta(1))}, r"train_time_interval.*`every_n_epochs`"),
     ],
 )

@@ -15,12 +15,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.architectures import save_longrope
 from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
-from tlt_lightning import CriticConfig, LoRA, RLModule, RolloutDataModule, Sampling, TailBatching, TransformersEngine
+from tlt_lightning import CriticConfig, LoRA, RLModule, Sampling, TailBatching
 from tlt_lightning.checks import check_lengths
 from tlt_lightning.data.iteration import IterationSettings
 from tlt_lightning.objectives import GRPO, DrGRPO
 from tlt_lightning.rewards import exact_match
-from tlt_lightning.rollout import RolloutBatch
 
 
 @pytest.mark.parametrize(
@@ -70,24 +69,6 @@ def test_an_objective_that_assumes_another_length_limit_is_refused(
 ) -> None:
     with pytest.raises(MisconfigurationException, match=r"`objective.aggregation.max_tokens` 1024 .* is 8; make them"):
         make_trainer(tmp_path).fit(make_module(policy_path, objective=DrGRPO()), make_data(prompts_path))
-
-
-class BareAdvantages(GRPO):
-    def advantages(self, batch: RolloutBatch, reduce: Any) -> Any:
-        return torch.zeros_like(batch.response_mask)
-
-
-class BareLoss(GRPO):
-    def loss(self, batch: RolloutBatch, logps: torch.Tensor, entropy: torch.Tensor, values: Any) -> Any:
-        return logps.sum()
-
-
-@pytest.mark.parametrize(("objective", "method"), [(BareAdvantages(), "advantages"), (BareLoss(), "loss")])
-def test_an_objective_that_returns_something_else_is_refused(
-    objective: GRPO, method: str, policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    with pytest.raises(TypeError, match=rf"`{type(objective).__name__}\.{method}` has to return"):
-        make_trainer(tmp_path).fit(make_module(policy_path, objective=objective), make_data(prompts_path))
 
 
 @pytest.mark.parametrize(
@@ -227,16 +208,6 @@ def test_a_fit_is_checked_once(policy_path: str, prompts_path: str, tmp_path: Pa
     build = Mock(side_effect=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path, optimizer=build), make_data(prompts_path))
     assert build.call_count == 2  # for the check, and for the run
-
-
-def test_a_data_module_that_hides_its_setup_is_refused(policy_path: str, tmp_path: Path) -> None:
-    class Hides(RolloutDataModule):
-        def setup(self, stage: str) -> None: ...
-
-    with pytest.raises(
-        MisconfigurationException, match=r"`Hides\.setup` takes the place of `RolloutDataModule\.setup`"
-    ):
-        make_trainer(tmp_path).fit(make_module(policy_path), Hides([exact_match], engine=TransformersEngine()))  # type: ignore[list-item]
 
 
 def test_a_run_does_not_take_the_data_of_an_earlier_one(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
