@@ -282,7 +282,7 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
     """Streams the policy's weights by Hugging Face name, adapters merged, one at a time.
 
     Tied weights come once. Merged tensors are fresh copies; all others are the live ones and must not be written. Of a
-    sharded policy all ranks stream together, and a layer's tensors are empty once the next layer's come.
+    sharded policy all ranks stream together, layer by layer: use a layer's tensors before the next one is asked for.
 
     Args:
         model: The policy, adapters in place.

@@ -22,7 +22,7 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """Counts the requests and tokens of a running rollout on this worker's engine, those of its other ranks included.
+    """Counts the requests and tokens of a running rollout; an engine of several ranks counts those of all.
 
     Args:
         waiting: Requests that have not started.

@@ -34,8 +34,8 @@ class Speculation:
             sets this and `head` where it starts from nothing.
         siblings: Draft what other responses to the same prompt said after the same words, in steps for the drafter
             `sibling`, or for `mixed`, where the head drafts for requests without a good match. Needs no training.
-        ngram: Draft what the prompt and the response itself said after the same words, in steps for `ngram`, and in
-            those for `sibling` or `mixed` where that is expected to be accepted more often. Needs no training.
+        ngram: Draft from the request's own text: what followed the same words before. Steps for `sibling` and `mixed`
+            do so, too, where such drafts are expected to be accepted more often. Needs no training.
         max_draft_tokens: The longest draft a selector may ask for; the engine reserves memory for it.
         draft_sampling: How the head drafts above temperature 0: `greedy` takes its likeliest token; `probabilistic`
             samples, with more acceptance. Without `siblings` and `ngram` that takes `max_num_seqs` *
