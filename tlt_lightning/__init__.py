@@ -14,7 +14,7 @@ _NAMES = {
     "callbacks.progress_bar": "RolloutProgressBar",
     "callbacks.run_report": "RunReport",
     "commands.export": "export_policy",
-    "data.dynamic_sampling": "DynamicSampling",
+    "data.iteration_settings": "DynamicSampling",
     "data.module": "RolloutDataModule",
     "data.prompts": "PromptSource",
     "drafter.data": "DrafterDataModule",

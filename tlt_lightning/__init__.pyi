@@ -2,7 +2,7 @@ from tlt_lightning.callbacks.completions_writer import CompletionsWriter as Comp
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar as RolloutProgressBar
 from tlt_lightning.callbacks.run_report import RunReport as RunReport
 from tlt_lightning.commands.export import export_policy as export_policy
-from tlt_lightning.data.dynamic_sampling import DynamicSampling as DynamicSampling
+from tlt_lightning.data.iteration_settings import DynamicSampling as DynamicSampling
 from tlt_lightning.data.module import RolloutDataModule as RolloutDataModule
 from tlt_lightning.data.prompts import PromptSource as PromptSource
 from tlt_lightning.drafter.data import DrafterDataModule as DrafterDataModule

@@ -74,7 +74,7 @@ class Idle:
 class NoSync(WeightSync):
     """Leaves the engine as it is."""
 
-    def sync(self, trainer: Any) -> None: ...
+    def sync(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_without_prompts_only_the_others_are_waited_for(collector: RolloutCollec
 def test_without_prompts_a_rank_with_shards_takes_part_in_the_sync(collector: RolloutCollector) -> None:
     """In a later round of dynamic sampling, to which engines of the others, which slept, come without weights."""
     collector.trainer.strategy = FSDP2Strategy()  # type: ignore[misc]
-    collector.weights.sync = lambda _: collector.engine.calls.append("sync")  # type: ignore[attr-defined, method-assign]
+    collector.weights.sync = lambda *_: collector.engine.calls.append("sync")  # type: ignore[attr-defined, method-assign]
     assert collect(collector) != []
     assert collect(collector, []) == []
     assert collector.engine.calls == ["wake", "sync", "sleep"] * 2  # type: ignore[attr-defined]

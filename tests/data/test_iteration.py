@@ -10,7 +10,8 @@ import torch
 
 from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling
 from tlt_lightning.data import iteration
-from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
+from tlt_lightning.data.iteration import PolicyIteration
+from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
@@ -74,6 +75,7 @@ def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         return [(needs.get(own[0], own[0]), own[1]) if isinstance(own, tuple) else needs.get(own, own), own]
 
     monkeypatch.setattr(iteration, "gather_over_ranks", gather)
+    monkeypatch.setattr(iteration, "check_settings", lambda trainer: None)
     return needs
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
 from tlt_lightning import RewardTerm
-from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.iteration_settings import DynamicSampling
 from tlt_lightning.objectives import group_statistics
 from tlt_lightning.rollout import RolloutBatch
 

@@ -17,7 +17,7 @@ from tests.support.architectures import save_longrope
 from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
 from tlt_lightning import CriticConfig, LoRA, RLModule, Sampling, TailBatching
 from tlt_lightning.checks import check_lengths
-from tlt_lightning.data.iteration import IterationSettings
+from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.objectives import GRPO, DrGRPO
 from tlt_lightning.rewards import exact_match
 

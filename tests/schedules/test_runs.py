@@ -21,7 +21,7 @@ from tlt_lightning import (
     TailBatching,
     VLLMEngine,
 )
-from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.iteration_settings import DynamicSampling
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.rollout import Rollout
 from tlt_lightning.speculation import FixedSelector

@@ -1,4 +1,34 @@
-"""Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches."""
+"""Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches.
+
+An iteration is a Lightning epoch. What goes from whom to whom, on each rank, and what each waits for:
+
+    what                 made by                     waits for                       goes on when
+    -------------------  --------------------------  ------------------------------  ------------------------------
+    PendingGroup         PromptCursor, Backlog       all ranks: who draws how many   their numbers are gathered
+      |  ^
+      |  '-- dynamic sampling comes back here, until no rank lacks a group
+    Request              RolloutUnderWay             -                               -
+      |
+    weights              WeightSync                  the last optimizer step         the engine has them, checked
+      |
+    Response, as it ends RolloutEngine.generate      its last token                  the schedule has chosen: `stop`
+      |   \
+      |    score         RewardPool, in threads      a thread                        all scores, or the time limit
+      |
+    Rollout              RolloutCollector            the last rank (an IdleWindow:   all ranks have written, or one
+      |                                              callbacks may use the time)     has failed (Liveness)
+    RolloutBatch         collate, RLModule.score     with shards all ranks' passes   log-probs, values are filled in
+      |
+    advantages           PolicyObjective             sums over ranks                 they are finite
+      |
+    micro-batches        plan_minibatches            -                               Lightning asks for the next step
+      |
+    optimizer step       RLModule.training_step      gradients of all ranks          the last step of the epoch
+      |
+    metrics, checkpoint  CloseIteration, callbacks   numbers of all ranks            the next epoch begins above
+
+All of it runs on the main thread, but for the rewards.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -9,17 +39,14 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from tlt_lightning.arguments import Count, checked
-from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
-from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
-from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, collate, has_spread, split_groups
+from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, collate, has_spread, split_groups
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
 from tlt_lightning.schedules.history import Answered, AnswerHistory, deal
@@ -35,81 +62,21 @@ if TYPE_CHECKING:
     from tlt_lightning.module import RLModule
 
 
-@checked()
-@dataclass(frozen=True, kw_only=True)
-class IterationSettings:
-    """Holds the settings of all iterations of a run; see `RolloutDataModule`."""
+@dataclass(frozen=True, slots=True)
+class IterationStart:
+    """Holds what there was before an iteration, from which a resumed run begins it anew.
 
-    group_size: Count
-    prompts_per_iteration: Count
-    micro_batch_tokens: Count
-    num_minibatches: Count
-    inner_epochs: Count
-    max_prompt_tokens: Count
-    dynamic_sampling: DynamicSampling | None
-    sampling: Sampling
+    Args:
+        position: Prompts that were drawn.
+        deferred: Groups that waited.
+        history: Earlier answers.
+        engine: The engine's state.
+    """
 
-    def of_dev_run(self, trainer: L.Trainer) -> "IterationSettings":
-        """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""
-        num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
-        return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of an iteration."""
-        return self.num_minibatches * self.inner_epochs
-
-    def check(self, objective: PolicyObjective, trainer: L.Trainer) -> None:
-        """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
-
-        So does a validation after more steps than an iteration has.
-        """
-        num_ranks = trainer.world_size
-        num_prompts, group_size, num_steps = self.prompts_per_iteration, self.group_size, self.num_minibatches
-        if num_prompts % num_ranks:
-            nearest = max(1, round(num_prompts / num_ranks)) * num_ranks
-            raise MisconfigurationException(
-                f"`data.prompts_per_iteration` {num_prompts} is not divisible by {num_ranks} ranks, which share them; "
-                f"give {nearest}, or another number of `trainer.devices`."
-            )
-        num_sequences = num_prompts // num_ranks * group_size
-        if num_sequences % num_steps:
-            raise MisconfigurationException(
-                f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {num_prompts} / "
-                f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
-                f"{num_steps}, the optimizer steps that share them; choose one that divides them."
-            )
-        self._check_interval(trainer)
-        max_tokens = self.sampling.max_tokens
-        if (longest := self.max_prompt_tokens + max_tokens) > self.micro_batch_tokens:
-            raise MisconfigurationException(
-                f"`data.micro_batch_tokens` {self.micro_batch_tokens} is less than the longest sequence, "
-                f"`data.max_prompt_tokens` {self.max_prompt_tokens} plus `data.sampling.max_tokens` {max_tokens}; set "
-                f"it to at least {longest}."
-            )
-        for name, limit in objective.length_limits.items():
-            if limit != max_tokens:
-                raise MisconfigurationException(
-                    f"`objective.{name}` {limit} has to be the longest response, and `data.sampling.max_tokens` is "
-                    f"{max_tokens}; make them equal."
-                )
-        if group_size < objective.min_group_size:
-            raise MisconfigurationException(
-                f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare "
-                f"the responses to one prompt: use at least {objective.min_group_size}."
-            )
-
-    def _check_interval(self, trainer: L.Trainer) -> None:
-        every = getattr(trainer, "val_check_interval", None)  # which one in seconds is not
-        is_within = trainer.check_val_every_n_epoch is not None
-        if not isinstance(every, int) or trainer.limit_val_batches == 0:
-            return
-        if every < 1 or (is_within and every > self.num_steps):
-            raise MisconfigurationException(
-                f"`Trainer(val_check_interval={every})` counts optimizer steps, of which an iteration has "
-                f"{self.num_steps} (`data.num_minibatches` * `data.inner_epochs`): leave it out to validate behind "
-                f"every iteration, or set `check_val_every_n_epoch={every or 1}` to do so behind every {every or 1}."
-            )
+    position: int
+    deferred: list[PendingGroup]
+    history: AnswerHistory
+    engine: dict[str, Any]
 
 
 class PolicyIteration:
@@ -147,8 +114,8 @@ class PolicyIteration:
         self.settings = settings
         self.cursor, self.history = cursor, history
         self.backlog = backlog
-        self.first_prompt, self.first_deferred, self.first_history = cursor.position, backlog.deferred, history.copy()
-        self.first_engine = deepcopy(collector.engine.state_dict())
+        engine = deepcopy(collector.engine.state_dict())
+        self.start = IterationStart(cursor.position, backlog.deferred, history.copy(), engine)
         self.first_step = trainer.global_step if saved is None else saved["first_step"]
         backlog.note_weights(self.first_step, trainer.current_epoch)
         self._batch = None if saved is None else RolloutBatch(**saved["batch"])
@@ -185,58 +152,65 @@ class PolicyIteration:
         return batch
 
     def _collect(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Roll out this rank's groups; with dynamic sampling, groups with a learning signal."""
+        """Roll out this rank's groups; with dynamic sampling, until they have a learning signal."""
         dynamic, wanted = self.settings.dynamic_sampling, self.settings.prompts_per_iteration // self.trainer.world_size
         informative: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
-        own, num_begun = Answered(), 0
+        answered, num_begun = Answered(), 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
-            missing = wanted - len(informative)
-            own_number = missing, len(self.backlog.deferred)
-            needs, num_deferred = zip(*gather_over_ranks(self.trainer, own_number), strict=True)
-            if not any(needs):
+            demand = self._demand(number, wanted - len(informative))
+            if demand is None:
                 break
-            demand = RolloutDemand(
-                wanted=missing,
-                iteration=self.trainer.current_epoch,
-                is_first=number == 0,
-                least_deferred=min(num_deferred),
-            )
-            seed = iteration_seed(self.trainer, f"train {number}")
-            done, rollouts = self._collect_round(prompts, demand, seed, num_begun)
-            num_begun += len(done.groups)
-            own.lengths.extend(done.lengths)
-            own.texts.extend(done.texts if self.history.settings is not None else ())
+            under_way, rollouts = self._roll_out_once(prompts, demand, number, num_begun)
+            num_begun += len(under_way.groups)
+            answered.lengths.extend(under_way.lengths)
+            answered.texts.extend(under_way.texts if self.history.settings is not None else ())
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
-        self.history.learn(own, partial(gather_over_ranks, self.trainer))
+        self.history.learn(answered, partial(gather_over_ranks, self.trainer))
         groups = [*informative, *others]
-        everything = list(chain.from_iterable(groups))
-        self._log_age(everything)
-        call_rollout_hook(self.trainer, "on_rollout_end", tuple(everything))
-        log_rollouts(self.log, everything, partial(gather_over_ranks, self.trainer))
-        self.log.update(self.collector.metrics)
+        self._show(list(chain.from_iterable(groups)))
         if dynamic is not None:
             self.log.sum("rollout/groups_drawn", len(groups))
             self.log.sum("rollout/groups_without_signal_kept", wanted - len(informative))
         return list(chain.from_iterable(groups[:wanted]))
 
-    def _collect_round(
-        self, prompts: Sequence[Prompt], demand: RolloutDemand, seed: int, first_group: int
+    def _demand(self, number: int, missing: int) -> RolloutDemand | None:
+        """Return what a rollout of this number has to bring on this rank, None once no rank lacks anything."""
+        ranks = gather_over_ranks(self.trainer, (missing, len(self.backlog.deferred)))
+        lacking, num_deferred = zip(*ranks, strict=True)
+        if not any(lacking):
+            return None
+        return RolloutDemand(
+            wanted=missing,
+            iteration=self.trainer.current_epoch,
+            is_first=number == 0,
+            least_deferred=min(num_deferred),
+        )
+
+    def _roll_out_once(
+        self, prompts: Sequence[Prompt], demand: RolloutDemand, number: int, first_group: int
     ) -> tuple[RolloutUnderWay, list[Rollout]]:
-        """Roll out once, under the schedule; return what was rolled out, and the rollouts to learn from."""
+        """Roll out under the schedule; return what was rolled out, and the rollouts to learn from."""
         groups, size = self._begin(demand), self.settings.group_size
         under_way = RolloutUnderWay(self.backlog.schedule, demand, groups, size, self.history.texts)
         rollouts = self.collector.collect(
             [prompts[group.prompt] for group in groups],
             self.settings.sampling,
             group_size=size,
-            seed=seed,
+            seed=iteration_seed(self.trainer, f"train {number}"),
             first_group=first_group,
             under_way=under_way,
         )
         self.backlog.end(under_way, self.log)
         return under_way, rollouts
+
+    def _show(self, rollouts: Sequence[Rollout]) -> None:
+        """Log all rollouts, and show them to callbacks, which may change their rewards."""
+        self._log_age(rollouts)
+        call_rollout_hook(self.trainer, "on_rollout_end", tuple(rollouts))
+        log_rollouts(self.log, rollouts, partial(gather_over_ranks, self.trainer))
+        self.log.update(self.collector.metrics)
 
     def _begin(self, demand: RolloutDemand) -> list[PendingGroup]:
         """Take up groups that were deferred, draw those that the schedule wants besides; return what it starts."""

@@ -26,9 +26,9 @@ from tlt_lightning.checks import (
     warn_of_filters,
 )
 from tlt_lightning.data.collector import RolloutCollector
-from tlt_lightning.data.dynamic_sampling import DynamicSampling
 from tlt_lightning.data.engine_probe import EngineProbe
-from tlt_lightning.data.iteration import IterationSettings, PolicyIteration
+from tlt_lightning.data.iteration import PolicyIteration
+from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, checksum, first_prompts, load_prompts
 from tlt_lightning.data.weight_sync import WeightSync
@@ -158,41 +158,61 @@ class RolloutDataModule(L.LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
+        is_fit = stage == "fit"
         self._read_arguments()
-        goes_on = stage == "fit" and self.cursor is not None and not begins_run(self._trainer)
+        goes_on = is_fit and self.cursor is not None and not begins_run(self._trainer)
         kept = self.state_dict() if goes_on else None  # of the Trainer's last fit
-        if stage == "fit":  # else a run that is validated is saved with what it has put aside
+        if is_fit:  # else a run that is validated is saved with what it has deferred
             self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
-        policy = self._module.policy_path
-        self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
-        self._settings = self._settings_with(self._pass_sizes()[-1])
-        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._settings = self._settings.of_dev_run(self._trainer)
-        self._check(stage)
-        self.tokenizer = load_tokenizer(policy)
-        if self.clock is None or (stage == "fit" and not goes_on):
-            self.clock = Clock(self._trainer.strategy.broadcast(datetime.now()))
-        self._read_prompts(is_fit=stage == "fit")
-        sizes, longest = self._pass_sizes(), self._room + self.sampling.max_tokens
-        max_model_len = max(longest, self._room + self._held_out_sampling.max_tokens)
-        if stage == "fit" or self.cursor is None:
-            self.cursor = PromptCursor(len(self.train_prompts), run_seed())
-            self._iteration = self._saved_iteration = self._unvalidated_engine = None
-        self._weights, self._probe = WeightSync(self.engine), EngineProbe()
-        self._ends = end_token_ids(policy, self.tokenizer)
-        self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
-        self.liveness = Liveness(self._trainer)
-        self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
+        self._check(is_fit=is_fit)
+        self._read_data(is_fit=is_fit, goes_on=goes_on)
+        self._make_parts()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
-        if stage == "fit":
-            tokens = choose_on_device(self._trainer, self.engine, sizes, longest=longest, max_model_len=max_model_len)
-            self._settings = replace(self._settings, micro_batch_tokens=tokens)
-        log.info("Loading %s for %s", type(self.engine).__name__, policy)
-        engine = self._trainer.global_rank // self.engine.num_ranks  # its number, which all of its ranks share
-        self.engine.setup(policy, max_model_len=max_model_len, seed=run_seed() + engine)
+        if is_fit:
+            self._plan_memory()
+        self._load_engine()
         ignore_needless_warnings()
         if kept is not None:
             self.load_state_dict({**kept, "ranks": [{**state, "iteration": None} for state in kept["ranks"]]})
+
+    def _read_data(self, *, is_fit: bool, goes_on: bool) -> None:
+        """Read the prompts with the date of the run, and make room for the longest unless there is a limit."""
+        self.tokenizer = load_tokenizer(self._module.policy_path)
+        if self.clock is None or (is_fit and not goes_on):
+            self.clock = Clock(self._trainer.strategy.broadcast(datetime.now()))
+        self._read_prompts(is_fit=is_fit)
+        if self.max_prompt_tokens is None:
+            self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
+            tokens = self._pass_sizes()[-1]
+            self._settings = replace(self._settings, micro_batch_tokens=tokens, max_prompt_tokens=self._room)
+            if is_fit:
+                self._settings.check(self._module.objective, self._trainer)
+        if is_fit or self.cursor is None:
+            self.cursor = PromptCursor(len(self.train_prompts), run_seed())
+            self._iteration = self._saved_iteration = self._unvalidated_engine = None
+
+    def _make_parts(self) -> None:
+        """Make what a rollout needs besides the engine."""
+        self._weights, self._probe = WeightSync(self.engine), EngineProbe()
+        self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
+        self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
+        self.liveness = Liveness(self._trainer)
+        self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
+
+    def _plan_memory(self) -> None:
+        """Choose the size of a pass by what the device has room for beside the engine."""
+        lengths = {"longest": self._room + self.sampling.max_tokens, "max_model_len": self._max_model_len}
+        tokens = choose_on_device(self._trainer, self.engine, self._pass_sizes(), **lengths)
+        self._settings = replace(self._settings, micro_batch_tokens=tokens)
+
+    def _load_engine(self) -> None:
+        policy, number = self._module.policy_path, self._trainer.global_rank // self.engine.num_ranks
+        log.info("Loading %s for %s", type(self.engine).__name__, policy)
+        self.engine.setup(policy, max_model_len=self._max_model_len, seed=run_seed() + number)  # its ranks share both
+
+    @property
+    def _max_model_len(self) -> int:
+        return self._room + max(self.sampling.max_tokens, self._held_out_sampling.max_tokens)
 
     def _pass_sizes(self) -> list[int]:
         on_gpu = self._trainer.strategy.root_device.type == "cuda"
@@ -202,14 +222,18 @@ class RolloutDataModule(L.LightningDataModule):
         own = {item.name: getattr(self, item.name) for item in fields(IterationSettings)}
         return IterationSettings(**{**own, "micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": self._room})
 
-    def _check(self, stage: str) -> None:
+    def _check(self, *, is_fit: bool) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
+        self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
+        self._settings = self._settings_with(self._pass_sizes()[-1])
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._settings = self._settings.of_dev_run(self._trainer)
         module, settings, num_ranks = self._module, self._settings, self._trainer.world_size
         check_trainer(self._trainer)
         module.check_networks()
         check_models(module.network_settings)
         check_engine_ranks(self.engine.num_ranks, self._trainer)
-        if stage == "fit":
+        if is_fit:
             settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
@@ -223,13 +247,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
         self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
         self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
-        if self.max_prompt_tokens is None:
-            self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
-            self._settings = replace(
-                self._settings, micro_batch_tokens=self._pass_sizes()[-1], max_prompt_tokens=self._room
-            )
-            if is_fit:
-                self._settings.check(self._module.objective, self._trainer)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -277,15 +294,15 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.clock is not None
         iteration = self._iteration
         anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
-        own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.first_engine}
+        own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.start.engine}
         if self._trainer.validating and not self._module.update_state.validated:  # a resumed run validates anew
             own["engine"] = self._unvalidated_engine or own["engine"]
         own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
-        own |= self.backlog.state_dict(None if anew is None else anew.first_deferred)
+        own |= self.backlog.state_dict(None if anew is None else anew.start.deferred)
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
-            "cursor": self.cursor.position if anew is None else anew.first_prompt,
-            "answers": (self.history if anew is None else anew.first_history).state_dict(),
+            "cursor": self.cursor.position if anew is None else anew.start.position,
+            "answers": (self.history if anew is None else anew.start.history).state_dict(),
             "ranks": ranks,
             "clock": self.clock.now.isoformat(),
             "settings": self._kept_settings,
@@ -308,10 +325,11 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None, "`load_state_dict` before `setup`"
         assert self.clock is not None
         ranks, rank, num_ranks = state_dict["ranks"], self._trainer.global_rank, self._trainer.world_size
-        self.cursor.position = state_dict["cursor"]
         was_read, self.clock = self.clock.was_read, Clock(datetime.fromisoformat(state_dict["clock"]))
         if was_read:  # by a chat template, which wrote today's date into the prompts
             self._read_prompts(is_fit=self._trainer.state.fn == "fit")
+            self.cursor = PromptCursor(len(self.train_prompts), run_seed())
+        self.cursor.position = state_dict["cursor"]
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":
             return

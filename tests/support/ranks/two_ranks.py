@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, Namespace, SaveConfig
 from lightning.pytorch.strategies import DDPStrategy
 
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, RunReport, Sampling
-from tlt_lightning.data.dynamic_sampling import DynamicSampling
+from tlt_lightning.data.iteration_settings import DynamicSampling
 from tlt_lightning.engine import TransformersEngine, VLLMEngine
 from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
 from tlt_lightning.ranks.reduce import sum_over_ranks

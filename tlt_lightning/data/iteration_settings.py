@@ -1,0 +1,101 @@
+"""Hold the settings of a run's iterations, and check them."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tlt_lightning.arguments import Bound, Count, checked
+from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.rollout import Sampling
+
+
+@checked("dynamic_sampling.")
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling:
+    """Draws prompts until enough groups have rewards that differ (DAPO, arXiv 2503.14476, section 3.2).
+
+    Args:
+        max_rounds: Most rollouts of one iteration. If groups with a signal are still lacking then, the iteration is
+            filled up with groups without one, and `rollout/groups_without_signal_kept` says how many.
+    """
+
+    max_rounds: Annotated[int, Bound(2), "Drop `dynamic_sampling` to roll out once."] = 4
+
+
+@checked()
+@dataclass(frozen=True, kw_only=True)
+class IterationSettings:
+    """Holds the settings of all iterations of a run; see `RolloutDataModule`."""
+
+    group_size: Count
+    prompts_per_iteration: Count
+    micro_batch_tokens: Count
+    num_minibatches: Count
+    inner_epochs: Count
+    max_prompt_tokens: Count
+    dynamic_sampling: DynamicSampling | None
+    sampling: Sampling
+
+    def of_dev_run(self, trainer: L.Trainer) -> "IterationSettings":
+        """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""
+        num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
+        return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an iteration."""
+        return self.num_minibatches * self.inner_epochs
+
+    def check(self, objective: PolicyObjective, trainer: L.Trainer) -> None:
+        """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
+
+        So does a validation after more steps than an iteration has.
+        """
+        num_ranks = trainer.world_size
+        num_prompts, group_size, num_steps = self.prompts_per_iteration, self.group_size, self.num_minibatches
+        if num_prompts % num_ranks:
+            nearest = max(1, round(num_prompts / num_ranks)) * num_ranks
+            raise MisconfigurationException(
+                f"`data.prompts_per_iteration` {num_prompts} is not divisible by {num_ranks} ranks, which share them; "
+                f"give {nearest}, or another number of `trainer.devices`."
+            )
+        num_sequences = num_prompts // num_ranks * group_size
+        if num_sequences % num_steps:
+            raise MisconfigurationException(
+                f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {num_prompts} / "
+                f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
+                f"{num_steps}, the optimizer steps that share them; choose one that divides them."
+            )
+        self._check_interval(trainer)
+        max_tokens = self.sampling.max_tokens
+        if (longest := self.max_prompt_tokens + max_tokens) > self.micro_batch_tokens:
+            raise MisconfigurationException(
+                f"`data.micro_batch_tokens` {self.micro_batch_tokens} is less than the longest sequence, "
+                f"`data.max_prompt_tokens` {self.max_prompt_tokens} plus `data.sampling.max_tokens` {max_tokens}; set "
+                f"it to at least {longest}."
+            )
+        for name, limit in objective.length_limits.items():
+            if limit != max_tokens:
+                raise MisconfigurationException(
+                    f"`objective.{name}` {limit} has to be the longest response, and `data.sampling.max_tokens` is "
+                    f"{max_tokens}; make them equal."
+                )
+        if group_size < objective.min_group_size:
+            raise MisconfigurationException(
+                f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare "
+                f"the responses to one prompt: use at least {objective.min_group_size}."
+            )
+
+    def _check_interval(self, trainer: L.Trainer) -> None:
+        every = getattr(trainer, "val_check_interval", None)  # which one in seconds is not
+        is_within = trainer.check_val_every_n_epoch is not None
+        if not isinstance(every, int) or trainer.limit_val_batches == 0:
+            return
+        if every < 1 or (is_within and every > self.num_steps):
+            raise MisconfigurationException(
+                f"`Trainer(val_check_interval={every})` counts optimizer steps, of which an iteration has "
+                f"{self.num_steps} (`data.num_minibatches` * `data.inner_epochs`): leave it out to validate behind "
+                f"every iteration, or set `check_val_every_n_epoch={every or 1}` to do so behind every {every or 1}."
+            )
