@@ -50,6 +50,13 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
 class PPO(ComposedObjective):
     """Lets a critic judge every token: proximal policy optimization (arXiv 1707.06347).
 
+        d_t = R_t + gamma V_{t+1} - V_t                               R_t is the reward at the last token, else 0
+        A_t = sum_{s >= t} (gamma lam)^(s - t) d_s                    G_t = A_t + V_t; then A is whitened
+        L = -1/N sum_it w_it min(r_it A_t, clip(r_it, 0.8, 1.28) A_t)
+            + value_coef 1/N sum_it max((v - G)^2, (V + clip(v - V, +-value_clip) - G)^2) / 2
+
+    V is the critic before the update, v the one that is trained.
+
     Args:
         advantage: GAE; set its `gamma` and `lam`.
         value_coef: Weight of the value loss, half a squared error; matters where a trunk or gradient norm is shared.
