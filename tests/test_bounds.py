@@ -40,7 +40,7 @@ from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.rewards import PythonTests, RewardModel, RewardPool, RewardTerm, exact_match
 from tlt_lightning.speculation import FixedSelector, Strategy, ThresholdSelector
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
-from tlt_lightning.speculation.selectors.arms import make_arms
+from tlt_lightning.speculation.strategy import make_arms
 from tlt_lightning.training.critic import CriticConfig
 
 TINY = 1e-9

@@ -41,8 +41,7 @@ _NAMES = {
     "schedules.tail_batching": "TailBatching",
     "speculation.selectors.beg_mab": "BEGMABSelector",
     "speculation.selectors.cost_model": "CostModelSelector",
-    "speculation.selectors.fixed": "FixedSelector",
-    "speculation.selectors.threshold": "ThresholdSelector",
+    "speculation.selectors.rules": "FixedSelector ThresholdSelector",
     "speculation.strategy": "MeasuredStep SelectorState Strategy StrategySelector",
     "training.critic": "CriticConfig",
 }

@@ -40,8 +40,8 @@ from tlt_lightning.schedules.partial_rollout import PartialRollout as PartialRol
 from tlt_lightning.schedules.tail_batching import TailBatching as TailBatching
 from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector
 from tlt_lightning.speculation.selectors.cost_model import CostModelSelector as CostModelSelector
-from tlt_lightning.speculation.selectors.fixed import FixedSelector as FixedSelector
-from tlt_lightning.speculation.selectors.threshold import ThresholdSelector as ThresholdSelector
+from tlt_lightning.speculation.selectors.rules import FixedSelector as FixedSelector
+from tlt_lightning.speculation.selectors.rules import ThresholdSelector as ThresholdSelector
 from tlt_lightning.speculation.strategy import MeasuredStep as MeasuredStep
 from tlt_lightning.speculation.strategy import SelectorState as SelectorState
 from tlt_lightning.speculation.strategy import Strategy as Strategy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from tlt_lightning.speculation import FullGraph, GraphPlan, GraphPool
-from tlt_lightning.speculation.graphs.pool import Arms
+from tlt_lightning.speculation.graph_plan import Arms
 
 
 class FullGraphPool(GraphPool):

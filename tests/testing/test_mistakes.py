@@ -15,7 +15,7 @@ from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.objectives.advantages import GroupCentred
 from tlt_lightning.objectives.surrogates import Surrogate
 from tlt_lightning.rewards import exact_match
-from tlt_lightning.speculation.graphs.pool import BucketedGraphPool
+from tlt_lightning.speculation.graph_plan import BucketedGraphPool
 from tlt_lightning.speculation.strategy import OFF, Strategy
 from tlt_lightning.testing import (
     check_callback,

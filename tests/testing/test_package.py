@@ -21,7 +21,7 @@ from tlt_lightning.gallery.early_warning import RewardLengthWarning
 from tlt_lightning.gallery.length_histogram import LengthHistogram
 from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.rewards import Format, PythonTests, countdown, exact_match, math_equivalence, multiple_choice
-from tlt_lightning.speculation.graphs.pool import BucketedGraphPool
+from tlt_lightning.speculation.graph_plan import BucketedGraphPool
 from tlt_lightning.testing import (
     check_callback,
     check_methods,

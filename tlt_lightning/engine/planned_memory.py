@@ -15,7 +15,7 @@ import torch
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation.eagle3_files import read_head
-from tlt_lightning.speculation.graphs.pool import arms_by_batch
+from tlt_lightning.speculation.graph_plan import arms_by_batch
 
 GIB = 2**30
 BLOCK = 16

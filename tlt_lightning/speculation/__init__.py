@@ -1,15 +1,15 @@
 """Choose strategies of speculative decoding, plan CUDA graphs, look drafts up; no torch."""
 
-from tlt_lightning.speculation.graphs.plan import CaptureReport as CaptureReport
-from tlt_lightning.speculation.graphs.plan import FullGraph as FullGraph
-from tlt_lightning.speculation.graphs.plan import GraphPlan as GraphPlan
-from tlt_lightning.speculation.graphs.pool import BucketedGraphPool as BucketedGraphPool
-from tlt_lightning.speculation.graphs.pool import GraphPool as GraphPool
-from tlt_lightning.speculation.graphs.pool import arms_by_batch as arms_by_batch
+from tlt_lightning.speculation.graph_plan import BucketedGraphPool as BucketedGraphPool
+from tlt_lightning.speculation.graph_plan import CaptureReport as CaptureReport
+from tlt_lightning.speculation.graph_plan import FullGraph as FullGraph
+from tlt_lightning.speculation.graph_plan import GraphPlan as GraphPlan
+from tlt_lightning.speculation.graph_plan import GraphPool as GraphPool
+from tlt_lightning.speculation.graph_plan import arms_by_batch as arms_by_batch
 from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector
 from tlt_lightning.speculation.selectors.cost_model import CostModelSelector as CostModelSelector
-from tlt_lightning.speculation.selectors.fixed import FixedSelector as FixedSelector
-from tlt_lightning.speculation.selectors.threshold import ThresholdSelector as ThresholdSelector
+from tlt_lightning.speculation.selectors.rules import FixedSelector as FixedSelector
+from tlt_lightning.speculation.selectors.rules import ThresholdSelector as ThresholdSelector
 from tlt_lightning.speculation.strategy import OFF as OFF
 from tlt_lightning.speculation.strategy import Drafter as Drafter
 from tlt_lightning.speculation.strategy import MeasuredStep as MeasuredStep

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.speculation.lookup import LookupDraft, LookupDrafter
-from tlt_lightning.speculation.selectors.fixed import FixedSelector
+from tlt_lightning.speculation.selectors.rules import FixedSelector
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy
 
 log = logging.getLogger(__name__)

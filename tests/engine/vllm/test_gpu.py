@@ -31,7 +31,7 @@ from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.speculation import BucketedGraphPool
-from tlt_lightning.speculation.graphs.plan import GraphPlan
+from tlt_lightning.speculation.graph_plan import GraphPlan
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
 pytestmark = [

@@ -10,8 +10,7 @@ from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs, fill_manager
 from tlt_lightning.engine.vllm.patches.drafter_first_pass import keep_first_pass_with_target
 from tlt_lightning.speculation import BucketedGraphPool, arms_by_batch
-from tlt_lightning.speculation.graphs.plan import FullGraph, GraphPlan
-from tlt_lightning.speculation.graphs.pool import GraphPool
+from tlt_lightning.speculation.graph_plan import FullGraph, GraphPlan, GraphPool
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
 
 

@@ -26,7 +26,7 @@ from tests.support.speculation_engines import (
     siblings,
 )
 from tlt_lightning.engine.architectures import check_split
-from tlt_lightning.engine.vllm.requests import RequestWriter
+from tlt_lightning.engine.vllm.request_writer import RequestWriter
 from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.rollout import Sampling
 

@@ -159,7 +159,7 @@ class RolloutSimulator:
 
     Example:
         >>> workload = Workload(acceptance={"learned": constant(0.8)}, num_requests=4, max_length=64)
-        >>> from tlt_lightning.speculation.selectors.fixed import FixedSelector
+        >>> from tlt_lightning.speculation.selectors.rules import FixedSelector
         >>> simulator = RolloutSimulator(workload, StepCosts())
         >>> simulator.run(FixedSelector(3)).makespan < simulator.run(FixedSelector(0)).makespan
         True

@@ -25,14 +25,14 @@ from tlt_lightning.engine.vllm.installation import install, speculation_args
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, quiet_loading, reload_policy
 from tlt_lightning.engine.vllm.quantization.settings import Quantization
-from tlt_lightning.engine.vllm.requests import RequestWriter, sampling_params
+from tlt_lightning.engine.vllm.request_writer import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
 from tlt_lightning.model_files import check_files
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.speculation.eagle3_files import HeadShape
-from tlt_lightning.speculation.graphs.pool import arms_by_batch
+from tlt_lightning.speculation.graph_plan import arms_by_batch
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.patches.patch import replace as replace_attribute
-from tlt_lightning.speculation.graphs.plan import CaptureReport, GraphKind, GraphPlan
-from tlt_lightning.speculation.graphs.pool import GraphPool
+from tlt_lightning.speculation.graph_plan import CaptureReport, GraphKind, GraphPlan, GraphPool
 from tlt_lightning.speculation.strategy import Strategy
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from tlt_lightning.arguments import Count, checked
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
-from tlt_lightning.speculation.graphs.pool import BucketedGraphPool, GraphPool, arms_by_batch
+from tlt_lightning.speculation.graph_plan import BucketedGraphPool, GraphPool, arms_by_batch
 from tlt_lightning.speculation.strategy import Drafter, StrategySelector
 
 

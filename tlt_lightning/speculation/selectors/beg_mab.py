@@ -30,8 +30,7 @@ from typing import Any
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, Share, checked
-from tlt_lightning.speculation.selectors.arms import make_arms
-from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
+from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector, make_arms
 
 FIRST_OFF_PULLS = 3
 """Pulls of off in a new bucket, where the others get one: were its only pull paused, every arm would look better."""

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, Share, checked
 from tlt_lightning.speculation.selectors.acceptance import AcceptanceEstimator
-from tlt_lightning.speculation.selectors.arms import make_arms
 from tlt_lightning.speculation.selectors.step_time import NOISE, StepTimeModel
 from tlt_lightning.speculation.strategy import (
     LEARNED_DRAFTERS,
@@ -21,6 +20,7 @@ from tlt_lightning.speculation.strategy import (
     SelectorState,
     Strategy,
     StrategySelector,
+    make_arms,
 )
 
 PROBE_STEPS = 8

@@ -14,8 +14,7 @@ from tests.conftest import save_policy
 from tests.support.architectures import save_architecture
 from tests.support.speculation_engines import PROMPTS, engine_of
 from tlt_lightning.engine import Quantization, VLLMEngine
-from tlt_lightning.engine.vllm.quantization.cache_scales import LARGEST, CacheScales, check_bounded
-from tlt_lightning.engine.vllm.quantization.norms import norm_offset
+from tlt_lightning.engine.vllm.quantization.cache_scales import LARGEST, CacheScales, check_bounded, norm_offset
 from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes
 from tlt_lightning.rollout import Request, Sampling
 

@@ -17,8 +17,8 @@ from tests.support.speculation_engines import (
     siblings,
 )
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
-from tlt_lightning.engine.vllm import requests as vllm_requests
-from tlt_lightning.engine.vllm.requests import RequestWriter
+from tlt_lightning.engine.vllm import request_writer
+from tlt_lightning.engine.vllm.request_writer import RequestWriter
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.rollout import Request
@@ -108,7 +108,7 @@ def test_many_that_wait_are_not_ordered_anew_with_every_end(tmp_path: Path, monk
         arrange(writer, is_first=is_first)
 
     monkeypatch.setattr(RequestWriter, "_arrange", record)
-    monkeypatch.setattr(vllm_requests, "_WAITING_PER_END", 2)
+    monkeypatch.setattr(request_writer, "_WAITING_PER_END", 2)
     requests = [Request(id=i, prompt_ids=PROMPTS[i % 4], group=i % 4, max_tokens=4) for i in range(9)]
     with engine_of(save_endless_policy(tmp_path / "policy"), None, max_num_seqs=1) as engine:
         assert len(list(engine.generate(requests, GREEDY, seed=0))) == 9

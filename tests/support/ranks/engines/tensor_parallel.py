@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
-from tlt_lightning.engine.vllm import requests
+from tlt_lightning.engine.vllm import request_writer
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.ranks import joined_ranks
@@ -101,7 +101,7 @@ def part(policy: str, rank: int) -> dict[str, Any]:
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     if rank == 1:
-        requests.noise_of = lambda request: 7
+        request_writer.noise_of = lambda request: 7
     try:
         write(engine, siblings(), Sampling(max_tokens=64, top_k=4))  # none of which ends a text
     except RuntimeError as error:
@@ -143,7 +143,7 @@ def leave(policy: str, rank: int) -> str:
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     joined_ranks._STEP_SECONDS = 1.0
-    requests.limit_of = lambda request, sampling: 9 - rank
+    request_writer.limit_of = lambda request, sampling: 9 - rank
     try:
         write(engine, siblings()[:1])
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Speculate when few requests are left: TLT's elastic rule (arXiv 2511.16665, section 5).
+"""Choose strategies by rules that learn nothing: always the same one, or one while few requests run.
 
-Unlike in the paper, speculation goes off again when the batch grows back, and a band keeps a batch that hovers around
-the threshold from switching at every step.
+The latter is TLT's elastic rule (arXiv 2511.16665, section 5). Unlike in the paper, speculation goes off again when the
+batch grows back, and a band keeps a batch that hovers around the threshold from switching at every step.
 """
 
 from typing import Any
@@ -10,6 +10,31 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import Count, CountOrZero, checked
 from tlt_lightning.speculation.strategy import OFF, Drafter, SelectorState, Strategy, StrategySelector
+
+
+class FixedSelector(StrategySelector):
+    """Chooses the same strategy for every step: the baseline that adaptive selectors must beat.
+
+    Args:
+        num_draft_tokens: Tokens drafted for each request and step; 0 never speculates.
+        drafter: Who proposes them.
+
+    Example:
+        >>> FixedSelector(3).select(SelectorState(batch_size=8))
+        Strategy(num_draft_tokens=3, drafter='learned')
+    """
+
+    @checked()
+    def __init__(self, num_draft_tokens: CountOrZero = 3, drafter: Drafter = "learned") -> None:
+        self.strategy = Strategy(num_draft_tokens, drafter) if num_draft_tokens else OFF
+
+    @override
+    def arms(self, batch_size: int) -> tuple[Strategy, ...]:
+        return (OFF,) if self.strategy.is_off else (OFF, self.strategy)
+
+    @override
+    def select(self, state: SelectorState) -> Strategy:
+        return self.strategy
 
 
 class ThresholdSelector(StrategySelector):
