@@ -84,8 +84,16 @@ class RolloutCollector:
 
         `under_way` has a group for each prompt, and what is written of it; returned is what its schedule takes.
 
-        Without prompts, and in a further rollout that what was deferred is enough for, the engine sleeps on and
-        `on_rollout_idle` is the only hook; unless the others' rollout needs this rank's engine or shards.
+        Dynamic sampling rolls out several times an iteration, with or without prompts of this rank's:
+
+            requests of this rank's         rollout     the engine                    `on_rollout_start`
+            some                            first       writes                        called
+            some                            further     writes                        -
+            none: what waited is enough     first       wakes                         called
+            none: what waited is enough     further     sleeps on, or wakes *         -
+            none: no prompts                any         sleeps on, or wakes *         - (called on a first waking)
+
+        * where other ranks' rollout needs this rank's part of an engine, or its shards.
         """
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
         under_way = under_way or RolloutUnderWay.of_all(len(prompts), group_size, **ranks)

@@ -263,8 +263,6 @@ class RolloutDataModule(L.LightningDataModule):
             check_held_out(self._trainer, len(prompts))
         if name == "train":
             prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
-            if needed:
-                self.backlog.warn_of_few(len(prompts), self._settings.prompts_per_iteration, self._trainer.world_size)
         return prompts
 
     @override
@@ -367,8 +365,16 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == self._settings.num_steps:
             return  # resumed behind an update's last step, Lightning asks for a batch more if no validation is due
-        parts = (self._collector(self._module.iteration_log), self._settings, self.cursor, self.history, self.backlog)
-        self._iteration = PolicyIteration(self._trainer, self._module, *parts, self._saved_iteration)
+        self._iteration = PolicyIteration(
+            self._trainer,
+            self._module,
+            self._collector(self._module.iteration_log),
+            self._settings,
+            cursor=self.cursor,
+            history=self.history,
+            backlog=self.backlog,
+            saved=self._saved_iteration,
+        )
         self._saved_iteration = self._unvalidated_engine = None
         yield from self._iteration.minibatches(self.train_prompts)
 
@@ -390,8 +396,18 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _collector(self, log: IterationLog) -> RolloutCollector:
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
-        own = (self._weights, self.tokenizer, self._ends, self.pool, log, self.idle, self._probe)
-        return RolloutCollector(self._trainer, self.engine, *own, self._module.iteration_log.peak_memory)
+        return RolloutCollector(
+            self._trainer,
+            self.engine,
+            self._weights,
+            tokenizer=self.tokenizer,
+            end_tokens=self._ends,
+            rewards=self.pool,
+            log=log,
+            idle=self.idle,
+            probe=self._probe,
+            peak_memory=self._module.iteration_log.peak_memory,
+        )
 
     @property
     def _trainer(self) -> L.Trainer:

@@ -69,7 +69,8 @@ class PromptSource:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both; set the other to null.")
         if (self.chat_template or "").endswith(".jinja"):
-            object.__setattr__(self, "chat_template", _read_template(str(self.chat_template)))
+            text = Path(str(self.chat_template)).expanduser().read_text()
+            object.__setattr__(self, "chat_template", text)
         for name, value in (self.chat_template_kwargs or {}).items():
             if isinstance(value, str) and value.lower() in ("true", "false", "null", "none"):  # true in a template
                 raise ValueError(
@@ -84,8 +85,6 @@ class PromptSource:
                 "Prompts must be a `PromptSource`, a path, a list of dictionaries or one split of a "
                 f"`datasets.Dataset`, got {got}."
             )
-        elif not len(self.rows):
-            raise ValueError("`rows` is empty; give at least one.")
 
     @classmethod
     def of(cls, data: Any) -> "PromptSource":
@@ -139,16 +138,6 @@ class PromptSource:
         if prompt[0]["role"] == "system":
             raise ValueError("has a system message of its own; leave `system_prompt` out")
         return [{"role": "system", "content": self.system_prompt}, *prompt]
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except OSError as error:
-        raise FileNotFoundError(
-            f"`chat_template` {path!r} cannot be read (from {Path.cwd()}): {error.strerror}; give the path of a file, "
-            "or the template itself."
-        ) from error
 
 
 def _no_rows(rows: Any) -> str:

@@ -60,20 +60,6 @@ class Backlog:
                 f"of a continued response would be missed. Use `stop_token_ids`. {remedy}"
             )
 
-    def warn_of_few(self, num_prompts: int, per_iteration: int, num_ranks: int) -> None:
-        """Warn if an iteration may draw more prompts than there are."""
-        demand = RolloutDemand(wanted=per_iteration // num_ranks, iteration=0)
-        num_drawn = num_ranks * self.schedule.begin(demand, ())[1]
-        if num_prompts < num_drawn:
-            log.warning(
-                "An iteration draws up to %d prompts (`data.prompts_per_iteration` %d, `data.schedule` %s), but "
-                "`data.train` has %d: it answers some more than once, in groups of their own.",
-                num_drawn,
-                per_iteration,
-                type(self.schedule).__name__,
-                num_prompts,
-            )
-
     def warn_of_waiting(self, engine: RolloutEngine, num_wanted: int, group_size: int) -> None:
         """Warn if responses wait for others to end; `num_wanted` groups are a rank's share of an iteration."""
         demand = RolloutDemand(wanted=num_wanted, iteration=0)
