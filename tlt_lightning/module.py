@@ -15,7 +15,7 @@ from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.callbacks.usual import usual_callbacks
 from tlt_lightning.checks import check_has_data, check_not_spawned
 from tlt_lightning.engine.base import NamedTensors
-from tlt_lightning.guard.callback import guards
+from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.parts import OWN
 from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
@@ -33,7 +33,7 @@ from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, describe, describe_object, keep_arguments
 from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_frozen
 from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
-from tlt_lightning.training.iteration_end import CloseIteration, log_of_iteration
+from tlt_lightning.training.iteration_end import log_of_iteration
 from tlt_lightning.training.lr_schedule import with_schedule
 from tlt_lightning.training.micro_batches import end_step
 from tlt_lightning.training.networks import Networks, NetworkSettings, Reference, score
@@ -116,13 +116,11 @@ class RLModule(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         check_has_data(self.trainer)
         usual = usual_callbacks(self.trainer)
-        return [*usual, *guards(self.trainer, usual)]
+        return [*usual, *lifecycle_callbacks(self.trainer, usual)]
 
     @override
     def setup(self, stage: str) -> None:
         self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
-        CloseIteration.put_first(self.trainer)
-        resume.Requeue.install(self.trainer)
         if stage == "fit":
             self._saved = None  # read by a run that ended before it began to train
 

@@ -1,4 +1,4 @@
-"""What a Trainer cannot have is refused by two tables, which make a page of the docs.
+"""What a Trainer cannot have is refused by two tables, which make a page of the docs, with what is replaced in it.
 
 `python -m tests.training.test_trainer_settings` writes the page.
 """
@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tlt_lightning.guard.lightning_patches import PATCHES
 from tlt_lightning.training.trainer_settings import RULES, UNFIT, Rule, check_settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trainer.md"
@@ -18,6 +19,12 @@ TEXT = """# Settings of the Trainer
 A run takes Lightning's `Trainer` as it is, but for these arguments and callbacks. Others are refused before anything
 loads. Its strategy is `auto`, `ddp` or `fsdp2`. One epoch is one policy iteration, and `max_epochs` counts iterations.
 
+"""
+PATCHED = """## What is replaced inside Lightning
+
+While a run lasts, and put back at its end (`guard/lightning_patches.py`). Two things stay, so that
+`Trainer.save_checkpoint` behind a run writes what a run writes: `Strategy.checkpoint_io`, unless the Trainer has
+a plugin for it, and `Strategy.save_checkpoint`.
 """
 WRONG = {
     "max_steps": 5,
@@ -35,6 +42,8 @@ def page() -> str:
     rows += [f"| `{rule.argument}` | {rule.allowed} | {rule.why} | {rule.instead} |" for rule in RULES]
     rows += ["", "| callback | why a run cannot have it |", "|---|---|"]
     rows += [f"| `{kind.__name__}` | {reason} |" for kind, reason in UNFIT.items()]
+    rows += ["", PATCHED, "| replaced | Lightning's own |", "|---|---|"]
+    rows += [f"| `{patch.attribute}` | {patch.why} |" for patch in PATCHES]
     return TEXT + "\n".join(rows) + "\n"
 
 

@@ -24,7 +24,7 @@ from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
-from tlt_lightning.guard.callback import guards
+from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.lr_schedule import with_schedule
@@ -159,7 +159,7 @@ class DrafterModule(L.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
-        return guards(self.trainer)
+        return lifecycle_callbacks(self.trainer)
 
     @override
     def setup(self, stage: str) -> None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
-from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, link_checkpoint, remove_leftovers, save_behind
+from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, remove_leftovers
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.interruption import Interruption
-from tlt_lightning.guard.metrics_file import protect_rows, remove_unused
+from tlt_lightning.guard.lightning_patches import apply_patches, replace
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.ranks.liveness import SIGTERM_STATUS, Liveness
-from tlt_lightning.training.followed_metrics import save_followed
-from tlt_lightning.training.resume import forget_unfinished, restart_validation
+from tlt_lightning.training.iteration_end import CloseIteration
+from tlt_lightning.training.resume import Requeue, forget_unfinished, restart_validation
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +35,18 @@ def _skip(name: str | None = None) -> None:
     """Replace a barrier: wait for no other rank."""
 
 
-def guards(trainer: L.Trainer, others: Sequence[L.Callback] = ()) -> list[L.Callback]:
-    """Return a module's guard, nothing where the Trainer has one from an earlier run; check the folders of this one.
+def lifecycle_callbacks(trainer: L.Trainer, others: Sequence[L.Callback] = ()) -> list[L.Callback]:
+    """Return the callbacks that a run of this package needs and its Trainer has not; check the folders of the run.
 
-    `others` are callbacks that the Trainer gets besides those it has.
+    The Trainer asks for them before its loggers make folders, and before a data module loads anything.
 
-    The Trainer asks for it before its loggers make folders, and before a data module loads anything.
+    Args:
+        trainer: Of the run.
+        others: Callbacks that the Trainer gets besides those it has.
     """
     check_folders(trainer, others)
-    return [] if any(isinstance(callback, RunGuard) for callback in trainer.callbacks) else [RunGuard()]  # type: ignore[attr-defined]
+    has = {type(callback) for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    return [kind() for kind in (RunGuard, CloseIteration, Requeue) if kind not in has]
 
 
 def protect(trainer: L.Trainer) -> None:
@@ -61,7 +62,6 @@ class RunGuard(RolloutCallback):
     - Checkpoints are written by `WholeCheckpointIO`, unless the Trainer was given a `CheckpointIO` plugin: those of a
       `ModelCheckpoint` while training goes on, which takes host memory of the size of one. One that cannot be written
       ends the run. `ModelCheckpoint(save_last="link")` replaces its link in one go.
-    - A CSVLogger adds a column without losing rows to a kill.
     - A folder of checkpoints belongs to one run at a time; what a killed one left there half written is removed.
     - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does Ctrl-C during training, and
       the end of another worker, with an error that names rank and reason. Lightning's handler calls a collective from
@@ -72,6 +72,7 @@ class RunGuard(RolloutCallback):
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
+        self._patches = ExitStack()
         self._liveness: Liveness | None = None
         self._interruption: Interruption | None = None
         self._saved_optimizer: dict[str, Any] | None = None
@@ -95,39 +96,20 @@ class RunGuard(RolloutCallback):
 
     def protect(self, trainer: L.Trainer) -> None:
         """Lock the Trainer's checkpoint folders, write its checkpoints, handle its SIGTERM; may be called again."""
-        vars(trainer.strategy).pop("barrier", None)  # that of an earlier run which ended with an exception
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        self._patches.close()  # of an earlier run which ended with an exception
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # both stay, for `Trainer.save_checkpoint`
             trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
             trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
-                callback._save_checkpoint = partial(save_behind, callback)  # type: ignore[method-assign]
-                callback._save_monitor_checkpoint = partial(save_followed, callback)  # type: ignore[method-assign]
-        for logger in trainer.loggers:
-            if trainer.is_global_zero and isinstance(logger, CSVLogger):
-                protect_rows(logger)
+        apply_patches(trainer, self._patches)
         self._liveness = getattr(trainer.datamodule, "liveness", None)  # type: ignore[attr-defined]
         if self._liveness is not None:
-            self._replace_sigterm_handler(trainer, self._liveness)
             self._interruption = Interruption(self._liveness)
+        # To the front: a report of an interrupted run names the checkpoint written here, and callbacks find the
+        # metrics of an iteration that has ended.
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.remove(self)  # and to the front: a report of an interrupted run names the checkpoint written here
-        callbacks.insert(0, self)
+        callbacks.sort(key=lambda callback: not isinstance(callback, RunGuard | CloseIteration))
         if trainer.state.fn == "fit":
             self._lock_folders(trainer)
-
-    def _replace_sigterm_handler(self, trainer: L.Trainer, liveness: Liveness) -> None:
-        connector = trainer._signal_connector
-
-        def handle(signum: Any, frame: FrameType | None) -> None:
-            if trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signum)
-            liveness.terminate()
-
-        # The Trainer has not registered it yet. What SLURM needs besides is registered beside it.
-        assert callable(connector._sigterm_notifier_fn)
-        connector._sigterm_notifier_fn = handle  # type: ignore[method-assign, assignment]
 
     def _lock_folders(self, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero:
@@ -137,11 +119,7 @@ class RunGuard(RolloutCallback):
             if given is None or "://" in str(given) or (folder := Path(given).resolve()) in self._locks:
                 continue
             lock = FolderLock(folder)
-            try:
-                lock.take()
-            except MisconfigurationException:
-                remove_unused(trainer.loggers)
-                raise
+            lock.take()
             self._locks[folder] = lock
             remove_leftovers(folder)
 
@@ -190,7 +168,7 @@ class RunGuard(RolloutCallback):
         if (mode := getattr(trainer._active_loop, "_module_mode", None)) is not None:
             mode.restore(pl_module)  # a validation that ends so leaves the policy in eval mode for another `fit`
         # `Trainer.save_checkpoint` ends with a barrier, to which others may not come.
-        trainer.strategy.barrier = _skip  # type: ignore[method-assign]
+        replace(self._patches, trainer.strategy, "barrier", _skip)
         try:
             if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
                 trainer.strategy.checkpoint_io.wait(_LAST_PATIENCE)
@@ -210,6 +188,7 @@ class RunGuard(RolloutCallback):
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._release()
+        self._patches.close()
 
     def _release(self) -> None:
         for lock in self._locks.values():

@@ -26,13 +26,6 @@ LEAST_SAMPLE_SIZE = 0.1
 class CloseIteration(L.Callback):
     """Closes the log before other callbacks' `on_train_epoch_end`, which then find its metrics."""
 
-    @classmethod
-    def put_first(cls, trainer: L.Trainer) -> None:
-        """Put this callback before a Trainer's other ones."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, cls) for callback in callbacks):
-            callbacks.insert(0, cls())
-
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not hasattr(pl_module, "iteration_log"):

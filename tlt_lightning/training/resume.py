@@ -235,24 +235,12 @@ class Requeue(L.Callback):
         self._is_busy = True
         self._waiting: Callable[[], None] | None = None
 
-    @classmethod
-    def install(cls, trainer: L.Trainer) -> None:
-        """Install this handler before Lightning's, which the Trainer has not registered yet."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, cls) for callback in callbacks):
-            return
-        requeue = cls()
-        callbacks.append(requeue)
-        connector = trainer._signal_connector
-        save = connector._slurm_sigusr_handler_fn
-
-        def handle(signum: Any, frame: Any) -> None:
-            if requeue._is_busy:
-                requeue._waiting = lambda: save(signum, frame)
-            else:
-                save(signum, frame)
-
-        connector._slurm_sigusr_handler_fn = handle  # type: ignore[method-assign,assignment]
+    def handle(self, save: Callable[[Any, Any], None], signum: Any, frame: Any) -> None:
+        """Let Lightning's handler save, now or behind the step under way."""
+        if self._is_busy:
+            self._waiting = lambda: save(signum, frame)
+        else:
+            save(signum, frame)
 
     def on_rollout_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Let a requeue save from the run's first rollout on; a run resumed within an update begins with a step."""

@@ -1,0 +1,109 @@
+"""Replace parts of Lightning while a run lasts; docs/trainer.md shows this table."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tlt_lightning.guard.checkpoint_io import link_checkpoint, save_behind
+from tlt_lightning.training.followed_metrics import save_followed
+from tlt_lightning.training.resume import Requeue
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Replaces one attribute of objects of Lightning, from a run's setup to its teardown.
+
+    Args:
+        attribute: Class and name.
+        why: What Lightning's own does to a run.
+        owners: Returns the Trainer's objects that have it.
+        replacement: Makes the new one, for a Trainer and an owner.
+    """
+
+    attribute: str
+    why: str
+    owners: Callable[[L.Trainer], Iterable[Any]]
+    replacement: Callable[[L.Trainer, Any], Any]
+
+
+def _savers(trainer: L.Trainer) -> Iterable[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _signals(trainer: L.Trainer) -> Iterable[Any]:
+    return [trainer._signal_connector] if getattr(trainer.datamodule, "liveness", None) is not None else []  # type: ignore[attr-defined]
+
+
+def _requeued(trainer: L.Trainer) -> Iterable[Any]:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [trainer._signal_connector] if any(isinstance(callback, Requeue) for callback in callbacks) else []
+
+
+def _sigterm_handler(trainer: L.Trainer, connector: Any) -> Callable[[Any, FrameType | None], None]:
+    def handle(signum: Any, frame: FrameType | None) -> None:
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        trainer.datamodule.liveness.terminate()  # type: ignore[attr-defined]
+
+    return handle
+
+
+def _requeue_handler(trainer: L.Trainer, connector: Any) -> Callable[[Any, FrameType | None], None]:
+    (requeue,) = (callback for callback in trainer.callbacks if isinstance(callback, Requeue))  # type: ignore[attr-defined]
+    return partial(requeue.handle, connector._slurm_sigusr_handler_fn)
+
+
+PATCHES = (
+    Patch(
+        "ModelCheckpoint._link_checkpoint",
+        "removes the link `last.ckpt` before it makes the next: a kill between the two leaves none",
+        _savers,
+        lambda trainer, saver: link_checkpoint,
+    ),
+    Patch(
+        "ModelCheckpoint._save_checkpoint",
+        "lets training wait until the file is written",
+        _savers,
+        lambda trainer, saver: partial(save_behind, saver),
+    ),
+    Patch(
+        "ModelCheckpoint._save_monitor_checkpoint",
+        "saves nothing, with a warning, for want of its metric",
+        _savers,
+        lambda trainer, saver: partial(save_followed, saver),
+    ),
+    Patch(
+        "_SignalConnector._sigterm_notifier_fn",
+        "calls a collective from inside SIGTERM's handler, in which ranks wait for each other without end",
+        _signals,
+        _sigterm_handler,
+    ),
+    Patch(
+        "_SignalConnector._slurm_sigusr_handler_fn",
+        "saves and requeues wherever SLURM's signal comes, also amid an optimizer step",
+        _requeued,
+        _requeue_handler,
+    ),
+)
+
+
+def replace(undone: ExitStack, owner: Any, name: str, new: Any) -> None:
+    """Replace an attribute of an object until `undone` is closed."""
+    if name in vars(owner):
+        undone.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undone.callback(vars(owner).pop, name, None)
+    setattr(owner, name, new)
+
+
+def apply_patches(trainer: L.Trainer, undone: ExitStack) -> None:
+    """Replace what `PATCHES` names in a Trainer's objects until `undone` is closed."""
+    for patch in PATCHES:
+        for owner in patch.owners(trainer):
+            replace(undone, owner, patch.attribute.partition(".")[2], patch.replacement(trainer, owner))
