@@ -115,7 +115,7 @@ def test_names_follow_the_function() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"function": "exact_match"}, TypeError, "`function` must be callable"),
+        ({"function": "exact_match"}, TypeError, "`function` must be a function or a class"),
         ({"function": lambda p, r, row: 1.0}, ValueError, "'<lambda>'; set `name`"),
         ({"function": exact_match, "name": "a/b"}, ValueError, "`name` becomes part of the metric"),
         ({"function": exact_match, "name": "mean"}, ValueError, "taken by the metric `reward/mean`"),
@@ -199,7 +199,7 @@ def test_functions_of_a_list_become_terms() -> None:
 def test_what_is_no_list_of_rewards_is_refused() -> None:
     with pytest.raises(TypeError, match=r"`rewards` must be a list of functions .* put it into a list"):
         as_terms(exact_match)
-    with pytest.raises(TypeError, match="`function` must be callable"):
+    with pytest.raises(TypeError, match="`function` must be a function or a class"):
         as_terms(["exact_match"])
     with pytest.raises(ValueError, match="`rewards` is empty"):
         as_terms([])

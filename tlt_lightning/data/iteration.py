@@ -244,7 +244,9 @@ class PolicyIteration:
         written_in, now = self.backlog.written_in, self.trainer.current_epoch
         segments = [segment for rollout in rollouts for segment in rollout.response.segments]
         ages = [(now - written_in[version], count) for version, count in segments]
-        self.log.mean("schedule/age", sum(age * count for age, count in ages) / sum(count for _, count in ages))
+        aged, num_tokens = sum(age * count for age, count in ages), sum(count for _, count in ages)
+        ranks = gather_over_ranks(self.trainer, (aged, num_tokens))  # of the tokens of all
+        self.log.mean("schedule/age", sum(each for each, _ in ranks) / sum(each for _, each in ranks))
         self.log.max("schedule/age_max", max(age for age, _ in ages))
 
     def _score(self, batch: RolloutBatch) -> RolloutBatch:

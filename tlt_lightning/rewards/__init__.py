@@ -8,10 +8,10 @@ Importing is cheap: the first call that needs math-verify, torch or transformers
 because `countdown` names a function and its module: bound lazily, the name would become the module on its import.
 """
 
+from tlt_lightning.rewards.answers import exact_match
 from tlt_lightning.rewards.choice import multiple_choice
 from tlt_lightning.rewards.code import PythonTests
 from tlt_lightning.rewards.countdown import countdown
-from tlt_lightning.rewards.exact import exact_match
 from tlt_lightning.rewards.format import Format
 from tlt_lightning.rewards.math import math_equivalence
 from tlt_lightning.rewards.pool import RewardPool

@@ -1,4 +1,4 @@
-"""Find the expected answer in a row and the final answer in a response."""
+"""Find the expected answer in a row and the final answer in a response, and score one that is nothing else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def expected_answer(row: dict[str, Any]) -> str:
             "or a number; set `answer_column` to another, or write a reward that reads `row` itself."
         )
     return str(answer).strip()
+
+
+def exact_match(prompt: str, response: str, row: dict[str, Any]) -> float:
+    r"""Return 1 if the response is the answer, surrounding white space aside, else 0.
+
+    Example:
+        >>> exact_match("2 + 2 =", " 4\n", {"answer": 4})
+        1.0
+    """
+    return float(response.strip() == expected_answer(row))
 
 
 def final_part(response: str) -> str | None:

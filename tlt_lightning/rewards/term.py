@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from tlt_lightning.arguments import checked
+from tlt_lightning.rewards.answers import exact_match
 from tlt_lightning.rewards.choice import multiple_choice
 from tlt_lightning.rewards.countdown import countdown
-from tlt_lightning.rewards.exact import exact_match
 from tlt_lightning.rewards.math import math_equivalence
 
 RewardFunction = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
@@ -46,8 +46,6 @@ class RewardTerm:
     name: Annotated[str, "It is logged as `reward/<name>`."] = ""
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"`function` must be callable as (prompt, response, row), got {self.function!r}.")
         if not math.isfinite(self.weight):
             raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
         if not self.name:
