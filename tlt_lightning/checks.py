@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING
 
 import lightning as L
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -24,8 +22,6 @@ from tlt_lightning.training.optimization import check_optimization
 from tlt_lightning.training.trainer_settings import check_settings
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from tlt_lightning.rollout import Sampling
 
 log = logging.getLogger(__name__)
@@ -79,15 +75,6 @@ def _check_strategy(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             f"`Trainer(devices=...)` puts local rank {trainer.local_rank} on {device}; engines need rank and device to "
             "agree. Choose GPUs with the environment variable CUDA_VISIBLE_DEVICES, and give their number as `devices`."
-        )
-
-
-def check_not_spawned() -> None:
-    """Raise MisconfigurationException if a process is being spawned, before its arguments are pickled."""
-    if get_spawning_popen() is not None:
-        raise MisconfigurationException(
-            "`Trainer(strategy=...)` spawns its processes, as `ddp_spawn` does, and a policy's module cannot be "
-            f"handed to them. {STRATEGIES}"
         )
 
 
@@ -149,29 +136,13 @@ def warn_of_filters(sampling: Sampling) -> None:
 
 
 def check_models(wanted: NetworkSettings) -> None:
-    """Raise ValueError if transformers reads no config of a model, lacks its attention here, or `lora` does not fit."""
+    """Raise ValueError if transformers reads no config of a model, or `lora` does not fit."""
     critic = None if wanted.critic is None else wanted.critic.path
     for argument, path in (("policy", wanted.policy), ("reference", wanted.reference), ("critic.path", critic)):
-        if path is None:
-            continue
-        config = read_config(path, f"model.{argument}")
-        if "flash" in wanted.attn_implementation and argument != "critic.path":
-            _check_attention(wanted.attn_implementation, config)
+        if path is not None:
+            read_config(path, f"model.{argument}")
     if wanted.lora is not None:  # its adapters fit, which takes no memory to ask
         load_shapes(wanted.policy, wanted.lora)
-
-
-def _check_attention(name: str, config: PretrainedConfig) -> None:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):  # asks all that loading asks, also for a kernel of the hub, and takes no memory
-            AutoModelForCausalLM.from_config(config, attn_implementation=name)
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"`model.attn_implementation` {name!r} cannot be had here: {str(error).splitlines()[0]} Install "
-            "`flash-attn` or `kernels` where there is a GPU, or use 'sdpa', which packs sequences without either."
-        ) from error
 
 
 def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:

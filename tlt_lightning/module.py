@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.callbacks.usual import usual_callbacks
-from tlt_lightning.checks import check_has_data, check_not_spawned
+from tlt_lightning.checks import check_has_data
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.parts import OWN
@@ -106,11 +106,6 @@ class RLModule(L.LightningModule):
         self._optimizer_settings: list[dict[str, Any]] = []
         self._saved: dict[str, Any] | None = None  # of the run that is resumed
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        check_not_spawned()
-        return super().__getstate__()
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:

@@ -294,7 +294,7 @@ def test_two_prompts_at_least_are_held_out_of_four_or_more(num_prompts: int, lea
 
 
 def test_a_held_out_prompt_was_trained_on_in_no_earlier_iteration() -> None:
-    """The prompts of an iteration do not move the border: 1,000 prompts, 40 an iteration, in another order each epoch."""
+    """The border does not move with an iteration: 1,000 prompts, 40 an iteration, in another order each epoch."""
     order, trained, held = random.Random(0), set[int](), set[int]()
     for _ in range(3):
         numbers = order.sample(range(1000), 1000)

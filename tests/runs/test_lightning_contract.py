@@ -178,13 +178,6 @@ def test_a_compiled_module_is_refused_before_anything_loads(paths: Paths) -> Non
         make_trainer(root).fit(compiled, make_data(prompts_path, NeverLoaded()))
 
 
-def test_spawning_is_refused_before_what_is_spawned_is_pickled(paths: Paths) -> None:
-    policy_path, prompts_path, root = paths
-    module = make_module(policy_path)  # whose optimizer is a lambda, which cannot be pickled
-    with pytest.raises(MisconfigurationException, match=r"spawns its processes, as `ddp_spawn`.*`ddp` in a script"):
-        make_trainer(root, devices=2, strategy="ddp_spawn").fit(module, make_data(prompts_path, NeverLoaded()))
-
-
 @pytest.mark.parametrize("argument", ["policy", "reference", "critic.path"])
 def test_a_model_that_is_nowhere_is_refused_before_anything_loads(argument: str, paths: Paths) -> None:
     policy_path, prompts_path, root = paths

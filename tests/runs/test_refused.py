@@ -1,7 +1,6 @@
 """Settings of module and data that do not fit are refused, or warned of, before anything is loaded."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,16 +107,6 @@ def test_data_arguments_of_another_type_are_refused_in_words(arguments: dict, me
 def test_a_model_may_be_a_path() -> None:
     assert RLModule(Path("some/model"), GRPO()).policy_path == "some/model"  # type: ignore[arg-type]
     assert CriticConfig(path=Path("some/model")).path == "some/model"  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="flash attention may be there")
-def test_an_attention_that_is_not_there_is_refused_before_the_engine_is_loaded(
-    policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    module = make_module(policy_path, attn_implementation="flash_attention_2")
-    message = r"`model\.attn_implementation` 'flash_attention_2' .* doesn't seem to be installed\. .* 'sdpa'"
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path).fit(module, make_data(prompts_path, NeverLoaded()))
 
 
 @pytest.mark.parametrize(
