@@ -166,7 +166,7 @@ class Rollout:
         group: Number of the prompt within the iteration; its `group_size` rollouts share it.
         rewards: One value per reward function that applies, unweighted.
         reward: Their weighted sum, which the objective sees.
-        deferrals: Times a schedule had put the prompt aside before.
+        deferrals: Times a schedule had deferred the prompt before.
     """
 
     prompt: Prompt

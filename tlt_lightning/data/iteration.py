@@ -279,8 +279,8 @@ class PolicyIteration:
                 is_padded=self.module.networks.is_padded,
                 largest_counts=largest_counts(self.trainer),
             )
-            own = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
-            counts = self._sum(torch.tensor(own))
+            of_rank = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
+            counts = self._sum(torch.tensor(of_rank))
             for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
                 yield [
                     replace(

@@ -53,10 +53,10 @@ def check_held_out(trainer: L.Trainer, num_prompts: int) -> None:
             f"`data.val` has {num_prompts} prompts, fewer than {num_ranks} ranks; give each one."
         )
     argument = f"limit_{function if function in ('test', 'predict') else 'val'}_batches"
-    limit, own = getattr(trainer, argument), num_prompts // num_ranks
-    if isinstance(limit, float) and 0 < limit * own < 1:
+    limit, num = getattr(trainer, argument), num_prompts // num_ranks
+    if isinstance(limit, float) and 0 < limit * num < 1:
         raise MisconfigurationException(
-            f"`Trainer({argument}={limit})` leaves none of {own} held-out prompts of a rank; give a number of them, as "
+            f"`Trainer({argument}={limit})` leaves none of {num} held-out prompts of a rank; give a number of them, as "
             f"`{argument}=1`."
         )
 

@@ -219,8 +219,8 @@ class RolloutDataModule(L.LightningDataModule):
         return pass_sizes(self.micro_batch_tokens, self._room + self.sampling.max_tokens, on_gpu=on_gpu)
 
     def _settings_with(self, micro_batch_tokens: int) -> IterationSettings:
-        own = {item.name: getattr(self, item.name) for item in fields(IterationSettings)}
-        return IterationSettings(**{**own, "micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": self._room})
+        given = {item.name: getattr(self, item.name) for item in fields(IterationSettings)}
+        return IterationSettings(**{**given, "micro_batch_tokens": micro_batch_tokens, "max_prompt_tokens": self._room})
 
     def _check(self, *, is_fit: bool) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""

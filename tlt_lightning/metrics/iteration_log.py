@@ -109,13 +109,13 @@ class IterationLog:
 
     def close(self, trainer: L.Trainer) -> dict[str, float]:
         """Return the iteration's metrics over all ranks, in one collective; `open` begins the next."""
-        own = self.read(), self._laps
+        of_rank = self.read(), self._laps
         self._numbers, self._laps, self._peaks, self._is_open = {}, [], {}, False
         if trainer.world_size > 1:
             # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have
             # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.
             _ = trainer.callback_metrics
-        ranks, laps = zip(*gather_over_ranks(trainer, own), strict=True)
+        ranks, laps = zip(*gather_over_ranks(trainer, of_rank), strict=True)
         self.laps_by_rank = list(laps)
         self.by_rank = [{name: value for name, (_, value) in numbers.items()} for numbers in ranks]
         return combine(ranks)

@@ -65,23 +65,23 @@ class AnswerHistory:
                 "VLLMEngine with `speculation.siblings: true`, or leave it out."
             )
 
-    def learn(self, own: Answered, gather: Callable[[Answered], Sequence[Answered]]) -> None:
+    def learn(self, answered: Answered, gather: Callable[[Answered], Sequence[Answered]]) -> None:
         """Take an iteration's answers, in place of older ones.
 
         Args:
-            own: Those of this rank.
+            answered: Those of this rank.
             gather: Returns those of all ranks, in their order; a collective.
         """
-        ranks = gather(own)
+        ranks = gather(answered)
         lengths: dict[int, list[int]] = {}
-        for prompt, length in chain.from_iterable(own.lengths for own in ranks):
+        for prompt, length in chain.from_iterable(each.lengths for each in ranks):
             lengths.setdefault(prompt, []).append(length)
         means = {prompt: sum(found) / len(found) for prompt, found in lengths.items()}
         self.mean_lengths = {**self.mean_lengths, **means}
         if self.settings is None:
             return
         answers: dict[int, list[array[int]]] = {}
-        for prompt, text in chain.from_iterable(own.texts for own in ranks):
+        for prompt, text in chain.from_iterable(each.texts for each in ranks):
             answers.setdefault(prompt, []).append(text)
         texts = {prompt: held for prompt, held in self.texts.items() if prompt not in answers} | answers
         surplus = sum(len(text) for held in texts.values() for text in held) - self.settings.max_tokens

@@ -69,9 +69,9 @@ class RolloutUnderWay:
         """
         if self.chosen is not None:  # what was deferred is enough
             return []
-        # Of its own responses a group has those that are kept and have ended; each had noise of its own.
+        # Beside earlier answers, what has ended of a group that goes on; each response has noise of its own.
         ended = [[each.token_ids for each in group.responses if not each.is_unfinished] for group in self.groups]
-        texts = [[*self.earlier.get(group.prompt, ()), *own] for group, own in zip(self.groups, ended, strict=True)]
+        texts = [[*self.earlier.get(g.prompt, ()), *more] for g, more in zip(self.groups, ended, strict=True)]
         requests = []
         for i in self.open_ids:
             place, member = divmod(i, self.group_size)
