@@ -229,7 +229,8 @@ def test_state_is_restored() -> None:
     assert control.is_silenced
     again.load_state_dict(json.loads(json.dumps(control.state_dict())))
     assert again.state_dict() == control.state_dict()
-    assert (again.is_silenced, again.drafter_version, again.alarm.num_rung) == (True, 5, 1)
+    assert (again.drafter_version, again.alarm.num_rung) == (5, 1)
+    assert not again.is_silenced  # the next weights come before the next rollout
     assert again.lookups is not None
     assert again.lookups.scores.expected(LEARNED, 2) < 1
     without = StrategyController(BEGMABSelector())

@@ -44,26 +44,28 @@ class RequestPool:
 
     def meet(self) -> tuple[list[Request], set[int]]:
         """Return requests and stops that all ranks have asked for since they last met, the same on all of them."""
-        coming: list[Request] = []
-        leaving: set[int] = set()
+        new_requests: list[Request] = []
+        stopped_ids: set[int] = set()
         ranks = self.engine_ranks.num_ranks
         if self.engine_ranks.is_any(bool(self._added or self._stopped)):
             for rank, (added, stopped) in enumerate(self.engine_ranks.gather((self._added, self._stopped))):
-                coming += [replace(each, id=each.id * ranks + rank, group=each.group * ranks + rank) for each in added]
-                leaving |= {number * ranks + rank for number in stopped}
+                new_requests += [
+                    replace(each, id=each.id * ranks + rank, group=each.group * ranks + rank) for each in added
+                ]
+                stopped_ids |= {number * ranks + rank for number in stopped}
         self.clear()
-        return coming, leaving
+        return new_requests, stopped_ids
 
-    def own(self, ids: Collection[int]) -> list[int]:
+    def of_this_rank(self, ids: Collection[int]) -> list[int]:
         """Return those of the pooled ids that are this rank's, by its own numbers."""
         ranks, rank = self.engine_ranks.num_ranks, self.engine_ranks.index
         return [number // ranks for number in ids if number % ranks == rank]
 
-    def own_responses(self, responses: Sequence[Response]) -> list[Response]:
+    def responses_of_this_rank(self, responses: Sequence[Response]) -> list[Response]:
         """Return this rank's of the responses to pooled requests, by its own numbers."""
         ranks, rank = self.engine_ranks.num_ranks, self.engine_ranks.index
-        mine = [each for each in responses if each.request_id % ranks == rank]
-        return mine if ranks == 1 else [replace(each, request_id=each.request_id // ranks) for each in mine]
+        these = [each for each in responses if each.request_id % ranks == rank]
+        return these if ranks == 1 else [replace(each, request_id=each.request_id // ranks) for each in these]
 
     def clear(self) -> None:
         """Forget the requests and stops that no meeting has taken up."""

@@ -38,7 +38,7 @@ class TransformersEngine(RolloutEngine):
         self._model: PreTrainedModel | None = None
         self._sampling: Sampling | None = None  # of the `generate` that is being read
         self._waiting: list[Request] = []
-        self._leaving: set[int] = set()  # ids of requests that are to stop
+        self._stopping: set[int] = set()  # ids of requests that are to stop
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
@@ -70,14 +70,14 @@ class TransformersEngine(RolloutEngine):
             self.add(requests)
             while self._waiting:
                 num_before += sum(map(num_written, self._waiting))
-                if self._leaving:
-                    responses = [not_begun(r, self.policy_version) for r in self._waiting if r.id in self._leaving]
-                    self._waiting = [request for request in self._waiting if request.id not in self._leaving]
-                    self._leaving.clear()
+                if self._stopping:
+                    responses = [not_begun(r, self.policy_version) for r in self._waiting if r.id in self._stopping]
+                    self._waiting = [request for request in self._waiting if request.id not in self._stopping]
+                    self._stopping.clear()
                 else:
                     batch, limit = self._next_batch(sampling)
-                    own = noise_of(batch[0])
-                    with (numbers if own is None else EngineRandom(own)).in_force():
+                    noise = noise_of(batch[0])
+                    with (numbers if noise is None else EngineRandom(noise)).in_force():
                         responses = self._generate_batch(batch, limit, sampling)
                 num_before -= sum(map(num_written, self._waiting))
                 if on_progress is not None:
@@ -85,7 +85,7 @@ class TransformersEngine(RolloutEngine):
                 yield from responses
         finally:
             self._sampling = None
-            self._leaving.clear()
+            self._stopping.clear()
 
     @override
     def add(self, requests: Sequence[Request]) -> None:
@@ -99,7 +99,7 @@ class TransformersEngine(RolloutEngine):
     def stop(self, ids: Collection[int]) -> None:
         if self._sampling is None:
             raise RuntimeError("`stop` found nobody reading `generate`; call it between two of its responses.")
-        self._leaving |= {request.id for request in self._waiting} & {*ids}
+        self._stopping |= {request.id for request in self._waiting} & {*ids}
 
     def _next_batch(self, sampling: Sampling) -> tuple[list[Request], int]:
         """Take waiting requests whose prompts have one length, so that none is padded; return them and their limit."""
@@ -123,7 +123,7 @@ class TransformersEngine(RolloutEngine):
         assert self._model is not None
         model = self._model
         input_ids = torch.tensor([text_of(request) for request in batch], device=model.device)
-        is_training, own_config = model.training, model.generation_config
+        is_training, config_of_checkpoint = model.training, model.generation_config
         model.eval()
         # Whatever the checkpoint asks for beside `Sampling` (a repetition penalty, say) would change what is sampled.
         model.generation_config = GenerationConfig()
@@ -146,7 +146,7 @@ class TransformersEngine(RolloutEngine):
             )
         finally:
             model.train(is_training)
-            model.generation_config = own_config
+            model.generation_config = config_of_checkpoint
         tokens = output.sequences[:, input_ids.shape[1] :]  # (B, T)
         logps = torch.stack([scores.float().log_softmax(-1) for scores in output.scores], dim=1)  # (B, T, V)
         logps = logps.gather(-1, tokens[..., None]).squeeze(-1)

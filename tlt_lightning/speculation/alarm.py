@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +50,6 @@ class AcceptanceAlarm:
             self._accepted,
             self._verified,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the observations since the last `reset`, and how often the alarm rang."""
-        return {"is_ringing": self.is_ringing, "num_rung": self.num_rung, "steps": [list(step) for step in self._steps]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved."""
-        self.is_ringing, self.num_rung = state_dict["is_ringing"], state_dict["num_rung"]
-        self._steps = deque((verified, accepted) for verified, accepted in state_dict["steps"])
-        self._verified = sum(verified for verified, _ in self._steps)
-        self._accepted = sum(accepted for _, accepted in self._steps)
 
     def reset(self) -> None:
         """Stop ringing and forget, because the weights of drafter or policy have changed."""

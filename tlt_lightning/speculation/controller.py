@@ -243,7 +243,7 @@ class StrategyController:
         return {
             "selector": self.selector.state_dict(),
             "learner": self._learner,
-            "alarm": self.alarm.state_dict(),
+            "alarms": self.alarm.num_rung,
             "drafter_version": self.drafter_version,
             "lookup_scores": None if self.lookups is None else self.lookups.scores.state_dict(),
         }
@@ -254,7 +254,7 @@ class StrategyController:
             log.warning("The checkpoint holds what %s learned: %s starts anew.", saved, self._learner)
         else:
             self.selector.load_state_dict(state_dict["selector"])
-        self.alarm.load_state_dict(state_dict["alarm"])
+        self.alarm.num_rung = state_dict["alarms"]
         self.drafter_version = state_dict["drafter_version"]
         if self.lookups is not None and state_dict["lookup_scores"] is not None:
             self.lookups.scores.load_state_dict(state_dict["lookup_scores"])

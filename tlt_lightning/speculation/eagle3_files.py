@@ -56,8 +56,8 @@ def read_head(path: str) -> HeadShape:
         layer = config.get("transformer_layer_config", config)  # `speculators` nests the Llama part
         vocab_size = int(layer["vocab_size"])
         nested = config.get("eagle_config") or {}
-        own = config.get("eagle_aux_hidden_state_layer_ids")
-        layer_ids = own or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+        named = config.get("eagle_aux_hidden_state_layer_ids")
+        layer_ids = named or nested.get("eagle_aux_hidden_state_layer_ids") or ()
         return HeadShape(
             path=path,
             vocab_size=vocab_size,

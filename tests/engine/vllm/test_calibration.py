@@ -106,7 +106,7 @@ def test_rollouts_cannot_tell(setup: Setup) -> None:
     assert not setup.trace.exists()
     state = controller.state_dict()
     assert controller.counters.decode_steps == 0
-    assert (state["alarm"]["steps"], state["lookup_scores"]) == ([], {"scores": []})
+    assert (state["alarms"], state["lookup_scores"]) == (0, {"scores": []})
     assert setup.selector.records == []
     setup.selector.script = lambda state: OFF
     weights = list(PolicyWeights(load_policy(setup.policy)))

@@ -109,10 +109,10 @@ def test_weights_that_are_not_the_policys_are_refused_and_change_nothing(
 def test_weights_are_refused_before_they_are_touched(engine: VLLMEngine, policy: torch.nn.Module) -> None:
     responses = engine.generate(siblings(), Sampling(max_tokens=16), seed=0)
     next(responses)
-    with pytest.raises(RuntimeError, match=r"requests running; finish or close `generate`"):
+    with pytest.raises(RuntimeError, match=r"`update_weights` found the engine asleep or writing"):
         engine.update_weights(PolicyWeights(policy), 1)
     assert engine.policy_version == 0
-    with pytest.raises(RuntimeError, match=r"`sleep` found requests running; finish or close `generate`"):
+    with pytest.raises(RuntimeError, match=r"`sleep` found the engine asleep or writing: .* end `generate`"):
         engine.sleep()
     responses.close()
     engine.update_weights(PolicyWeights(policy), 1)
@@ -144,7 +144,7 @@ def test_a_sleeping_engine_refuses_weights(
     engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_asleep", True)  # a CPU has no sleep
-    with pytest.raises(RuntimeError, match="call `wake` first"):
+    with pytest.raises(RuntimeError, match="`update_weights` found the engine asleep or writing: call `wake`"):
         engine.update_weights(PolicyWeights(policy), 1)
 
 

@@ -117,10 +117,10 @@ def test_keeping_up_with_a_skipped_head_never_waits_for_the_device(
     runner = engine.inspect().speculative_runner
 
     def guarded(method: Any) -> Any:
-        def called(*args: Any) -> None:
+        def called(*args: Any, **inputs: Any) -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                method(*args)
+                method(*args, **inputs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

@@ -75,7 +75,7 @@ class HeadWeights:
         self._is_kept = False
         for name, parts in _by_module(tensors):
             module = self.head.get_submodule(name)
-            expected = torch.cat(own_parts(module, parts))
+            expected = torch.cat(parts_of_this_rank(module, parts))
             held = held_weight(module)[: expected.shape[0]]
             if not torch.equal(held, expected.to(held.device, held.dtype)):
                 raise RuntimeError(f"The head's {name!r} does not hold the weights that `update_drafter` was given.")
@@ -149,7 +149,7 @@ def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor
     yield from stacks.items()
 
 
-def own_parts(module: Any, parts: list[Tensor]) -> list[Tensor]:
+def parts_of_this_rank(module: Any, parts: list[Tensor]) -> list[Tensor]:
     """Return the parts of saved tensors that `module` holds, stacked, on this rank of a tensor-parallel engine."""
     rank, num_ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
     if num_ranks == 1:

@@ -230,12 +230,13 @@ class VLLMEngine(RolloutEngine):
 
     @override
     def sleep(self) -> None:
-        if self._engine is not None and self._engine.has_unfinished_requests():
-            raise RuntimeError("`sleep` found requests running; finish or close `generate` first.")
-        if self._can_sleep and not self._asleep:
+        if self._engine is None or self._asleep:
+            return
+        engine = self._at_rest("sleep")
+        if self._can_sleep:
             if self._head is not None:
                 self._head.keep()
-            self._live.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
+            engine.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self.policy_version, self._asleep = _NO_WEIGHTS, True
 
     @override
@@ -264,15 +265,17 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
         return self._engine
 
+    def _at_rest(self, call: str) -> "LLMEngine":
+        """Return the live engine for `call`; raise RuntimeError while it is asleep, its memory unmapped, or writes."""
+        if self._asleep or self._live.has_unfinished_requests():
+            raise RuntimeError(f"`{call}` found the engine asleep or writing: call `wake`, or end `generate`, first.")
+        return self._live
+
     # Weights
 
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        engine = self._live
-        if self._asleep:
-            raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped; call `wake` first.")
-        if engine.has_unfinished_requests():
-            raise RuntimeError("`update_weights` found requests running; finish or close `generate` first.")
+        engine = self._at_rest("update_weights")
         tensors = checked_weights(named_tensors, self._shapes)
         self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
         reload_policy(engine, tensors, self._shapes)
@@ -296,8 +299,6 @@ class VLLMEngine(RolloutEngine):
     def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
         if self._speculative is None or self._head is None:
             raise RuntimeError("`update_drafter` has nothing to update: the engine has no head, `speculation.head`.")
-        if self._asleep:
-            raise RuntimeError("`update_drafter` found the engine asleep; call `wake` first.")
         self._head.update(named_tensors)
         if not self._live.has_unfinished_requests():
             self._live.reset_prefix_cache()  # of keys and values that the old head computed for prompts
@@ -340,7 +341,7 @@ class VLLMEngine(RolloutEngine):
             for finished in steps:
                 if on_progress is not None:
                     on_progress(writer.progress(counter, finished))
-                yield from writer.pool.own_responses(finished)
+                yield from writer.pool.responses_of_this_rank(finished)
         finally:
             self._sampling = None
             steps.close()

@@ -50,8 +50,8 @@ class RankExecutor(UniProcExecutor):
     @override
     def determine_available_memory(self) -> list[int]:
         """Return the bytes of keys and values, the same on all ranks of an engine: they schedule alike."""
-        own = self._usable_memory()
-        return own if self.vllm_config.parallel_config.tensor_parallel_size == 1 else _group().smallest(min(own))
+        usable = self._usable_memory()
+        return usable if self.vllm_config.parallel_config.tensor_parallel_size == 1 else _group().smallest(min(usable))
 
     @override
     def shutdown(self) -> None:

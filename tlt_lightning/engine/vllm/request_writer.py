@@ -64,7 +64,7 @@ class RequestWriter:
     @property
     def ids(self) -> set[int]:
         """Ids of this rank's requests that are to be written."""
-        return {*self.pool.own(self._running), *self.pool.added}
+        return {*self.pool.of_this_rank(self._running), *self.pool.added}
 
     def stop(self, ids: Collection[int]) -> None:
         """Yield what these requests have written, before the next engine step; leave alone those that have ended."""
@@ -101,13 +101,13 @@ class RequestWriter:
                 if not number % _STEPS_PER_CHECK:
                     self._compare()
                 if may_have_asked:
-                    coming, leaving = self.pool.meet()
-                    may_have_asked = bool(leaving)
-                    if leaving:
-                        yield self._stopped(coming, leaving)
-                    must_arrange |= bool(coming)
+                    new_requests, stopped_ids = self.pool.meet()
+                    may_have_asked = bool(stopped_ids)
+                    if stopped_ids:
+                        yield self._stopped(new_requests, stopped_ids)
+                    must_arrange |= bool(new_requests)
                     with numbers.in_force():
-                        self._begin([request for request in coming if request.id not in leaving], params)
+                        self._begin([each for each in new_requests if each.id not in stopped_ids], params)
                 if not engine.has_unfinished_requests():
                     if may_have_asked:
                         continue
@@ -223,11 +223,11 @@ class RequestWriter:
     def _group_of(self, request: Any) -> int:
         return self._running[int(request.request_id.rpartition("-")[0])].group
 
-    def _stopped(self, coming: Sequence[Request], leaving: Collection[int]) -> list[Response]:
-        """Take the requests `leaving` out of the engine, and out of those `coming`; return what is written of them."""
-        outputs = abort(self._engine, [str(number) for number in self._running if number in leaving])
+    def _stopped(self, new_requests: Sequence[Request], stopped_ids: Collection[int]) -> list[Response]:
+        """Take requests out of the engine, and out of the new ones; return what is written of them."""
+        outputs = abort(self._engine, [str(number) for number in self._running if number in stopped_ids])
         return [self._ended(output) for output in outputs] + [
-            not_begun(request, self._version) for request in coming if request.id in leaving
+            not_begun(request, self._version) for request in new_requests if request.id in stopped_ids
         ]
 
 

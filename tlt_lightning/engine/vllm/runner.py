@@ -242,18 +242,19 @@ class SpeculativeRunner(ABC):
             return lookup.source
         return LEARNED if strategy.is_learned else None
 
-    def _skip(self, request_ids: list[str], *tensors: Any) -> None:
-        """Keep the head's inputs of a step in which every request decoded one token."""
+    def _skip(self, request_ids: list[str], **inputs: Any) -> None:
+        """Keep the inputs of the head, by `KVCatchUp.add`, of a step in which every request decoded one token."""
         assert self.catch_up is not None
         self.num_skipped += 1
         if not self.catch_up.has_room(len(request_ids)):
             self._catch_up()
-        self.catch_up.add(request_ids, *tensors)
+        self.catch_up.add(request_ids, **inputs)
 
     def _catch_up(self) -> None:
         """Give the head the keys and values that it has skipped."""
         if self.catch_up is not None and len(self.catch_up):
-            self.catch_up.flush(*self._cache())
+            row_of, block_table, block_size = self._cache()
+            self.catch_up.flush(row_of=row_of, block_table=block_table, block_size=block_size)
 
     @abstractmethod
     def _cache(self) -> tuple[Mapping[str, int], Tensor, int]:

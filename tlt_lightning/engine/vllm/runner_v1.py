@@ -119,7 +119,7 @@ class RunnerV1(SpeculativeRunner):
         self.drafter._last_draft_probs = None  # the runner takes what is there for this step's
         rows = next_ids.shape[0]
         hidden, positions = inputs["target_hidden_states"][:rows], inputs["target_positions"][:rows]
-        self._skip(self.runner.input_batch.req_ids[:rows], [hidden], next_ids, positions)
+        self._skip(self.runner.input_batch.req_ids[:rows], hidden=[hidden], last_ids=next_ids, positions=positions)
         return torch.empty(rows, 0, dtype=torch.int64, device=next_ids.device)
 
     @override

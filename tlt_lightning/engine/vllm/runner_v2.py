@@ -89,7 +89,13 @@ class RunnerV2(SpeculativeRunner):
             else:
                 rows = batch.num_reqs
                 hidden = [states[:rows] for states in given["aux_hidden_states"]]
-                self._skip(batch.req_ids, hidden, last_sampled, batch.positions[:rows], batch.idx_mapping)
+                self._skip(
+                    batch.req_ids,
+                    hidden=hidden,
+                    last_ids=last_sampled,
+                    positions=batch.positions[:rows],
+                    rows=batch.idx_mapping,
+                )
         if strategy.is_off:
             return drafts
         if not strategy.is_learned:

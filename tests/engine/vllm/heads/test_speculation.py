@@ -114,7 +114,7 @@ def test_switched_on_the_head_drafts_as_if_it_had_never_been_off(setup: Setup, m
         patch.setattr(stock_drafter(runner), "propose", propose)  # vLLM as it is: a pass in every step
         always = run()
     with monkeypatch.context() as patch:
-        patch.setattr(KVCatchUp, "flush", lambda catch_up, *args: catch_up.clear())
+        patch.setattr(KVCatchUp, "flush", lambda catch_up, **inputs: catch_up.clear())
         never = run()
     assert deferred == always
     assert len(always) > 20
