@@ -76,7 +76,6 @@ def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any, pro
     [
         ({"engine": TransformersEngine}, "`engine` must be a RolloutEngine, got the class TransformersEngine itself"),
         ({"sampling": {"max_tokens": 8}}, r"`sampling` must be a Sampling, got \{"),
-        ({"rewards": evenness}, "`rewards` must be a list"),
         ({"train": 5}, "a path, a list of dictionaries or one split of a `datasets.Dataset`, got int"),
     ],
 )

@@ -165,9 +165,6 @@ def test_a_run_without_its_data_module_is_refused(
 @pytest.mark.parametrize(
     ("function", "settings", "message"),
     [
-        ("fit", {"val_check_interval": 3}, r"val_check_interval=3\)` .* has 2 .*`check_val_every_n_epoch=3`"),
-        ("fit", {"val_check_interval": 0}, r"val_check_interval=0\)` counts optimizer steps"),
-        ("fit", {"val_check_interval": 0, "check_val_every_n_epoch": None}, "counts optimizer steps"),
         ("fit", {"limit_val_batches": 0.1}, r"limit_val_batches=0\.1\)` leaves none of 9 .*`limit_val_batches=1`"),
         ("test", {"limit_test_batches": 0.1}, "`limit_test_batches=1`"),
         ("predict", {"limit_predict_batches": 0.1}, "`limit_predict_batches=1`"),

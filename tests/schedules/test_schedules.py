@@ -243,7 +243,7 @@ def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> No
     assert sorted(group.draw for group in parts) == sorted(group.draw for group in held)
 
 
-def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits() -> None:
     backlog = run(PartialRollout(0.5), 2).backlog
     saved, held = backlog.state_dict()["deferred"], backlog.deferred
     lengths = [max(len(response.token_ids) for response in group.responses) for group in held]
@@ -254,17 +254,14 @@ def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits(caplo
     assert [course.responses[number].token_ids for number in range(2 * len(held))] == [
         response.token_ids for group in held for response in group.responses[:2]
     ]
-    assert not caplog.text
     load_backlog(backlog, [saved], max_tokens=limit)
     assert [bool(group.responses) for group in backlog.deferred] == [length < limit for length in lengths]
-    caplog.clear()
     for state in (ended := saved[lengths.index(limit)])["responses"]:
         state["finish_reason"] = "stop"
     load_backlog(backlog, [[ended]], max_tokens=limit)
     assert backlog.deferred[0].responses  # as long as it may be, and whole
-    assert not caplog.text
     load_backlog(backlog, [[ended]], max_tokens=limit - 1)
-    assert "responses beyond `sampling.max_tokens`" in caplog.text
+    assert not backlog.deferred[0].responses
 
 
 def test_a_run_with_larger_groups_writes_what_they_lack() -> None:

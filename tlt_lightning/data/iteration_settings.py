@@ -49,10 +49,7 @@ class IterationSettings:
         return self.num_minibatches * self.inner_epochs
 
     def check(self, objective: PolicyObjective, trainer: L.Trainer) -> None:
-        """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
-
-        So does a validation after more steps than an iteration has.
-        """
+        """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence."""
         num_ranks = trainer.world_size
         num_prompts, group_size, num_steps = self.prompts_per_iteration, self.group_size, self.num_minibatches
         if num_prompts % num_ranks:
@@ -68,7 +65,6 @@ class IterationSettings:
                 f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
                 f"{num_steps}, the optimizer steps that share them; choose one that divides them."
             )
-        self._check_interval(trainer)
         max_tokens = self.sampling.max_tokens
         if (longest := self.max_prompt_tokens + max_tokens) > self.micro_batch_tokens:
             raise MisconfigurationException(
@@ -86,16 +82,4 @@ class IterationSettings:
             raise MisconfigurationException(
                 f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare "
                 f"the responses to one prompt: use at least {objective.min_group_size}."
-            )
-
-    def _check_interval(self, trainer: L.Trainer) -> None:
-        every = getattr(trainer, "val_check_interval", None)  # which one in seconds is not
-        is_within = trainer.check_val_every_n_epoch is not None
-        if not isinstance(every, int) or trainer.limit_val_batches == 0:
-            return
-        if every < 1 or (is_within and every > self.num_steps):
-            raise MisconfigurationException(
-                f"`Trainer(val_check_interval={every})` counts optimizer steps, of which an iteration has "
-                f"{self.num_steps} (`data.num_minibatches` * `data.inner_epochs`): leave it out to validate behind "
-                f"every iteration, or set `check_val_every_n_epoch={every or 1}` to do so behind every {every or 1}."
             )

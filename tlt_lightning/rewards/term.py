@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,11 +49,6 @@ class RewardTerm:
             raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
         if not self.name:
             object.__setattr__(self, "name", default_name(self.function))
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(
-                f"`name` becomes part of the metric `reward/<name>` and may hold letters, digits, '_', '-' and '.', "
-                f"got {self.name!r}; set `name`."
-            )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
 
@@ -113,9 +107,7 @@ def ends_in(value: Any, prompt: str) -> bool:
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
-    """Return rewards as terms; raise TypeError unless they are a list, ValueError if empty or two have one name."""
-    if not isinstance(rewards, list | tuple):
-        raise TypeError(f"`rewards` must be a list of functions or `RewardTerm`s, got {rewards!r}; put it into a list.")
+    """Return rewards as terms; raise ValueError if there are none, or two have one name."""
     if not rewards:
         raise ValueError("`rewards` is empty; give at least one reward function.")
     terms = [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]

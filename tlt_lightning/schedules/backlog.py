@@ -132,19 +132,11 @@ class Backlog:
         self.written_in = {}
         for state in ranks:
             self.written_in |= state["written_in"]
-        self.deferred, num_outgrown = [], 0
+        self.deferred = []
         for group in map(unpack, saved):
             responses = group.responses[:group_size]
             is_outgrown = any(len(each.token_ids) + each.is_unfinished > max_tokens for each in responses)
-            num_outgrown += is_outgrown
             self.deferred.append(replace(group, responses=() if is_outgrown else responses))
-        if num_outgrown:
-            log.warning(
-                "%d prompts that a schedule had deferred have responses beyond `sampling.max_tokens` %d, and are "
-                "answered anew.",
-                num_outgrown,
-                max_tokens,
-            )
 
 
 # In a checkpoint tokens are tensors: lists of them would hold a run up, copying and reading takes seconds a million.
