@@ -40,7 +40,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     count_in_prompts(trainer)
     check_settings(trainer)
     _check_strategy(trainer)
-    if not trainer.lightning_module.automatic_optimization:
+    if not getattr(trainer.lightning_module, "automatic_optimization", True):
         raise MisconfigurationException(
             f"`{type(trainer.lightning_module).__name__}.automatic_optimization` is False, and nobody would take the "
             "optimizer's steps: leave it True."
