@@ -91,7 +91,7 @@ def test_an_architecture_of_the_table_writes_with_the_weights_it_is_given(
                 torch.nn.init.normal_(parameter, std=0.1)
         engine.update_weights(PolicyWeights(adapted), 1)
         assert disagreement(engine, adapted) < ROUNDING
-        model = internals.model_runner_of(engine.inspect().engine).get_model()
+        model = internals.live_model_runner(engine.inspect().engine).get_model()
         is_own = not type(model).__name__.startswith("Transformers")
         assert architecture.takes_head == (is_own and supports_eagle3(model))
     finally:

@@ -66,18 +66,18 @@ def num_written(request: Request) -> int:
     return 0 if request.written is None else len(request.written.token_ids)
 
 
-def text_of(request: Request) -> list[int]:
+def tokens_so_far(request: Request) -> list[int]:
     """Return the tokens that the engine reads: the prompt, and the written part of the response."""
     return [*request.prompt_ids, *(() if request.written is None else request.written.token_ids)]
 
 
-def limit_of(request: Request, sampling: Sampling) -> int:
+def tokens_left(request: Request, sampling: Sampling) -> int:
     """Return the most tokens that are still to be written."""
     limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
     return limit - num_written(request)
 
 
-def noise_of(request: Request) -> int | None:
+def noise_seed(request: Request) -> int | None:
     """Return the seed of a request's noise, for engines that draw anew with each request: a continuation has another.
 
     With the request's own seed a continuation would repeat the noise of what is written already.

@@ -11,7 +11,15 @@ from typing_extensions import override
 from tlt_lightning.arguments import Count, checked
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.progress_counter import ProgressCounter
-from tlt_lightning.engine.requests import check_requests, joined, limit_of, noise_of, not_begun, num_written, text_of
+from tlt_lightning.engine.requests import (
+    check_requests,
+    joined,
+    noise_seed,
+    not_begun,
+    num_written,
+    tokens_left,
+    tokens_so_far,
+)
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.rollout import Request, Response, Sampling
@@ -76,7 +84,7 @@ class TransformersEngine(RolloutEngine):
                     self._stopping.clear()
                 else:
                     batch, limit = self._next_batch(sampling)
-                    noise = noise_of(batch[0])
+                    noise = noise_seed(batch[0])
                     with (numbers if noise is None else EngineRandom(noise)).in_force():
                         responses = self._generate_batch(batch, limit, sampling)
                 num_before -= sum(map(num_written, self._waiting))
@@ -105,8 +113,8 @@ class TransformersEngine(RolloutEngine):
         """Take waiting requests whose prompts have one length, so that none is padded; return them and their limit."""
 
         def shape(request: Request) -> tuple[int, int, int, bool]:
-            length = len(text_of(request))
-            limit = min(limit_of(request, sampling), self._max_model_len - length)
+            length = len(tokens_so_far(request))
+            limit = min(tokens_left(request, sampling), self._max_model_len - length)
             return length, limit, num_written(request), request.seed is not None
 
         self._waiting.sort(key=shape)
@@ -122,7 +130,7 @@ class TransformersEngine(RolloutEngine):
 
         assert self._model is not None
         model = self._model
-        input_ids = torch.tensor([text_of(request) for request in batch], device=model.device)
+        input_ids = torch.tensor([tokens_so_far(request) for request in batch], device=model.device)
         is_training, config_of_checkpoint = model.training, model.generation_config
         model.eval()
         # Whatever the checkpoint asks for beside `Sampling` (a repetition penalty, say) would change what is sampled.

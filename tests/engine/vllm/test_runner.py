@@ -36,7 +36,7 @@ class HeadlessRunner(SpeculativeRunner):
         raise NotImplementedError
 
 
-def scheduler_of(requests: dict[str, Any], waiting: tuple[Any, ...] = (), free_blocks: int = 100) -> Any:
+def live_scheduler(requests: dict[str, Any], waiting: tuple[Any, ...] = (), free_blocks: int = 100) -> Any:
     manager = SimpleNamespace(
         kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
         block_pool=SimpleNamespace(get_num_free_blocks=lambda: free_blocks),
@@ -60,7 +60,7 @@ def step(
     made = HeadlessRunner(None, StrategyController(selector, steps_per_choice=1))
     heard: list[StepResult] = []
     made.controller.finished = heard.append  # type: ignore[method-assign]
-    scheduler = scheduler_of(requests)
+    scheduler = live_scheduler(requests)
     output = SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
@@ -81,9 +81,9 @@ def step(
 def test_only_requests_that_fit_into_the_cache_are_taken_for_admitted() -> None:
     waiting = tuple(request(num_tokens) for num_tokens in (8, 8, 5, 1))  # of 2, 2, 2 and 1 blocks
     running = {name: request() for name in "ab"}
-    assert [num_admissible(scheduler_of(running, waiting, free)) for free in (2, 3, 4, 6, 8, 9)] == [0, 0, 1, 2, 3, 4]
-    assert num_admissible(scheduler_of({name: request() for name in "abcdefgh"}, waiting)) == 0
-    assert num_admissible(scheduler_of({name: request() for name in "abcdefg"}, waiting)) == 1
+    assert [num_admissible(live_scheduler(running, waiting, free)) for free in (2, 3, 4, 6, 8, 9)] == [0, 0, 1, 2, 3, 4]
+    assert num_admissible(live_scheduler({name: request() for name in "abcdefgh"}, waiting)) == 0
+    assert num_admissible(live_scheduler({name: request() for name in "abcdefg"}, waiting)) == 1
 
 
 def test_the_selector_learns_with_the_requests_that_really_ran() -> None:
@@ -95,7 +95,7 @@ def test_a_preempted_request_has_nothing_to_catch_up_with() -> None:
     made = HeadlessRunner(None, StrategyController(ScriptedSelector()))
     dropped: list[Any] = []
     made.catch_up = SimpleNamespace(drop=dropped.append)  # type: ignore[assignment]
-    made.before_schedule(scheduler_of({}))
+    made.before_schedule(live_scheduler({}))
     for preempted in (None, {"a"}):
         output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=preempted, finished_req_ids=set())
         made.after_schedule(output)

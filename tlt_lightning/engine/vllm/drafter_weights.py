@@ -46,7 +46,7 @@ class HeadWeights:
 
     @property
     def _policy(self) -> nn.Module:
-        return internals.model_of(self.engine)
+        return internals.live_model(self.engine)
 
     @property
     def shares_output(self) -> bool:
@@ -131,7 +131,7 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import reload
 
-    config = internals.reach(internals.worker_of(engine), "vllm_config")
+    config = internals.reach(internals.live_worker(engine), "vllm_config")
     with quiet_loading(), set_current_vllm_config(config):
         reload.initialize_layerwise_reload(drafter)
         drafter.load_weights(iter(tensors.items()))  # type: ignore[operator]

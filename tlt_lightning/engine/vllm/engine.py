@@ -169,7 +169,7 @@ class VLLMEngine(RolloutEngine):
         engine = self._live
         internals.reach(engine, "output_processor").tokenizer = self._tokenizer  # for stop strings
         self.compute_dtype = self.quantization.compute_dtype(engine)
-        engine_ranks, comparison = internals.executor_of(engine).join(engine, graphs, self.compare_steps)
+        engine_ranks, comparison = internals.live_executor(engine).join(engine, graphs, self.compare_steps)
         if self.speculation is not None:
             self._speculative = install(
                 self.speculation,

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tlt_lightning.engine.vllm.internals import is_cpu_build, reach, scheduler_of
+from tlt_lightning.engine.vllm.internals import is_cpu_build, live_scheduler, reach
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
 
@@ -77,7 +77,7 @@ class RankExecutor(UniProcExecutor):
         blocks = reach(engine, "vllm_config.cache_config").num_gpu_blocks
         facts = (f"{blocks} blocks of cache", f"checksum of planned CUDA graphs {planned}")
         group.check_same("start of the engine", facts)
-        comparison = StepComparison(scheduler_of(engine), group) if compare else None
+        comparison = StepComparison(live_scheduler(engine), group) if compare else None
         self.on_step = partial(_note, group) if comparison is None else comparison.step
         return group, comparison
 

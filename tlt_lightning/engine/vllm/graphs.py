@@ -116,7 +116,7 @@ class PlannedGraphs:
 
     def measure(self, manager: Any, capture: Callable[..., None], *args: Any) -> None:
         """Capture each mode and note its cost; memory used only to warm up does not count."""
-        kind, is_rehearsal = kind_of(manager), manager._max_full_descs_to_capture is not None
+        kind, is_rehearsal = graph_kind(manager), manager._max_full_descs_to_capture is not None
         if kind == "target" and not is_rehearsal:  # what came before was vLLM's rehearsal, to know what to reserve
             self.mib.clear()
             self.seconds.clear()
@@ -144,7 +144,7 @@ class PlannedGraphs:
         return self.hits["target_full"] / total if total else 1.0
 
 
-def kind_of(manager: Any) -> GraphKind:
+def graph_kind(manager: Any) -> GraphKind:
     """Return the kind of a V2 runner's graph manager."""
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
@@ -175,7 +175,7 @@ def fill_manager(manager: Any, plan: GraphPlan) -> None:
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-    kind, mode = kind_of(manager), manager.cudagraph_mode
+    kind, mode = graph_kind(manager), manager.cudagraph_mode
     full: dict[int, list[Any]] = defaultdict(list)
     captured: list[Any] = []
     if mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine():

@@ -86,7 +86,7 @@ def install(
         engine_ranks=engine_ranks,
         compute_dtype=compute_dtype,
     )
-    model_runner, has_head = internals.model_runner_of(engine), head is not None
+    model_runner, has_head = internals.live_model_runner(engine), head is not None
     runner: SpeculativeRunner = (
         RunnerV2(model_runner, controller, has_head=has_head, graphs=graphs)
         if is_v2
@@ -97,7 +97,7 @@ def install(
     if graphs is not None and graphs.plan is not None:
         graphs.attach(model_runner)
         log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
-    scheduler: Any = internals.scheduler_of(engine)
+    scheduler: Any = internals.live_scheduler(engine)
     assert isinstance(scheduler, AsyncScheduler) == engine.vllm_config.scheduler_config.async_scheduling
     scheduler.speculative_runner = runner
     return runner

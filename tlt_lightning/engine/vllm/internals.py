@@ -69,7 +69,7 @@ def reach(root: Any, path: str) -> Any:
     return value
 
 
-def scheduler_of(engine: LLMEngine) -> Scheduler:
+def live_scheduler(engine: LLMEngine) -> Scheduler:
     """Return the scheduler of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.scheduler")
 
@@ -85,24 +85,24 @@ def abort(engine: LLMEngine, request_ids: list[str]) -> list[Any]:
     return outputs
 
 
-def executor_of(engine: LLMEngine) -> Any:
+def live_executor(engine: LLMEngine) -> Any:
     """Return the executor of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.model_executor")
 
 
-def worker_of(engine: LLMEngine) -> Any:
+def live_worker(engine: LLMEngine) -> Any:
     """Return the worker of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.model_executor.driver_worker.worker")
 
 
-def model_runner_of(engine: LLMEngine) -> Any:
+def live_model_runner(engine: LLMEngine) -> Any:
     """Return the model runner, V1 or V2, of an engine that runs in this process."""
-    return reach(worker_of(engine), "model_runner")
+    return reach(live_worker(engine), "model_runner")
 
 
-def model_of(engine: LLMEngine) -> Any:
+def live_model(engine: LLMEngine) -> Any:
     """Return the policy's module in an engine that runs in this process."""
-    return reach(model_runner_of(engine), "get_model")()
+    return reach(live_model_runner(engine), "get_model")()
 
 
 def runs_v2() -> bool:

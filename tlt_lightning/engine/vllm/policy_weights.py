@@ -108,7 +108,7 @@ def forget_reloads(engine: LLMEngine, head: Any) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     remembered = internals.reach(layerwise, "LAYERWISE_INFO")
-    for model in filter(None, (internals.model_of(engine), head)):
+    for model in filter(None, (internals.live_model(engine), head)):
         for layer in model.modules():
             remembered.pop(layer, None)
 
@@ -122,8 +122,8 @@ def _abandon_reload(engine: LLMEngine) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import layerwise
 
-    config = internals.reach(internals.worker_of(engine), "vllm_config")
-    model = internals.model_of(engine)
+    config = internals.reach(internals.live_worker(engine), "vllm_config")
+    model = internals.live_model(engine)
     for layer in model.modules():
         layerwise.get_layerwise_info(layer).load_numel = 0  # else a layer is made of what there is of it
     with set_current_vllm_config(config):

@@ -12,9 +12,9 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
-from tlt_lightning.engine.requests import joined, limit_of, noise_of, not_begun, num_written, text_of
+from tlt_lightning.engine.requests import joined, noise_seed, not_begun, num_written, tokens_left, tokens_so_far
 from tlt_lightning.engine.rng import EngineRandom
-from tlt_lightning.engine.vllm.internals import abort, reach, scheduler_of
+from tlt_lightning.engine.vllm.internals import abort, live_scheduler, reach
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.rollout import Request, Response, Sampling, VerifiedDraft
@@ -51,7 +51,7 @@ class RequestWriter:
         comparison: StepComparison | None = None,
     ) -> None:
         self._engine, self._speculative = engine, speculative
-        self._scheduler: Any = scheduler_of(engine)
+        self._scheduler: Any = live_scheduler(engine)
         self._comparison = comparison
         self.pool = RequestPool(engine_ranks)  # what callers ask for, until it is handed to the engine
         self._order = RequestOrder()
@@ -179,9 +179,9 @@ class RequestWriter:
         self._running.update((request.id, request) for request in requests)
         for request in requests:
             self._order.begin(request.group, request.expected_tokens)
-            prompt: Any = {"prompt_token_ids": text_of(request)}
+            prompt: Any = {"prompt_token_ids": tokens_so_far(request)}
             given = params(request)
-            given.seed = request.seed if self._draws_by_position else noise_of(request)
+            given.seed = request.seed if self._draws_by_position else noise_seed(request)
             internal_id = self._engine.add_request(str(request.id), prompt, given)
             if request.written is not None:
                 self._before[internal_id] = num_written(request)
@@ -192,7 +192,7 @@ class RequestWriter:
     def _ended(self, output: RequestOutput) -> Response:
         drafts = {} if self._speculative is None else self._speculative.verified_for
         request = self._running.pop(int(output.request_id))
-        response = joined(request, response_of(output, self._version, drafts))
+        response = joined(request, as_response(output, self._version, drafts))
         self.pool.engine_ranks.note(response.token_ids)
         if not response.is_unfinished:
             self._order.end(request.group, len(response.token_ids))
@@ -207,8 +207,8 @@ class RequestWriter:
         running = defaultdict(list)
         for request in (*scheduler.running, *set_back, *waiting):
             if tokens := self._num_tokens(request):
-                running[self._group_of(request)].append(tokens)
-        order = self._order.order([self._group_of(request) for request in waiting], running)
+                running[self._group(request)].append(tokens)
+        order = self._order.order([self._group(request) for request in waiting], running)
         scheduler.waiting.clear()
         scheduler.waiting.extend([*set_back, *(waiting[place] for place in order)])
 
@@ -220,7 +220,7 @@ class RequestWriter:
         """Return the tokens of a response so far, those from before this rollout included."""
         return request.num_output_tokens + self._before.get(request.request_id, 0)
 
-    def _group_of(self, request: Any) -> int:
+    def _group(self, request: Any) -> int:
         return self._running[int(request.request_id.rpartition("-")[0])].group
 
     def _stopped(self, new_requests: Sequence[Request], stopped_ids: Collection[int]) -> list[Response]:
@@ -236,7 +236,7 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    limit = limit_of(request, sampling)
+    limit = tokens_left(request, sampling)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -255,7 +255,7 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
     )
 
 
-def response_of(output: RequestOutput, policy_version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
+def as_response(output: RequestOutput, policy_version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
     """Return the response in a finished output of vLLM; `drafts` are those verified, by request."""
     completion = output.outputs[0]
     assert completion.logprobs is not None

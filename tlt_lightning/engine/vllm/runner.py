@@ -71,8 +71,8 @@ class EngineParts:
         """Return the parts of a live engine and of the runner of its drafts, if it has one."""
         return cls(
             engine=engine,
-            scheduler=internals.scheduler_of(engine),
-            model_runner=internals.model_runner_of(engine),
+            scheduler=internals.live_scheduler(engine),
+            model_runner=internals.live_model_runner(engine),
             controller=None if speculative is None else speculative.controller,
             speculative_runner=speculative,
             graphs=None if speculative is None else speculative.graphs,

@@ -93,16 +93,16 @@ class BEGMABSelector(StrategySelector):
 
     @override
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
-        return self._arms[self._bucket_of(batch_size)]
+        return self._arms[self._bucket_for(batch_size)]
 
     def values(self, batch_size: int) -> dict[Strategy, float]:
         """Return median tokens per second and request of each arm tried in `batch_size`'s bucket."""
-        rewards = self._rewards[self._bucket_of(batch_size)]
+        rewards = self._rewards[self._bucket_for(batch_size)]
         return {arm: _value(pulls) for arm, pulls in rewards.items() if pulls}
 
     @override
     def select(self, state: SelectorState) -> Strategy:
-        bucket = self._bucket_of(state.batch_size)
+        bucket = self._bucket_for(state.batch_size)
         if bucket != self._bucket or self._stepped >= self.pull_size or (state.is_silenced and self._pulled.is_learned):
             self._bucket = bucket
             self._pulled = self._choose(bucket, state.is_silenced)
@@ -111,7 +111,7 @@ class BEGMABSelector(StrategySelector):
 
     @override
     def record(self, state: SelectorState, strategy: Strategy, num_emitted: tuple[int, ...], seconds: float) -> None:
-        bucket = self._bucket_of(state.batch_size)
+        bucket = self._bucket_for(state.batch_size)
         if bucket != self._bucket or strategy != self._pulled:
             return  # a step that was under way when the choice changed
         self._stepped += len(num_emitted)
@@ -143,7 +143,7 @@ class BEGMABSelector(StrategySelector):
         self._bucket, self._stepped, self._tokens, self._request_seconds = state_dict["pull"]
         self._pulled = Strategy(*state_dict["pulled"])
 
-    def _bucket_of(self, batch_size: int) -> int:
+    def _bucket_for(self, batch_size: int) -> int:
         return max(0, bisect_right(self.thresholds, batch_size) - 1)
 
     def _choose(self, bucket: int, is_silenced: bool) -> Strategy:

@@ -101,7 +101,7 @@ def part(policy: str, rank: int) -> dict[str, Any]:
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     if rank == 1:
-        request_writer.noise_of = lambda request: 7
+        request_writer.noise_seed = lambda request: 7
     try:
         write(engine, siblings(), Sampling(max_tokens=64, top_k=4))  # none of which ends a text
     except RuntimeError as error:
@@ -143,7 +143,7 @@ def leave(policy: str, rank: int) -> str:
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     engine.update_weights(PolicyWeights(load_policy(policy)), 0)
     joined_ranks._STEP_SECONDS = 1.0
-    request_writer.limit_of = lambda request, sampling: 9 - rank
+    request_writer.tokens_left = lambda request, sampling: 9 - rank
     try:
         write(engine, siblings()[:1])
     except RuntimeError as error:

@@ -73,7 +73,7 @@ class CacheScales:
         from vllm.model_executor.layers.attention import Attention
 
         scales = self.scales()
-        for name, layer in internals.model_of(engine).named_modules():
+        for name, layer in internals.live_model(engine).named_modules():
             if not isinstance(layer, Attention):
                 continue
             index = re.search(r"\.layers\.(\d+)\.", name)

@@ -89,7 +89,7 @@ class Quantization:
 
 def _kernels(engine: Any) -> list[str]:
     """Return the names of vLLM's kernels in a live engine's layers of 8 bit."""
-    modules = internals.model_of(engine).modules()
+    modules = internals.live_model(engine).modules()
     methods = [getattr(module, "quant_method", None) for module in modules]
     kernels = [getattr(method, "fp8_linear", None) for method in methods]
     return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
