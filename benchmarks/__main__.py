@@ -19,6 +19,7 @@ BENCHMARKS = {
     "update": "benchmarks.micro.update",
     "drafter_step": "benchmarks.micro.drafter_step",
     "cold_head": "benchmarks.micro.cold_head",
+    "block_drafts": "benchmarks.block_drafts.run",
     "warm_up": "benchmarks.micro.warm_up",
     "forecast": "benchmarks.micro.forecast",
     "schedules": "benchmarks.schedules.run",

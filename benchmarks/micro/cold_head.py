@@ -29,7 +29,7 @@ from benchmarks.common.results import about, heading, save, table
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
-from tlt_lightning.drafter.quality import AcceptanceRule, quality_of
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
 from tlt_lightning.drafter.texts.formats import RowReader, Text
 from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
@@ -59,17 +59,17 @@ def portions(texts: Sequence[Text], num_tokens: int, count: int) -> list[list[Te
     return dealt[:count] if held >= num_tokens else dealt[:-1][:count]
 
 
-def quality(trainer: DrafterTrainer, held_out: Sequence[PackedBatch]) -> float:
-    """Return the tokens per step that are expected on the held-out packs."""
+def quality(trainer: DrafterTrainer, held_out: Sequence[PackedBatch]) -> DraftQuality:
+    """Return how well the head drafts on the held-out packs."""
     with trainer.autocast():
         sums = torch.cat([trainer.drafter.measure(batch) for batch in held_out]).sum(0)
-    return quality_of(sums).acceptance_length
+    return quality_of(sums)
 
 
 def learn(
     args: Any, optimizer: str, seed: int, counts: Tensor, parts: Sequence[Sequence[PolicyText]], held_out: Any
-) -> dict[str, Any]:
-    """Train a head of random weights on one portion after the other."""
+) -> tuple[DrafterModule, dict[str, Any]]:
+    """Train a head of random weights on one portion after the other; return it with its curve."""
     name, _, rate = optimizer.partition("=")
     drafter = DrafterModule(
         args.policy,
@@ -86,7 +86,7 @@ def learn(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = DrafterTrainer(drafter, DrafterBuffer(MAX_BYTES), pack_tokens=args.pack_tokens, device=device)
     packs = list(packs_of(held_out, args.pack_tokens, device))
-    found, seconds, num_tokens = [(0, quality(trainer, packs))], 0.0, 0
+    found, seconds, num_tokens = [(0, quality(trainer, packs).acceptance_length)], 0.0, 0
     for number, part in enumerate(parts):
         trainer.buffer = DrafterBuffer(MAX_BYTES, held_out_share=0.0)
         trainer.buffer.add(part)
@@ -96,13 +96,15 @@ def learn(
         trainer.train(lambda left=left: next(left, None) is not None)  # type: ignore[misc]
         seconds += time.perf_counter() - started
         num_tokens += trainer.num_seen
-        found.append((num_tokens, quality(trainer, packs)))
+        found.append((num_tokens, quality(trainer, packs).acceptance_length))
         trainer.note_quality(found[-1][1])
-    ways = {}
+    accepted = {}
     for way, drafter.acceptance in rules.items():
-        ways[way] = quality(trainer, packs)
+        accepted[way] = quality(trainer, packs).accepted
+    ways = {way: 1 + sum(shares) for way, shares in accepted.items()}
     print(f"{optimizer}, seed {seed}: {found[-1][1]:.3f} tokens per step after {num_tokens:,} tokens", flush=True)
-    return {"optimizer": optimizer, "seed": seed, "seconds": seconds, "curve": found, "ways": ways}
+    result = {"optimizer": optimizer, "seed": seed, "seconds": seconds, "curve": found, "ways": ways}
+    return drafter, result | {"accepted": accepted}
 
 
 def render(results: dict[str, Any]) -> list[str]:
@@ -173,6 +175,6 @@ def main(arguments: list[str]) -> None:
     results: dict[str, Any] = {"about": about(args.name, args.note, args.seed), "runs": []}
     for optimizer in args.optimizers:
         for seed in args.seeds:
-            results["runs"].append(learn(args, optimizer, seed, counts, states, judged))
+            results["runs"].append(learn(args, optimizer, seed, counts, states, judged)[1])
             save(args.out / f"cold_head_{args.name}", results, render(results))
             picture(results["runs"], args.out / f"cold_head_{args.name}.png")
