@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
 from tests.support.drafters.draft_texts import make_drafter
-from tlt_lightning.drafter.data import DrafterDataModule
 from tlt_lightning.drafter.module import DrafterModule
 
 
@@ -49,21 +47,6 @@ def test_mistakes_are_found_before_anything_is_loaded(policy_path: str, argument
         DrafterModule(**{"target": policy_path, **arguments})
 
 
-def test_a_subclass_that_hides_what_a_fit_needs_is_refused(policy_path: str, tmp_path: Path) -> None:
-    class Forgets(DrafterModule):
-        def on_fit_end(self) -> None:
-            self.ended = True
-
-    class Keeps(DrafterDataModule):
-        def on_exception(self, exception: BaseException) -> None:
-            self.error = exception
-
-    with pytest.raises(MisconfigurationException, match=r"`Forgets\.on_fit_end` takes the place of `DrafterModule\."):
-        Forgets(policy_path).setup("fit")
-    with pytest.raises(MisconfigurationException, match=r"`Keeps\.on_exception` .* call `super\(\)\."):
-        Keeps(str(tmp_path)).setup("fit")
-
-
 def test_heads_that_do_not_fit_are_refused(policy_path: str, tmp_path: Path) -> None:
     drafter = make_drafter(policy_path)
     head = drafter.export(tmp_path / "head")
@@ -98,16 +81,3 @@ def test_targets_of_other_families_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 32}')
     with pytest.raises(ValueError, match=r"gpt2.*llama, qwen2, qwen3"):
         DrafterModule(str(tmp_path))
-
-
-@pytest.mark.parametrize("version", ["0.8.1", "0.10.0"])
-def test_another_version_of_speculators_than_the_extra_asks_for_is_refused(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / f"speculators-{version}.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: speculators\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    message = rf"`DrafterModule` needs `speculators` <0\.10,>=0\.9, and {version} is installed: pip install '.*eagle3"
-    with pytest.raises(ImportError, match=message):
-        DrafterModule("some/model")

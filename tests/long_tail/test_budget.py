@@ -130,11 +130,14 @@ def test_what_a_step_and_a_decision_take_is_known_before_they_are_paid(
 
 
 def test_a_rest_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    budget = AdaptiveBudget()
-    budget.note_iteration(replace(TOOK, cost=100.0))
-    for iteration in range(3):
-        assert budget.decide(iteration, None) is None
-    assert caplog.text.count("The drafter is not trained for now: a stretch of training and the decision about it") == 1
+    caplog.set_level("INFO")
+    for decision, what in ((0.5, "tried again when 0.5% of the run"), (5.0, "cannot pay on this machine")):
+        caplog.clear()
+        budget = AdaptiveBudget()
+        budget.note_iteration(replace(TOOK, cost=4.5 + decision, training_seconds=4.5))
+        for iteration in range(3):
+            assert budget.decide(iteration, None) is None
+        assert caplog.text.count("The draft head is not trained for now") == caplog.text.count(what) == 1
 
 
 def test_two_decisions_that_do_not_pay_leave_an_eighth_and_one_that_pays_all() -> None:

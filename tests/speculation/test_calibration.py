@@ -129,9 +129,9 @@ def test_the_time_is_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) ->
         machine = Machine(lambda size, strategy: 1.0, fits=fits, sleeps=0.005)
         monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda machine=machine: machine.now))
         machine.measure(CostModelSelector(), 256)
-        assert machine.now < 0.15
+        assert machine.now < 0.2  # half of it at most to warm up, then all of it
         assert list(machine.begun) == [1]
-        assert machine.num_steps < 30
+        assert machine.num_steps < 40
 
 
 def test_warming_up_ends_at_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

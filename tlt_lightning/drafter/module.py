@@ -17,13 +17,14 @@ from tlt_lightning.arguments import CountOrZero, checked, text_of
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.export import keep_earlier, write_head
+from tlt_lightning.drafter.measuring import measure_pack
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
 from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import regress, shifted, step_masks, unroll
-from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
+from tlt_lightning.drafter.training_time_test import regress, step_masks, unroll
+from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
@@ -215,8 +216,10 @@ class DrafterModule(L.LightningModule):
         positions = masks.sum(-1).clamp(min=1)
         decay = self.teaching.decay ** torch.arange(num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
-        given = (features, batch.last_states[0], chunked_loss.terms_of(self.loss_spec, batch.states), weights)
-        predictions, loss = chunked_loss.predict(head, *given, compares=compares)
+        terms = chunked_loss.terms_of(self.loss_spec, batch.states)
+        predictions, loss = chunked_loss.predict(
+            head, features, batch.last_states[0], terms, weights, compares=compares
+        )
         metrics = {}
         if regression_weight:
             regression = regress(features, fused, batch.document_ids[0], masks, decay)
@@ -237,32 +240,15 @@ class DrafterModule(L.LightningModule):
 
     # Measuring
 
-    @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Tensor:
-        """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU.
-
-        The sums add up over documents, packs and ranks. `acceptance` is the rule of acceptance, expected over the text
-        as the target wrote it; text of an older policy measures acceptance by that one.
-        """
-        head, num_steps = self._built, self.num_draft_tokens
-        features, _ = unroll(head, batch, num_steps)
-        masks = step_masks(batch, num_steps, head.t2d)
-        weights = masks.float()
-        rates, matches = torch.zeros_like(weights), torch.zeros_like(weights)
-        written = draft_ids(head, batch.next_ids[0])
-
-        def judge(step: int, rows: slice, logits: Tensor, targets: Tensor) -> None:
-            tokens = shifted(written, step)[rows]
-            rates[step, rows], matches[step, rows] = self.acceptance.judge(logits, targets, tokens)
-
-        terms = chunked_loss.terms_of(self.loss_spec, batch.states)
-        predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], terms, weights, judge)
-        steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
-        sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
-        by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)
-        documents = batch.document_ids[0].clamp(min=0).cpu()  # nothing counts in padding
-        by_document.index_add_(0, documents, sums.double().cpu().movedim(-1, 0))
-        return torch.cat([steps, by_document], 1)
+        """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU."""
+        return measure_pack(
+            self._built,
+            batch,
+            num_draft_tokens=self.num_draft_tokens,
+            rule=self.acceptance,
+            loss=self.loss_spec,
+        )
 
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:

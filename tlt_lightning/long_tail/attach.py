@@ -108,16 +108,12 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             f"`drafter.target` is {drafter.target!r}, but the policy is {policy!r}; in YAML write "
             "`target: ${model.policy}`."
         )
-    if drafter.lr_scheduler is not None:
-        raise MisconfigurationException(
-            "`drafter.lr_scheduler` is for `drafter fit`, which knows its steps; beside a policy the learning rate "
-            "rises at first and then stays: leave it out."
-        )
-    if drafter.export_dir is not None:
-        raise MisconfigurationException(
-            "`drafter.export_dir` is for `drafter fit`; beside a policy the head goes to `final` in the callback's "
-            "`dirpath`: leave it out."
-        )
+    for name in ("lr_scheduler", "export_dir"):
+        if getattr(drafter, name) is not None:
+            raise MisconfigurationException(
+                f"`drafter.{name}` is for `drafter fit`: leave it out. Beside a policy the learning rate rises and "
+                "stays, and the head goes to `final` in the callback's `dirpath`."
+            )
     if not _learned_arms(engine, speculation):
         raise MisconfigurationException(
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "

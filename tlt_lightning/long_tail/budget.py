@@ -169,10 +169,14 @@ class AdaptiveBudget(TrainingBudget):
         cost = self._cost(_EIGHTH * share) if self._means else 0.0
         rested, self._rests = self._rests, cost > self._balance
         if self._rests and not rested:
+            trial = self.trial * self._means["decode_seconds"]
             rank_zero_info(
-                "The drafter is not trained for now: a stretch of training and the decision about it take %.1f s, more "
-                "than training has earned. It is tried again when %.1f%% of the run's seconds have paid for that.",
-                *(cost, 100 * self.overhead),
+                "The draft head is not trained for now: a stretch of training and the decision about it take %.1f s, "
+                "more than training has earned. %s",
+                cost,
+                f"It is tried again when {self.overhead:.1%} of the run's seconds have paid for that."
+                if cost <= trial
+                else f"It may take {trial:.1f} s, {self.trial:g} of a rollout's: this head cannot pay on this machine.",
             )
         return share if self._remaining and not self._rests else None
 
