@@ -69,8 +69,10 @@ class PromptSource:
         if bool(self.path) == (self.rows is not None):
             raise ValueError("A prompt source needs a `path` or `rows`, and not both; set the other to null.")
         if (self.chat_template or "").endswith(".jinja"):
-            text = Path(str(self.chat_template)).expanduser().read_text()
-            object.__setattr__(self, "chat_template", text)
+            place = Path(str(self.chat_template)).expanduser()
+            if not place.is_file():
+                raise FileNotFoundError(f"`chat_template` {self.chat_template!r} does not exist (from {Path.cwd()}).")
+            object.__setattr__(self, "chat_template", place.read_text())
         for name, value in (self.chat_template_kwargs or {}).items():
             if isinstance(value, str) and value.lower() in ("true", "false", "null", "none"):  # true in a template
                 raise ValueError(
