@@ -39,6 +39,9 @@ MEANT = {"train": "fit", "test": "validate", "evaluate": "validate", "generate":
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG)
 """Errors of a place where nothing can be written or read."""
 
+_SPEAKERS = ("tlt_lightning", "lightning", "jsonargparse", "omegaconf")
+"""Packages whose errors are sentences for the user."""
+
 
 def main() -> None:
     """Run the command line of the process."""
@@ -130,15 +133,23 @@ def sentence_of(error: Exception) -> str | None:
     """
     if any(isinstance(each, OSError) and each.errno in _UNWRITABLE for each in (error, error.__cause__)):
         return str(error)
-    room, cause = _room_of(error), error.__cause__ or error.__context__
-    while room == "jsonargparse" and isinstance(cause, Exception):  # it lists what a constructor has said
-        error, room, cause = cause, _room_of(cause), cause.__cause__ or cause.__context__
+    said = _said(error)
+    room = _room_of(said)
     if room == "omegaconf":  # a recipe's `${...}`
-        return f"`{getattr(error, 'full_key', None)}` cannot be resolved: {str(error).splitlines()[0]}"
-    is_setting = type(error).__name__ == "MisconfigurationException"
-    is_users = is_setting or isinstance(error, ValueError | TypeError | OSError | ImportError | RuntimeError)
-    is_sentence = "`" in str(error) or (is_setting and room == "lightning")
-    return str(error) if is_users and is_sentence and room in ("tlt_lightning", "lightning", "jsonargparse") else None
+        return f"`{getattr(said, 'full_key', None)}` cannot be resolved: {str(said).splitlines()[0]}"
+    is_setting = type(said).__name__ == "MisconfigurationException"
+    is_users = is_setting or isinstance(said, ValueError | TypeError | OSError | ImportError | RuntimeError)
+    is_sentence = "`" in str(said) or room == "jsonargparse" or (is_setting and room == "lightning")
+    return str(said) if is_users and is_sentence and room in _SPEAKERS else None
+
+
+def _said(error: BaseException) -> BaseException:
+    """Return what a constructor has said, where the parser lists it in an error of its own."""
+    cause = error.__cause__ or error.__context__
+    if _room_of(error) != "jsonargparse" or cause is None:
+        return error
+    said = _said(cause)
+    return said if _room_of(said) in _SPEAKERS else error
 
 
 def _room_of(error: BaseException) -> str:

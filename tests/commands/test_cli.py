@@ -380,10 +380,8 @@ def test_no_warning_of_kernels_or_leaks_comes_with_what_is_imported() -> None:
 
 def test_the_script_finds_files_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("")
-    code = (
-        "import sys; sys.path = [p for p in sys.path if p]; sys.argv[1:] = []; from tlt_lightning.__main__ import main;"
-    )
-    code += f"sys.path.insert(0, {str(ROOT)!r}); main(); import my_rewards"
+    code = f"import sys; sys.path = [{str(ROOT)!r}, *(path for path in sys.path if path)]; sys.argv[1:] = []; "
+    code += "from tlt_lightning.__main__ import main; main(); import my_rewards"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=tmp_path)
 
 
