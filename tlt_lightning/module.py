@@ -90,7 +90,7 @@ class RLModule(L.LightningModule):
         self.policy_path, self.reference_path, self.objective = policy, reference, objective
         self.optimizer, self.lr_scheduler, self.lora, self.critic_config = optimizer, lr_scheduler, lora, critic
         self.gradient_checkpointing, self.attn_implementation = gradient_checkpointing, attn_implementation
-        self.held_by_callbacks: dict[str, float] = {}
+        self.callback_bytes: dict[str, float] = {}
         """Bytes that callbacks hold on the device from the start to the end, by name, for the forecast of memory."""
         self.policy: nn.Module | None = None
         self.critic: Critic | None = None

@@ -40,7 +40,7 @@ ROOT: Any = SimpleNamespace(default_root_dir=".", global_rank=0)
 
 
 def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = POLICY) -> None:
-    module = SimpleNamespace(policy_path=policy, held_by_callbacks={})
+    module = SimpleNamespace(policy_path=policy, callback_bytes={})
     callback.on_engine_setup(ROOT, module, engine)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ class Loop:
             policy=load_policy(POLICY),
             hidden_state_request=None,
             iteration_log=IterationLog(),
-            held_by_callbacks={},
+            callback_bytes={},
         )
         self.engine = make_engine(fixed())
         callback.on_engine_setup(self.trainer, self.module, self.engine)
@@ -132,7 +132,7 @@ def test_a_drafter_that_waits_in_host_memory_holds_nothing_of_the_device() -> No
     held = {}
     for offload in (False, True):
         loop = Loop(make_callback(offload=offload, buffer_gib=0.5))
-        held[offload] = loop.module.held_by_callbacks["drafter, trained"]
+        held[offload] = loop.module.callback_bytes["drafter, trained"]
         assert (loop.callback.training._residence is not None) is offload
         assert loop.callback.buffer.max_bytes == 2**29
     assert held[False] > held[True] == 0
@@ -185,7 +185,7 @@ def test_the_selector_hears_how_good_a_new_head_is_and_says_whether_it_pays() ->
 
 
 def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:
-    engine, module = make_engine(fixed()), SimpleNamespace(policy_path=POLICY, held_by_callbacks={})
+    engine, module = make_engine(fixed()), SimpleNamespace(policy_path=POLICY, callback_bytes={})
     given: Any = engine.speculation
     for ended in ("teardown", "on_exception"):
         callback: Any = make_callback()
@@ -195,7 +195,7 @@ def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:
         getattr(callback, ended)(SimpleNamespace(), module, "fit")
         assert engine.speculation is given
         assert module.hidden_state_request is None
-        assert module.held_by_callbacks == {}
+        assert module.callback_bytes == {}
 
 
 def test_the_next_run_of_a_callback_has_no_texts_of_another_policy() -> None:

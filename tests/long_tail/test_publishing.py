@@ -257,14 +257,14 @@ def test_what_few_prompts_say_is_not_enough_and_evidence_is_pooled_over_decision
 def test_evidence_of_a_young_head_is_not_held_against_it(head_path: str | None) -> None:
     drafter = OneWeight(0.4)
     drafter.head_path = head_path
-    publisher, published, is_young = publisher_of(drafter), [], []
+    publisher, published, learns_first = publisher_of(drafter), [], []
     for worth in (0.1, 0.5, 1.1):  # a fall, as its drafts get longer, that later gains have not made up for
         publisher.trainer.train(steps(1))
         drafter.load_trainable(dict(drafter.trainable_tensors()) | {"fc.weight": torch.full((2,), worth)})
         published.append(publisher.publish_if_better().is_published)  # type: ignore[union-attr]
-        is_young.append(publisher.trainer.learns_first_drafts)
+        learns_first.append(publisher.trainer.learns_first_drafts)
     assert published == [False, head_path is None, True]
-    assert is_young == [head_path is None] * 2 + [False]  # of more than two tokens per step
+    assert learns_first == [head_path is None] * 2 + [False]  # of more than two tokens per step
 
 
 def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:

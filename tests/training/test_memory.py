@@ -126,7 +126,7 @@ def test_what_callbacks_hold_is_in_the_table_and_a_rollout_that_cannot_fit_is_sa
     policy_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = RLModule(policy_path, GRPO())
-    module.held_by_callbacks["drafter, trained"] = 2 * GIB
+    module.callback_bytes["drafter, trained"] = 2 * GIB
     with caplog.at_level("INFO"):
         choose_passes(module, [PASSES], 8 * GIB, free=0.0, engine={"engine, cache": 7 * GIB}, engine_sleeps=True)
     assert "| drafter, trained | 2.00 |" in caplog.text

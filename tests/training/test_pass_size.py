@@ -85,9 +85,9 @@ def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pyt
     assert chosen.micro_batch_tokens == 32768
     assert caplog.text.count("passes of 32,768 tokens:\n| device memory | GiB |") == 1
     assert caplog.text.count("device memory") == 1
-    module.held_by_callbacks["drafter, trained"] = 63.5 * GIB
+    module.callback_bytes["drafter, trained"] = 63.5 * GIB
     assert choose_passes(module, candidates(64), 80 * GIB, **alone).micro_batch_tokens == 8192
-    module.held_by_callbacks["drafter, trained"] = 100 * GIB
+    module.callback_bytes["drafter, trained"] = 100 * GIB
     with pytest.raises(MisconfigurationException, match=r"An update would take 10\d\.\d GiB"):
         choose_passes(module, candidates(64), 80 * GIB, **alone)
 

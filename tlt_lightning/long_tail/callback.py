@@ -113,7 +113,7 @@ class LongTailIdleCallback(RolloutCallback):
         start = self._folder(trainer) / f"start-{trainer.global_rank}"  # one per rank: none waits for another
         self._served.attach(engine, pl_module.policy_path, start)
         held = 0.0 if self.offload else training_bytes(self.drafter, self.drafter.optimizer)
-        pl_module.held_by_callbacks["drafter, trained"] = held
+        pl_module.callback_bytes["drafter, trained"] = held
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -309,7 +309,7 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         pl_module.hidden_state_request = None
-        pl_module.held_by_callbacks.pop("drafter, trained", None)
+        pl_module.callback_bytes.pop("drafter, trained", None)
         self._served.detach()
 
     @override

@@ -85,7 +85,7 @@ def planner(module: Any, engine: Mapping[str, float], *, engine_sleeps: bool) ->
         models["critic"] = TrainedModel(critic.path, critic.lora)
     if module.objective.needs_reference and (module.reference_path or module.lora is None):
         frozen["reference"] = module.reference_path or module.policy_path
-    own: dict[str, float] = module.held_by_callbacks
+    own: dict[str, float] = module.callback_bytes
 
     def plan(passes: Passes) -> MemoryForecast:
         alone = forecast(models, passes, module.optimizer, frozen)
