@@ -241,7 +241,6 @@ def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], nam
             lambda: Quantization(kv_cache="fp8_e5m2"),
             "`quantization.kv_cache` must be one of 'auto', 'fp8', got 'fp8_e5m2'.",
         ),  # type: ignore[arg-type]
-        (lambda: PromptSource(rows=[]), "`rows` is empty; give at least one."),
     ],
 )
 def test_a_value_that_is_none_of_the_allowed_is_refused_at_once(make: Callable[[], Any], message: str) -> None:
