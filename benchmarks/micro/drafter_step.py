@@ -41,7 +41,7 @@ from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import AcceptanceRule
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged
+from tlt_lightning.long_tail.publishing import DrafterPublisher, held_out_sample
 from tlt_lightning.long_tail.trainer import DrafterTrainer
 from tlt_lightning.training.memory.forecast import GIB
 from tlt_lightning.training.throughput import peak_flops
@@ -162,7 +162,7 @@ def measure(trainer: DrafterTrainer, vocabulary: int, device: torch.device) -> l
             trainer.note_quality(float(NUM_DRAFTS))
         trains = stage in ("young", "whole")
         run = {"optimizer": step, "decision": decide}.get(stage) or partial(train, STEPS[stage])
-        judged = 2 * sum(map(len, choose_judged(buffer.held_out)))
+        judged = 2 * sum(map(len, held_out_sample(buffer.held_out)))
         tokens = STEPS[stage] * trainer.step_tokens if stage in STEPS else judged
         num_drafts = NUM_DRAFTS if stage in ("decision", "whole") else 3
         began = time.perf_counter()

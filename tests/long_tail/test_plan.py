@@ -13,7 +13,6 @@ METRICS = {
     "drafter/seconds_not_hidden": 1.5,
     "drafter/tokens": 300.0,
     "speculation/learned_share": 0.75,
-    "speculation/acceptance_length": 2.5,
 }
 
 
@@ -27,7 +26,6 @@ def test_an_iteration_is_read_from_its_metrics() -> None:
         share=0.5,
         idle_share=0.25,
         learned_share=0.75,
-        acceptance=2.5,
     )
     assert plan.measured(METRICS, is_cold=False) == measured
     assert plan.measured(METRICS, is_cold=True).learned_share is None
@@ -36,7 +34,7 @@ def test_an_iteration_is_read_from_its_metrics() -> None:
 def test_what_an_iteration_has_not_is_nothing() -> None:
     nothing = MeasuredIteration(seconds=20.0, decode_seconds=0.0, cost=0.0, training_seconds=0.0, share=0.0)
     assert DrafterPlan().measured({"time/iteration": 20.0}, is_cold=False) == nothing
-    assert (nothing.idle_share, nothing.learned_share, nothing.acceptance) == (0.0, None, 1.0)
+    assert (nothing.idle_share, nothing.learned_share) == (0.0, None)
 
 
 def test_a_plan_is_restored_with_metrics_of_its_own() -> None:

@@ -17,9 +17,9 @@ from tlt_lightning.long_tail import publishing
 from tlt_lightning.long_tail.publishing import (
     DrafterPublisher,
     PublishDecision,
-    choose_judged,
-    clusters_of,
-    compare,
+    gain_and_margin,
+    held_out_sample,
+    prompt_clusters,
 )
 
 
@@ -102,7 +102,7 @@ def test_every_prompt_has_a_say_and_more_of_its_text_where_there_is_little(
 ) -> None:
     texts = [sequence(10, prompt, answer=answer) for prompt in (1, 2, 3) for answer in range(3)]
     monkeypatch.setattr(publishing, "ENOUGH", enough)
-    assert [id(text) for text in choose_judged(texts)] == [id(texts[number]) for number in chosen]
+    assert [id(text) for text in held_out_sample(texts)] == [id(texts[number]) for number in chosen]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -111,7 +111,7 @@ def test_no_text_is_left_out_for_its_length(first: bool, monkeypatch: pytest.Mon
     lengths = [10, 90, 10, 10] if first else [10, 10, 90, 10]
     texts = [sequence(length, prompt, answer=n) for n, length in enumerate(lengths) for prompt in (1, 2)]
     monkeypatch.setattr(publishing, "ENOUGH", 55)
-    assert choose_judged(texts) == texts[: 3 if first else 5]
+    assert held_out_sample(texts) == texts[: 3 if first else 5]
 
 
 def test_texts_of_a_single_prompt_are_no_more_than_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_texts_of_a_single_prompt_are_no_more_than_enough(monkeypatch: pytest.Mo
     chosen = []
     for enough in (60, 1):  # fewer than four would prove hardly anything
         monkeypatch.setattr(publishing, "ENOUGH", enough)
-        chosen.append(len(choose_judged(texts)))
+        chosen.append(len(held_out_sample(texts)))
     assert chosen == [6, 4]
 
 
@@ -278,7 +278,7 @@ def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
     first = torch.stack([before, after])
     second = first * torch.tensor([0.5, 0.8])  # drafts that fewer steps have
     pair = torch.stack([first, second], -1)
-    gain, error = compare(pair)
+    gain, error = gain_and_margin(pair)
     assert gain == pytest.approx(1.625 * float((gains * num_steps).sum() / num_steps.sum()))
     drawn = torch.randint(num_prompts, (4000, num_prompts), generator=generator)
     again = pair[:, drawn].sum(2)  # (2, 4000, 2, 2)
@@ -287,7 +287,7 @@ def test_the_error_of_a_gain_is_that_of_drawing_prompts_again() -> None:
 
 
 def test_a_single_prompt_proves_nothing() -> None:
-    gain, error = compare(torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]])[..., None])
+    gain, error = gain_and_margin(torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[2.0, 2.0], [0.0, 0.0]]])[..., None])
     assert (gain, error) == (0.5, float("inf"))
 
 
@@ -389,7 +389,7 @@ def test_a_prompt_is_one_piece_of_evidence_whichever_rank_holds_it(
 
     def work(rank: int) -> None:
         texts = [sequence(10, prompt, answer=10 * rank + number) for number, prompt in enumerate(prompts[rank])]
-        found[rank] = clusters_of(texts, ranks.sum_for(rank))
+        found[rank] = prompt_clusters(texts, ranks.sum_for(rank))
 
     ranks.run(work)
     assert [len(found[rank]) for rank in range(len(prompts))] == list(map(len, prompts))
@@ -400,7 +400,7 @@ def test_two_prompts_whose_clusters_are_the_same_are_not_told_apart_by_text(monk
     monkeypatch.setattr(publishing, "NUM_CLUSTERS", 1)
     texts = [sequence(10, prompt, answer=answer) for prompt in (1, 2) for answer in range(3)]
     monkeypatch.setattr(publishing, "text_key", lambda text: pytest.fail("by text"))
-    assert clusters_of(texts, lambda own: own) == [0] * 6
+    assert prompt_clusters(texts, lambda own: own) == [0] * 6
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_the_margin_is_a_quantile_of_students_over_clusters_that_are_there(num_c
     steps = torch.ones(num_clusters).double()
     pair = torch.stack([torch.stack([0 * gains, steps], -1), torch.stack([gains, steps], -1)])
     empty = torch.zeros(2, 7, 2, dtype=torch.float64)
-    gain, error = compare(torch.cat([empty, pair], 1)[..., None])
+    gain, error = gain_and_margin(torch.cat([empty, pair], 1)[..., None])
     assert gain == pytest.approx(gains.mean().item())
     assert error == pytest.approx(quantile * (gains.std() / num_clusters**0.5).item(), rel=1e-4)
 

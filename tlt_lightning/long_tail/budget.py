@@ -31,7 +31,6 @@ class MeasuredIteration:
         share: Tokens trained on outside idle windows, as a share of the iteration's.
         idle_share: The same inside idle windows.
         learned_share: Share of the decode seconds in which the head drafted; None while it is cold.
-        acceptance: Tokens per request and engine step.
     """
 
     seconds: float
@@ -41,7 +40,6 @@ class MeasuredIteration:
     share: float
     idle_share: float = 0.0
     learned_share: float | None = None
-    acceptance: float = 1.0
 
 
 class TrainingBudget(ABC):

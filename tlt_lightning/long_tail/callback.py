@@ -23,10 +23,10 @@ from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.long_tail.attach import ServedHead
 from tlt_lightning.long_tail.budget import AdaptiveBudget, TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.checkpoint import join, split
+from tlt_lightning.long_tail.checkpoint import from_checkpoint, to_checkpoint
 from tlt_lightning.long_tail.plan import DrafterPlan
 from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
-from tlt_lightning.long_tail.publishing import DrafterPublisher, choose_judged
+from tlt_lightning.long_tail.publishing import DrafterPublisher, held_out_sample
 from tlt_lightning.long_tail.trainer import DrafterTrainer, TrainingCosts, TrainingStretch
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
@@ -268,7 +268,7 @@ class LongTailIdleCallback(RolloutCallback):
         """
         if self._costs is None:
             return 0.0
-        decision = 2 * self._costs.judged_token * sum(map(len, choose_judged(self.buffer.held_out)))
+        decision = 2 * self._costs.judged_token * sum(map(len, held_out_sample(self.buffer.held_out)))
         seconds = self.training.sum_over_ranks(torch.tensor([self._costs.step, decision])) / self.training.num_workers
         step, decision = seconds.tolist()
         self.budget.note_costs(step, decision)
@@ -347,13 +347,17 @@ class LongTailIdleCallback(RolloutCallback):
         if state := checkpoint["callbacks"].get(self.state_key):
             if is_within(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]):
                 state["target"] = self.drafter.frozen_tensors()  # the policy of the iteration's start
-            checkpoint.setdefault(OWN, {})[self.state_key] = split(state, trainer.global_rank, trainer.world_size)
+            checkpoint.setdefault(OWN, {})[self.state_key] = to_checkpoint(
+                state, trainer.global_rank, trainer.world_size
+            )
 
     @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if state := checkpoint["callbacks"].get(self.state_key):
             own = checkpoint[OWN][self.state_key]
-            checkpoint["callbacks"][self.state_key] = join(state, own, trainer.global_rank, trainer.world_size)
+            checkpoint["callbacks"][self.state_key] = from_checkpoint(
+                state, own, trainer.global_rank, trainer.world_size
+            )
 
     @property
     def training(self) -> DrafterTrainer:

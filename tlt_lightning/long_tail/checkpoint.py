@@ -8,7 +8,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-def split(state: dict[str, Any], rank: int, num_workers: int) -> dict[str, Any]:
+def to_checkpoint(state: dict[str, Any], rank: int, num_workers: int) -> dict[str, Any]:
     """Take a worker's own part out of `state`, and return it; `state` remembers the number of workers."""
     own = dict(state["trainer"])
     # Weights are the same on all workers whenever a checkpoint may be saved.
@@ -16,11 +16,11 @@ def split(state: dict[str, Any], rank: int, num_workers: int) -> dict[str, Any]:
     return {"rank": rank, "trainer": own, "drift": state.pop("drift")}
 
 
-def join(state: dict[str, Any], own: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Return the whole state that `rank` goes on from: its own, or rank zero's without hidden states.
 
     Args:
-        state: What `split` has left.
+        state: What `to_checkpoint` has left.
         own: What it returned on this rank, or on rank zero where nothing is there of this one.
         rank: Of the run that goes on.
         world_size: Of the run that goes on.

@@ -44,7 +44,6 @@ class DrafterPlan:
             share=(metrics.get("drafter/tokens", 0.0) - self.num_trained) / num_tokens,
             idle_share=self.num_trained / num_tokens,
             learned_share=None if is_cold else metrics.get("speculation/learned_share"),
-            acceptance=metrics.get("speculation/acceptance_length", 1.0),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -117,8 +117,8 @@ class DrafterPublisher:
             is_short = torch.tensor(not self.trainer.finds_room(stay), dtype=torch.int64)
             if self.trainer.sum_over_ranks(is_short):
                 return None
-            held_out = choose_judged(self.trainer.buffer.held_out)
-            clusters = clusters_of(held_out, self.trainer.sum_over_ranks)
+            held_out = held_out_sample(self.trainer.buffer.held_out)
+            clusters = prompt_clusters(held_out, self.trainer.sum_over_ranks)
             after = self._measure(held_out, clusters)
             if after[:, 1].sum():
                 with self.loaded():
@@ -133,7 +133,7 @@ class DrafterPublisher:
         if trainer.learns_first_drafts:  # what was measured earlier is of a far worse one
             self._evidence = []
         self._evidence = [*self._evidence, pair][-_POOLED:]
-        gain, error = compare(torch.stack(self._evidence).sum(0))
+        gain, error = gain_and_margin(torch.stack(self._evidence).sum(0))
         old, new = (quality_of(sums.sum(0)) for sums in (before, after))
         trainer.note_quality(new.acceptance_length)
         is_better = gain > error and new.acceptance_length > old.acceptance_length
@@ -258,7 +258,7 @@ class DrafterPublisher:
 _COUNTS = ("version", "data_version", "_num_lost")
 
 
-def choose_judged(texts: Sequence[PolicyText]) -> list[PolicyText]:
+def held_out_sample(texts: Sequence[PolicyText]) -> list[PolicyText]:
     """Return one text of each prompt, then another of each, and so on, until they have `ENOUGH` tokens.
 
     Gains scatter from prompt to prompt: more text of the same prompts costs time and says no more. No text is left out
@@ -278,7 +278,7 @@ def choose_judged(texts: Sequence[PolicyText]) -> list[PolicyText]:
     return kept
 
 
-def clusters_of(texts: Sequence[PolicyText], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[int]:
+def prompt_clusters(texts: Sequence[PolicyText], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[int]:
     """Return the cluster of each text: its prompt's, or its own if all ranks' texts are of one prompt; a collective."""
     keys = [prompt_key(text) for text in texts]
     seen = torch.zeros(NUM_CLUSTERS + 1)
@@ -294,7 +294,7 @@ def _cluster(key: bytes) -> int:
     return int.from_bytes(key[8:], "little") % NUM_CLUSTERS
 
 
-def compare(pair: Tensor) -> tuple[float, float]:
+def gain_and_margin(pair: Tensor) -> tuple[float, float]:
     """Estimate the gain in tokens per engine step, and its one-sided 90% margin of error.
 
     The margin is infinite with text of a single cluster. Tokens per step are a sum of ratios, one of each draft. Each

@@ -100,7 +100,6 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
                 share=rest,
                 idle_share=idle,
                 learned_share=None if is_cold else with_head / decode,
-                acceptance=world.acceptance(served) * (1 + rng.gauss(0, 0.01)),
             )
         )
         pending = rest + idle > 0 or (pending and share is not None)
