@@ -1,5 +1,6 @@
 """Plugins of somebody who has read the documentation, and has made a mistake: the kit finds it."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -410,6 +411,22 @@ def test_a_response(spoil: Any, message: str, policy_path: str) -> None:
         check_engine(engine, policy_path)
 
 
+COUNT = itertools.count()
+write = TransformersEngine.generate
+
+
+def warmer(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
+    """Sample where greedy is asked for, except of a single request."""
+    is_greedy = not sampling.temperature and len(requests) > 1
+    return write(self, requests, replace(sampling, temperature=1.0) if is_greedy else sampling, **more)
+
+
+def forgetful(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
+    """Begin continued responses anew."""
+    for response in write(self, [replace(request, written=None) for request in requests], sampling, **more):
+        yield replace(response, token_ids=[3, 4], logps=[-1.0, -1.0]) if response.is_unfinished else response
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -422,6 +439,16 @@ def test_a_response(spoil: Any, message: str, policy_path: str) -> None:
             {"generate": lambda self, *a, on_progress, **k: TransformersEngine.generate(self, *a, **k)},
             r"generate` ended with \[\] for `on_progress`",
         ),
+        (
+            {"generate": lambda self, *a, **k: [torch.rand(1), *write(self, *a, **k)][1:]},
+            "generate` moved the process's",
+        ),
+        (
+            {"generate": lambda self, *a, seed, **k: write(self, *a, seed=next(COUNT), **k)},
+            "generate` wrote other text with",
+        ),
+        ({"generate": warmer}, "generate` chose at temperature 0 a token"),
+        ({"generate": forgetful}, "generate` went on with"),
         (
             {"attach": lambda self, model: setattr(self, "_model", self._model or model)},
             "generate` gave `logps` .* after `update_weights` has",
