@@ -20,7 +20,7 @@ from tlt_lightning.speculation.calibration import (
     lead_measuring,
     measure_steps,
 )
-from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy
+from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy
 
 
 class Machine:
@@ -219,3 +219,15 @@ def test_a_filler_is_found_for_every_look_up_and_replaces_no_head() -> None:
     assert found is not None
     assert (len(found.tokens), found.num_known, found.source) == (3, 3, ("sibling", 0))
     assert drafter.propose("a", Strategy(3, "mixed"), 3) is None
+
+
+def test_what_was_measured_is_said_in_words() -> None:
+    measured = [
+        MeasuredStep(size, Strategy(drafts, "sibling"), mean_context=64.0, seconds=size * seconds)
+        for size in (4, 1, 16)
+        for drafts, seconds in ((0, 0.05), (3, 0.07))
+    ]
+    assert calibration.described(measured) == (
+        "An engine step takes: of 1 request 50.0 ms plain, 70.0 ms with 3 drafted (sibling); "
+        "of 16 requests 800.0 ms plain, 1120.0 ms with 3 drafted (sibling)"
+    )

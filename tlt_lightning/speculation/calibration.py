@@ -196,10 +196,10 @@ def _measure_batch(
 
 
 def described(measured: Sequence[MeasuredStep]) -> str:
-    """Say how long an engine step takes, by batch size and strategy."""
+    """Say how long an engine step takes at the smallest and the largest batch, by strategy."""
     cells: dict[int, list[str]] = defaultdict(list)
     for step in measured:
-        drafts = f"with {step.strategy.num_draft_tokens} of {step.strategy.drafter}"
+        drafts = f"with {step.strategy.num_draft_tokens} drafted ({step.strategy.drafter})"
         cells[step.batch_size].append(f"{1e3 * step.seconds:.1f} ms {'plain' if step.strategy.is_off else drafts}")
-    rows = (f"of {size} request{'s' * (size > 1)} {', '.join(texts)}" for size, texts in cells.items())
-    return f"An engine step takes, by drafted tokens: {'; '.join(rows)}"
+    rows = (f"of {n} request{'s' * (n > 1)} {', '.join(cells[n])}" for n in sorted({min(cells), max(cells)}))
+    return f"An engine step takes: {'; '.join(rows)}"
