@@ -3,6 +3,8 @@
 Rejection sampling is exact for every distribution q that a draft is drawn from, if there is one. Where a logit of the
 head is no number or infinite, all of q is NaN: vLLM then rejects the draft, finds no token of positive `max(p - q, 0)`
 and writes token 0, which the policy has not drawn. Half precision gets there in single rows, with good weights.
+
+It takes two short kernels a draft, within the CUDA graph where there is one.
 """
 
 from __future__ import annotations
