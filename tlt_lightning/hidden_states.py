@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -172,17 +172,6 @@ class BatchTap:
     def texts(self) -> list[PolicyText]:
         """Texts gathered so far, in the order of the batch."""
         return [self._texts[row] for row in sorted(self._texts)]
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the texts, as tensors and primitives."""
-        return [{item.name: getattr(text, item.name) for item in fields(text)} for text in self.texts]
-
-    @classmethod
-    def resume(cls, state: Sequence[Mapping[str, Any]]) -> BatchTap:
-        """Return a tap that holds the texts of `state_dict` and gathers no more: the first pass was over."""
-        tap = cls.__new__(cls)
-        tap._missing, tap._texts = set(), {row: PolicyText(**values) for row, values in enumerate(state)}
-        return tap
 
     @contextmanager
     def over(self, rows: Sequence[int]) -> Iterator[None]:

@@ -16,7 +16,6 @@ from tlt_lightning.callbacks.usual import usual_callbacks
 from tlt_lightning.checks import check_has_data
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import lifecycle_callbacks
-from tlt_lightning.guard.parts import OWN
 from tlt_lightning.guard.shards import check_together
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
 from tlt_lightning.hooks import call_rollout_hook
@@ -98,13 +97,14 @@ class RLModule(L.LightningModule):
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
         self._reference: Reference | None = None
         self._loaded_with: NetworkSettings | None = None  # once the networks are there
-        self.update_state = resume.UpdateState()
+        self._is_stopped = False  # the policy has moved by `objective.stop_at_kl`, and moves no more in this iteration
+        self._validated: dict[str, float] = {}  # metrics of the iteration's last validation
         self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
         """Takes what anybody, a callback above all, wants logged of the iteration."""
         self._optimizer_settings: list[dict[str, Any]] = []
-        self._saved: dict[str, Any] | None = None  # of the run that is resumed
+        self._saved_settings: list[dict[str, Any]] | None = None  # of the optimizer of the run that is resumed
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
 
     @override
@@ -117,7 +117,7 @@ class RLModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
         if stage == "fit":
-            self._saved = None  # read by a run that ended before it began to train
+            self._saved_settings = None  # read by a run that ended before it began to train
 
     @override
     def configure_model(self) -> None:
@@ -228,10 +228,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: list[RolloutBatch], batch_idx: int) -> None:
-        self._hand_out_states(is_last=self.trainer.is_last_batch)
-
-    def _hand_out_states(self, *, is_last: bool) -> None:
-        if self._tap is None or not is_last:
+        if self._tap is None or not self.trainer.is_last_batch:
             return
         texts, self._tap = self._tap.texts, None
         if self.device.type == "cuda":
@@ -243,7 +240,7 @@ class RLModule(L.LightningModule):
         """Stop the iteration's updates once the policy has moved by `objective.stop_at_kl`."""
         limit = self.objective.stop_at_kl
         if limit is not None and self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > limit:
-            self.update_state.is_stopped = True
+            self._is_stopped = True
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -251,7 +248,7 @@ class RLModule(L.LightningModule):
         metrics = end_step(self._parts)
         self.iteration_log.update(metrics)
         self._check_kl(metrics)
-        if self.update_state.is_stopped:
+        if self._is_stopped:
             self.zero_grad()  # to None: an optimizer leaves such parameters alone, without decay or momentum
             return
         config = self.critic_config
@@ -267,21 +264,15 @@ class RLModule(L.LightningModule):
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
         self._finish_iteration()
         optimization.fuse_on_gpu(self.trainer.optimizers[0], self.device)
-        if self._saved is not None:
+        if self._saved_settings is not None:
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-            settings = self._saved["optimizer"], self._optimizer_settings
+            settings = self._saved_settings, self._optimizer_settings
             optimization.apply_changed(self.trainer.optimizers[0], schedulers, *settings)
-            if self._saved["is_within"]:
-                self.iteration_log.load_state_dict(self._saved["log"])
-                self.update_state = resume.UpdateState(**self._saved["update"])
-                if (texts := self._saved.get("texts")) is not None:
-                    self._tap = BatchTap.resume(texts)
-                    self._hand_out_states(is_last=self._saved["is_updated"])
-            self._saved = None
+            self._saved_settings = None
 
     @override
     def on_train_epoch_start(self) -> None:
-        self.update_state = resume.UpdateState(first_step=self.trainer.global_step)
+        self._is_stopped, self._validated = False, {}
         self._parts.clear()
         self._finish_iteration()
 
@@ -292,7 +283,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = {**self.iteration_metrics, **self.update_state.validated}
+        metrics = {**self.iteration_metrics, **self._validated}
         call_rollout_hook(self.trainer, "on_iteration_end", self.current_epoch + 1, metrics)
         self.iteration_log.open()
 
@@ -324,7 +315,7 @@ class RLModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         metrics = self.held_out.read("val")
         if self._is_fitting:
-            self.update_state.validated = metrics
+            self._validated = metrics
             log_of_iteration(self, metrics)
         else:  # Lightning wants a name logged in one way throughout a fit, its sanity check included
             self.log_dict(metrics, logger=not self.trainer.sanity_checking)
@@ -341,11 +332,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        now: dict[str, Any] = {"update": asdict(self.update_state), "optimizer": self._optimizer_settings}
-        now |= {"log": self.iteration_log.state_dict(), "texts": self._tap and self._tap.state_dict()}
-        checkpoint["iteration"], within = resume.hand_over(self.trainer, self._saved or now)
-        if within:
-            checkpoint.setdefault(OWN, {})["module"] = within
+        checkpoint["optimizer_settings"] = self._saved_settings or self._optimizer_settings
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}
@@ -358,4 +345,5 @@ class RLModule(L.LightningModule):
         resume.check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
             resume.warn_of_choices(checkpoint, self, self.trainer.datamodule)  # type: ignore[attr-defined]
-            self._saved = resume.take_up(checkpoint) | checkpoint.get(OWN, {}).get("module", {})
+            resume.take_up(checkpoint)
+            self._saved_settings = checkpoint["optimizer_settings"]

@@ -12,12 +12,8 @@ import torch
 
 from tests.conftest import WORDS, save_policy, save_tokenizer
 from tests.support.ranks.rank_processes import ROOT, run_ranks, with_root
-from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import export_policy
-from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
-from tlt_lightning.objectives import GRPO
-from tlt_lightning.objectives.kl import KLPenalty
 from tlt_lightning.policy import load_policy
 
 RATES = ("rollout/seconds", "rollout/tokens_per_s", "rollout/tail", "train/tokens_per_s", "train/passes")
@@ -95,25 +91,6 @@ def test_sharded_ranks_write_and_learn_what_whole_ones_do(policy_path: str, prom
     run(resumed, policy_path, prompts_path, "fsdp2", "", str(fsdp2 / "within.ckpt"), str(ddp / "end.ckpt"))
     torch.testing.assert_close(weights(resumed), weights(fsdp2), atol=0, rtol=0)
     torch.testing.assert_close(whole(resumed / "loaded.ckpt"), whole(ddp / "end.ckpt"), atol=0, rtol=0)
-    # Half an update is of as many shares as there were ranks.
-    objective = GRPO(loss_kl=KLPenalty(coef=0.1))
-    module, data = make_module(policy_path, objective=objective), make_data(prompts_path, TransformersEngine())
-    with pytest.raises(ValueError, match=r"within an iteration's update.*number of workers was 2 and is 1"):
-        make_trainer(tmp_path).fit(module, data, ckpt_path=fsdp2 / "within.ckpt")
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_half_an_update_of_one_process_is_refused_by_two_ranks(
-    policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    run(tmp_path / "one", policy_path, prompts_path, "auto", num_ranks=1)
-    out, within = tmp_path / "two", str(tmp_path / "one/within.ckpt")
-    out.mkdir()
-    arguments = (policy_path, prompts_path, str(out), "fsdp2", "", within)
-    ended = run_ranks("tests.support.ranks.two_ranks_sharded", out, *arguments)
-    assert ended.statuses == [1, 1]
-    assert ended.stderr.count("number of workers was 1 and is 2. Set them back") >= 2
 
 
 def save_judge(path: Path) -> None:

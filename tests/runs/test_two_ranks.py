@@ -109,7 +109,9 @@ def test_a_dying_rank_ends_the_run(policy_path: str, prompts_path: str, tmp_path
 
 
 @pytest.mark.slow
-def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+def test_two_ranks_repeat_an_iteration_that_was_saved_before_its_update_exactly(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
     def run(name: str, *checkpoint: str) -> list[dict]:
         out = tmp_path / name
         out.mkdir()
@@ -121,7 +123,7 @@ def test_two_ranks_resume_exactly_within_an_iteration(policy_path: str, prompts_
     resumed = run("resumed", str(tmp_path / "whole" / "within.ckpt"))
     assert len({state["weights"] for state in (*whole, *resumed)}) == 1
     assert {state["steps"] for state in (*whole, *resumed)} == {12}
-    assert [state["loaded"] for state in resumed] == [2, 4]  # each rank's engine has its own state back
+    assert [state["loaded"] for state in resumed] == [1, 2]  # each rank's engine has its own state back
     assert sorted(whole[0]["held_out"] + whole[1]["held_out"]) == list(range(9))  # each answered by one rank
     assert abs(len(whole[0]["held_out"]) - len(whole[1]["held_out"])) == 1
     assert whole[0]["rows"].keys() == {"2", "3"}

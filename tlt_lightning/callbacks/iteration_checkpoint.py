@@ -13,7 +13,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import Bound, Count, checked, folder_of
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.training.fsdp2 import is_sharded
-from tlt_lightning.training.resume import begins_run
+from tlt_lightning.training.resume import begins_run, has_begun_update
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 class IterationCheckpoint(ModelCheckpoint):
     """Saves after an iteration, or a warm-up's epoch, once `every_minutes` have passed, after the first and the last.
 
-    Ctrl-C and SIGTERM save too, in `interrupted.ckpt`, which goes with the next save of the resumed run; a kill loses
-    at most these minutes and an iteration. Files are named by the iteration, counted from 0, and `last.ckpt` is a link
-    to the latest. Unlike `ModelCheckpoint(train_time_interval)` it never saves amid an optimizer step.
+    Ctrl-C and SIGTERM save too: after an update at the iteration's end, in a rollout what was learned before it, in
+    `interrupted.ckpt`, which goes with the next save of the resumed run. A kill loses at most these minutes and an
+    iteration. Files are named by the iteration, counted from 0, and `last.ckpt` is a link
+    to the latest. Unlike `ModelCheckpoint(train_time_interval)` it never saves amid an update.
     Checkpoints of another run in the folder are kept in `earlier_0`, which takes room.
 
     Args:
@@ -75,7 +76,9 @@ class IterationCheckpoint(ModelCheckpoint):
         is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
         is_last |= trainer.global_step == trainer.max_steps
         is_due = time.monotonic() - self._saved_at >= 60 * self.every_minutes
-        if trainer.strategy.broadcast(is_last or is_due):  # clocks of ranks differ
+        liveness = getattr(trainer.datamodule, "liveness", None)  # type: ignore[attr-defined]
+        is_due |= liveness is not None and liveness.is_told_to_end
+        if trainer.strategy.reduce_boolean_decision(is_last or is_due, all=False):  # clocks and signals of ranks differ
             super().on_train_epoch_end(trainer, pl_module)
             self._saved_at = time.monotonic()
             if self._interrupted.exists() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -89,9 +92,9 @@ class IterationCheckpoint(ModelCheckpoint):
     def save_interrupted(self, trainer: L.Trainer) -> None:
         """Save what a run has learned that ends early, unless that is saved or takes other ranks, which may not come.
 
-        `RunGuard` calls this where all of the last optimizer step is done.
+        `RunGuard` calls this; within an update nothing is saved, and a resumed run repeats the iteration.
         """
-        is_new = trainer.global_step not in (0, self._last_global_step_saved)
+        is_new = trainer.global_step not in (0, self._last_global_step_saved) and not has_begun_update(trainer)
         if is_new and _is_resumable_alone(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             ModelCheckpoint._save_checkpoint(self, trainer, str(self._interrupted))  # and wait for it
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
@@ -124,6 +127,4 @@ def _is_resumable_alone(trainer: L.Trainer) -> bool:
     backlog = getattr(trainer.datamodule, "backlog", None)  # type: ignore[attr-defined]
     if trainer.world_size == 1 or backlog is None:
         return True  # ranks that warm a drafter up keep nothing of their own
-    if is_sharded(trainer) or trainer.fit_loop.epoch_loop.batch_progress.current.completed:
-        return False
-    return not backlog.schedule.defers  # each rank has its own that wait
+    return not (is_sharded(trainer) or backlog.schedule.defers)  # each rank has its own that wait

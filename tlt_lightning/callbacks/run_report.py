@@ -30,7 +30,7 @@ from tlt_lightning.guard.files import part_of, set_aside
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.rollout import Rollout
 from tlt_lightning.seeds import given_seed
-from tlt_lightning.training.resume import begins_run, held_by
+from tlt_lightning.training.resume import begins_run, iterations_in
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,8 @@ def _checkpoints(trainer: L.Trainer) -> list[str]:
 def _held_by(path: str) -> str:
     """Return what a checkpoint holds, in brackets; "" if it cannot be read."""
     try:
-        return f" (after {held_by(torch.load(path, map_location='cpu', weights_only=True, mmap=True))})"
+        count = iterations_in(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        return f" (after {count} iteration{'s' * (count != 1)})"
     except Exception as error:  # of a plugin of the user's, in any form
         log.info("%s tells nobody which iterations it holds: %s", path, error)
         return ""

@@ -30,11 +30,11 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
 All of it runs on the main thread, but for the rewards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -82,8 +82,7 @@ class IterationStart:
 class PolicyIteration:
     """Makes the minibatches of one policy iteration with the policy's current weights.
 
-    A checkpoint within an iteration is exact: until the first optimizer step it names the first prompt, from which a
-    resumed run begins anew; afterwards it holds the scored batch.
+    A checkpoint that is saved before the first optimizer step holds `start`, from which a resumed run begins anew.
 
     Args:
         trainer: Runs the iteration; its `current_epoch` is the iteration's number.
@@ -93,7 +92,6 @@ class PolicyIteration:
         cursor: Draws the prompts.
         history: Remembers earlier answers to them.
         backlog: Keeps those that the schedule defers.
-        saved: What `state` returned in the run that is resumed within this iteration.
     """
 
     def __init__(
@@ -105,7 +103,6 @@ class PolicyIteration:
         cursor: "PromptCursor",
         history: AnswerHistory,
         backlog: Backlog,
-        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.trainer = trainer
         self.module = module
@@ -116,29 +113,19 @@ class PolicyIteration:
         self.backlog = backlog
         engine = deepcopy(collector.engine.state_dict())
         self.start = IterationStart(cursor.position, backlog.deferred, history.copy(), engine)
-        self.first_step = trainer.global_step if saved is None else saved["first_step"]
-        backlog.note_weights(self.first_step, trainer.current_epoch)
-        self._batch = None if saved is None else RolloutBatch(**saved["batch"])
+        self._first_step = trainer.global_step
+        backlog.note_weights(self._first_step, trainer.current_epoch)
 
     @property
-    def num_steps(self) -> int:
-        """Optimizer steps taken in this iteration so far."""
-        return self.trainer.global_step - self.first_step
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the batch of an update that has begun and not ended, as primitives; None otherwise."""
-        if self._batch is None or not 0 < self.num_steps < self.settings.num_steps:
-            return None
-        batch = {item.name: getattr(self._batch, item.name) for item in fields(self._batch)}
-        return {"first_step": self.first_step, "batch": batch}
+    def has_moved(self) -> bool:
+        """True once an optimizer step has been taken in this iteration."""
+        return self.trainer.global_step > self._first_step
 
     def minibatches(self, prompts: Sequence[Prompt]) -> Iterator[list[RolloutBatch]]:
         """Roll out, score, and yield the micro-batches of each step of `inner_epochs` passes over all responses."""
         check_settings(self.trainer)  # a callback may have changed one
         self.log.lap("other")
-        if self._batch is None:
-            self._batch = self._roll_out(prompts)
-        yield from islice(self._cut(self._batch), self.num_steps, None)
+        yield from self._cut(self._roll_out(prompts))
 
     def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
         tokenizer = self.collector.tokenizer

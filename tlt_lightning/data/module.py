@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import fields, replace
 from datetime import datetime
 from inspect import signature
@@ -50,7 +49,7 @@ from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
-from tlt_lightning.training.resume import PROMPTS, begins_run, check_update, warn_of_changes
+from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,8 +135,6 @@ class RolloutDataModule(L.LightningDataModule):
         self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
-        self._saved_iteration: dict[str, Any] | None = None  # of the run that is resumed
-        self._unvalidated_engine: dict[str, Any] | None = None  # its state before this iteration's validation
 
     def _read_arguments(self) -> None:
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
@@ -173,7 +170,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._load_engine()
         ignore_needless_warnings()
         if kept is not None:
-            self.load_state_dict({**kept, "ranks": [{**state, "iteration": None} for state in kept["ranks"]]})
+            self.load_state_dict(kept)
 
     def _read_data(self, *, is_fit: bool, goes_on: bool) -> None:
         """Read the prompts with the date of the run, and make room for the longest unless there is a limit."""
@@ -189,7 +186,7 @@ class RolloutDataModule(L.LightningDataModule):
                 self._settings.check(self._module.objective, self._trainer)
         if is_fit or self.cursor is None:
             self.cursor = PromptCursor(len(self.train_prompts), run_seed())
-            self._iteration = self._saved_iteration = self._unvalidated_engine = None
+            self._iteration = None
 
     def _make_parts(self) -> None:
         """Make what a rollout needs besides the engine."""
@@ -291,16 +288,13 @@ class RolloutDataModule(L.LightningDataModule):
         assert self.cursor is not None, "`state_dict` before `setup`"
         assert self.clock is not None
         iteration = self._iteration
-        anew = iteration if iteration is not None and not iteration.num_steps else None  # a resumed run begins it again
-        own: dict[str, Any] = {"engine": self.engine.state_dict() if anew is None else anew.start.engine}
-        if self._trainer.validating and not self._module.update_state.validated:  # a resumed run validates anew
-            own["engine"] = self._unvalidated_engine or own["engine"]
-        own["iteration"] = self._saved_iteration if iteration is None else iteration.state()
-        own |= self.backlog.state_dict(None if anew is None else anew.start.deferred)
+        start = iteration.start if iteration is not None and not iteration.has_moved else None  # it begins anew
+        own = {"engine": self.engine.state_dict() if start is None else start.engine}
+        own |= self.backlog.state_dict(None if start is None else start.deferred)
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
-            "cursor": self.cursor.position if anew is None else anew.start.position,
-            "answers": (self.history if anew is None else anew.start.history).state_dict(),
+            "cursor": self.cursor.position if start is None else start.position,
+            "answers": (self.history if start is None else start.history).state_dict(),
             "ranks": ranks,
             "clock": self.clock.now.isoformat(),
             "settings": self._kept_settings,
@@ -335,9 +329,6 @@ class RolloutDataModule(L.LightningDataModule):
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
             self.history.load_state_dict(state_dict["answers"])
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
-        if any(state["iteration"] is not None for state in ranks):
-            check_update(saved, now, len(ranks))
-            self._saved_iteration = ranks[rank]["iteration"]
         warn_of_changes(saved, now, ranks)
 
     # Loaders
@@ -363,8 +354,6 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
-        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == self._settings.num_steps:
-            return  # resumed behind an update's last step, Lightning asks for a batch more if no validation is due
         self._iteration = PolicyIteration(
             self._trainer,
             self._module,
@@ -373,9 +362,7 @@ class RolloutDataModule(L.LightningDataModule):
             cursor=self.cursor,
             history=self.history,
             backlog=self.backlog,
-            saved=self._saved_iteration,
         )
-        self._saved_iteration = self._unvalidated_engine = None
         yield from self._iteration.minibatches(self.train_prompts)
 
     @property
@@ -383,7 +370,6 @@ class RolloutDataModule(L.LightningDataModule):
         return self.val_prompts[self._trainer.global_rank :: self._trainer.world_size]
 
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
-        self._unvalidated_engine = deepcopy(self.engine.state_dict())
         collector = self._collector(IterationLog())  # the iteration's own books all of this as validation
         rollouts = collector.collect(
             self._own_val_prompts[: num_held_out_batches(self._trainer)],

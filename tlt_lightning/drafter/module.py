@@ -297,15 +297,6 @@ class DrafterModule(L.LightningModule):
         """
         heads.refresh_target(self._built, live_weights(policy))
 
-    def frozen_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `refresh_target` copies to, live."""
-        trained = {name for name, _ in self.trainable_tensors()} - {POLICY_ROWS}
-        return {name: tensor for name, tensor in self._built.state_dict().items() if name not in trained}
-
-    def load_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors that `frozen_tensors` returned."""
-        self._built.load_state_dict(tensors, strict=False)
-
     def export(self, path: str | Path, quality: DraftQuality | None = None) -> Path:
         """Write the head to the directory `path`, which vLLM serves as it is, with a README.
 

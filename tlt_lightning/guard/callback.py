@@ -24,7 +24,7 @@ from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.ranks.liveness import SIGTERM_STATUS, Liveness
 from tlt_lightning.training.iteration_end import CloseIteration
-from tlt_lightning.training.resume import Requeue, forget_unfinished, restart_validation
+from tlt_lightning.training.resume import Requeue, forget_unfinished, has_begun_update, restart_validation
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +63,11 @@ class RunGuard(RolloutCallback):
       `ModelCheckpoint` while training goes on, which takes host memory of the size of one. One that cannot be written
       ends the run. `ModelCheckpoint(save_last="link")` replaces its link in one go.
     - A folder of checkpoints belongs to one run at a time; what a killed one left there half written is removed.
-    - SIGTERM ends the run at the next engine step or batch, with exit status 143; so does Ctrl-C during training, and
-      the end of another worker, with an error that names rank and reason. Lightning's handler calls a collective from
-      inside the signal. Checkpoint callbacks that have a method `save_interrupted` are called then: all of the last
-      step is done. A second Ctrl-C ends the run at once.
+    - SIGTERM ends the run at the next engine step, with exit status 143, and so does Ctrl-C during training. An
+      iteration whose update has begun is finished first, validation included, and saved by all ranks together; what
+      takes longer than the system waits is lost, and that iteration is repeated. In a rollout checkpoint callbacks that
+      have a method `save_interrupted` are called. A second Ctrl-C ends the run at once. The end of another worker ends
+      this one, too, with an error that names rank and reason.
     - A checkpoint that is saved on an error (`OnExceptionCheckpoint`) waits for no other worker.
     """
 
@@ -144,9 +145,14 @@ class RunGuard(RolloutCallback):
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._check(trainer)
 
-    def _check(self, trainer: L.Trainer) -> None:
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._liveness is not None:
             self._liveness.check()
+
+    def _check(self, trainer: L.Trainer) -> None:
+        if self._liveness is not None:
+            self._liveness.check(is_free=trainer.state.fn != "fit" or not has_begun_update(trainer))
         if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
             trainer.strategy.checkpoint_io.check()
 

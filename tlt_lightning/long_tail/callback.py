@@ -35,7 +35,7 @@ from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.memory.optimizer_state import training_bytes
-from tlt_lightning.training.resume import begins_run, is_within
+from tlt_lightning.training.resume import begins_run
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
 
@@ -340,13 +340,10 @@ class LongTailIdleCallback(RolloutCallback):
         self._drift.load_state_dict(state_dict["drift"])
         self.budget.load_state_dict(state_dict["budget"])
         self._plan = DrafterPlan.restore(state_dict["plan"])
-        self.drafter.load_frozen(state_dict.get("target", {}))
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if state := checkpoint["callbacks"].get(self.state_key):
-            if is_within(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]):
-                state["target"] = self.drafter.frozen_tensors()  # the policy of the iteration's start
             checkpoint.setdefault(OWN, {})[self.state_key] = to_checkpoint(
                 state, trainer.global_rank, trainer.world_size
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import lightning as L
 from torch import Tensor
@@ -123,16 +123,6 @@ class IterationLog:
     def open(self) -> None:
         """Begin the next iteration, which takes the time since the last lap."""
         self._is_open = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the iteration so far, as primitives, for a checkpoint within it."""
-        numbers = {name: (kind, [float(value) for value in values]) for name, (kind, values) in self._numbers.items()}
-        return {"numbers": numbers, "laps": list(self._laps)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the numbers of an iteration that was saved by `state_dict`."""
-        self._numbers = {name: (kind, list(values)) for name, (kind, values) in state["numbers"].items()}
-        self._laps = [(stage, seconds) for stage, seconds in state["laps"]]
 
     def charge(self, stage: str, seconds: float) -> None:
         """Add seconds to `stage` that passed outside any lap."""

@@ -67,15 +67,20 @@ class Liveness:
             self._thread.start()
             atexit.register(self.close)
 
-    def check(self) -> None:
-        """Raise RuntimeError if a worker has failed or died; the signal's exception after `terminate`, `interrupt`."""
+    @property
+    def is_told_to_end(self) -> bool:
+        """True after `terminate` or `interrupt`."""
+        return self._terminated or self._interrupted
+
+    def check(self, *, is_free: bool = True) -> None:
+        """Raise RuntimeError if a worker has failed or died, and, where this one is free to end, a signal's exception.
+
+        `is_free` is False where something must be finished first; a signal then waits for a later call.
+        """
         self._last_check = time.monotonic()
-        if self._terminated:
+        if is_free and self.is_told_to_end:
             self.ends_itself = True
-            raise SIGTERMException(SIGTERM_STATUS)
-        if self._interrupted:
-            self.ends_itself = True
-            raise KeyboardInterrupt
+            raise SIGTERMException(SIGTERM_STATUS) if self._terminated else KeyboardInterrupt
         if self._failure is not None:
             self.ends_itself = True
             raise RuntimeError(_sentence(self._failure))

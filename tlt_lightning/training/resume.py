@@ -1,10 +1,10 @@
-"""Resume a run that was saved within an iteration, or whose settings have changed since."""
+"""Resume a run, also one that was saved while an iteration was written or whose settings have changed since."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import lightning as L
@@ -25,21 +25,6 @@ _OTHERWISE = "The resumed run goes on otherwise than the one that wrote the chec
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
-@dataclass
-class UpdateState:
-    """Holds the state of an iteration's update beside weights and optimizer.
-
-    Args:
-        first_step: Optimizer steps before the iteration.
-        is_stopped: The policy has moved by `objective.stop_at_kl`, and moves no more in this iteration.
-        validated: Metrics of the iteration's last validation.
-    """
-
-    first_step: int = 0
-    is_stopped: bool = False
-    validated: dict[str, float] = field(default_factory=dict)
-
-
 def begins_run(trainer: L.Trainer) -> bool:
     """Return True in `setup` if this `fit` does not go on from the Trainer's last; a checkpoint's state comes later."""
     return trainer.state.fn == "fit" and not trainer.global_step
@@ -56,40 +41,34 @@ def forget_unfinished(trainer: L.Trainer) -> None:
             vars(counts).update(dict.fromkeys(_COUNTS, vars(counts)["processed"]))
 
 
-def hand_over(trainer: L.Trainer, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a checkpoint needs, as primitives, to resume within an iteration; then what each rank needs there.
-
-    The latter is empty between iterations. `state` has the update, the optimizer's settings, the iteration's log and
-    texts: those of now, or what was saved of them while a resumed run has not begun.
-    """
-    needed = {name: state[name] for name in ("update", "optimizer")} | {"num_batches": trainer.num_training_batches}
-    if not is_within(vars(trainer.fit_loop.epoch_progress.current)):
-        return needed, {}
-    return needed, {name: state.get(name) for name in ("log", "texts")}
-
-
 def is_within(epochs: Mapping[str, int]) -> bool:
     """Return True if, by the progress of epochs, an iteration has begun and not ended."""
     return epochs["ready"] != epochs["processed"]
 
 
-def held_by(checkpoint: Mapping[str, Any]) -> str:
-    """Say in words which iterations a checkpoint holds."""
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    text = f"{epochs['processed']} iteration{'s' * (epochs['processed'] != 1)}"
-    saved = checkpoint.get("iteration")
-    if saved is None or not is_within(epochs):
-        return text
-    num_steps = checkpoint["global_step"] - saved["update"]["first_step"]
-    return f"{text} and {num_steps} of {saved['num_batches']} optimizer steps of the next" if num_steps else text
+def iterations_in(checkpoint: Mapping[str, Any]) -> int:
+    """Return the iterations that a checkpoint holds."""
+    return checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
 
 
-def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return what `RLModule` has saved; of a checkpoint within an iteration, rewind the Trainer's loops.
+def has_begun_update(trainer: L.Trainer) -> bool:
+    """Return True from an iteration's first optimizer step to its end: weights have moved, and it is not done.
 
-    The loops go on behind the last optimizer step that was taken, whatever Lightning has counted of one under way.
-    Before the first step the iteration begins anew. In what is returned `is_within` says whether the update has begun,
-    and `is_updated` whether it is over. Raise ValueError for a checkpoint of weights alone.
+    The warm-up of a drafter has no iterations, and resumes from any step.
+    """
+    loop, has_iterations = trainer.fit_loop, hasattr(trainer.lightning_module, "iteration_log")
+    return (
+        has_iterations
+        and is_within(vars(loop.epoch_progress.current))
+        and loop.epoch_loop.batch_progress.current.started > 0
+    )
+
+
+def take_up(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint go on from the end of its last iteration: one that had only begun begins anew.
+
+    Raises:
+        ValueError: It holds weights alone, or those of an update that is not done.
     """
     if "optimizer_states" not in checkpoint:
         raise ValueError(
@@ -97,43 +76,30 @@ def take_up(checkpoint: dict[str, Any]) -> dict[str, Any]:
             "optimizer: resume from a whole checkpoint, or begin a run with the folder that `export --ckpt_path` "
             "writes as `model.policy`."
         )
-    saved: dict[str, Any] = {**checkpoint["iteration"], "is_within": False}
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    if is_within(epochs):
-        num_steps = checkpoint["global_step"] - saved["update"]["first_step"]  # each of one batch
-        is_updated = num_steps == saved["num_batches"]
-        _rewind(checkpoint["loops"]["fit_loop"], num_steps, is_last=is_updated)
-        saved |= {"is_within": num_steps > 0, "is_updated": is_updated}
-        if is_updated and not saved["update"]["validated"]:  # it was due
-            _begin_validation(checkpoint["loops"]["fit_loop"])
-    return saved
+    loops = checkpoint["loops"]["fit_loop"]
+    batches = loops["epoch_loop.batch_progress"]
+    if not is_within(loops["epoch_progress"]["current"]):
+        return
+    if batches["current"]["started"]:
+        raise ValueError(
+            "`ckpt_path` was saved amid an iteration's update, from where no run goes on exactly: resume from one that "
+            "was saved at an iteration's end, as `IterationCheckpoint` writes them."
+        )
+    for name in _COUNTS:
+        batches["total"][name] -= batches["current"][name]
+        batches["current"][name] = 0
+    for progress in loops["epoch_progress"].values():
+        progress.update(dict.fromkeys(_COUNTS, progress["processed"]))
 
 
 def restart_validation(checkpoint: dict[str, Any]) -> None:
-    """Make a validation that a checkpoint was saved within begin anew; Lightning would go on behind its last batch."""
+    """Make a validation that a warm-up was saved within begin anew; Lightning would go on behind its last batch."""
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if loops is not None:
-        total = loops["epoch_loop.val_loop.batch_progress"]["total"]
-        if total["ready"] != total["processed"]:
-            _begin_validation(loops)
-
-
-def _begin_validation(loops: dict[str, Any]) -> None:
-    """Count a validation as begun, for Lightning takes one that has not for done."""
-    progress = loops["epoch_loop.val_loop.batch_progress"]
-    progress["current"].update(dict.fromkeys(_COUNTS, 0))
-    progress["total"].update(ready=1, started=1, processed=0, completed=0)
-
-
-def _rewind(loops: dict[str, Any], num_batches: int, *, is_last: bool) -> None:
-    batches = loops["epoch_loop.batch_progress"]
-    for name in _COUNTS:
-        batches["total"][name] += num_batches - batches["current"][name]
-        batches["current"][name] = num_batches
-    batches["is_last_batch"] = is_last
-    if num_batches == 0:
-        for progress in loops["epoch_progress"].values():
-            progress.update(dict.fromkeys(_COUNTS, progress["processed"]))
+        progress = loops["epoch_loop.val_loop.batch_progress"]
+        if progress["total"]["ready"] != progress["total"]["processed"]:
+            progress["current"].update(dict.fromkeys(_COUNTS, 0))
+            progress["total"].update(ready=1, started=1, processed=0, completed=0)  # not begun would count as done
 
 
 def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mapping[str, Any]) -> None:
@@ -158,23 +124,6 @@ def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mappin
             f"`ckpt_path` holds other networks than `policy` and `objective` ask for: {len(differing)} tensors differ "
             f"in name or shape, among them {min(differing)!r}. Resume with those of the run that wrote it, of policy "
             f"{policy['path']!r}."
-        )
-
-
-def check_update(saved: Mapping[str, Any], now: Mapping[str, Any], num_ranks: int) -> None:
-    """Raise ValueError if an update that was saved halfway is not all there, or a changed setting splits it otherwise.
-
-    `num_ranks` is the number of workers whose states were saved: after an error, one alone.
-    """
-    if num_ranks < saved["number of workers"]:
-        raise ValueError(
-            f"`ckpt_path` was saved after an error, within an iteration's update, by {num_ranks} of "
-            f"{saved['number of workers']} workers; the others' are lost. Resume from an earlier one."
-        )
-    if changes := _changes(saved, now):
-        raise ValueError(
-            f"`ckpt_path` was saved within an iteration's update, which these settings split otherwise: {changes}. "
-            "Set them back until that iteration is over, or resume from a checkpoint of an iteration's end."
         )
 
 
@@ -229,33 +178,28 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 class Requeue(L.Callback):
-    """Holds SLURM's requeue back where nothing is whole: amid an optimizer step, and while a resumed run begins."""
+    """Holds SLURM's requeue back until a rollout begins: amid an update and while a run resumes, all is half."""
 
     def __init__(self) -> None:
         self._is_busy = True
         self._waiting: Callable[[], None] | None = None
 
     def handle(self, save: Callable[[Any, Any], None], signum: Any, frame: Any) -> None:
-        """Let Lightning's handler save, now or behind the step under way."""
+        """Let Lightning's handler save, now or when the next rollout begins."""
         if self._is_busy:
             self._waiting = lambda: save(signum, frame)
         else:
             save(signum, frame)
 
     def on_rollout_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Let a requeue save from the run's first rollout on; a run resumed within an update begins with a step."""
-        self._let_save()
-
-    @override
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._is_busy = True
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._let_save()
-
-    def _let_save(self) -> None:
+        """Let a requeue save until the iteration's first optimizer step."""
+        if has_begun_update(trainer):  # and is being validated
+            return
         self._is_busy = False
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             waiting()
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._is_busy = True

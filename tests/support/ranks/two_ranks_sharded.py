@@ -17,14 +17,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import CriticConfig, LoRA, RewardTerm, VLLMEngine
+from tlt_lightning import CriticConfig, LoRA, RewardTerm, RolloutCallback, VLLMEngine
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.objectives.kl import KLPenalty
 from tlt_lightning.rewards import RewardModel
 
 
-class Save(L.Callback):
-    """Saves after the first of two optimizer steps, where optimizer and batch are at stake."""
+class Save(RolloutCallback):
+    """Saves before the second iteration's update."""
 
     def __init__(self, out: Path, die: bool) -> None:
         self.out, self.die = out, die
@@ -33,8 +33,8 @@ class Save(L.Callback):
         if self.die and trainer.global_rank == 1:
             os._exit(3)  # while rank 0 waits for its rows
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 0:
+    def on_rollout_scored(self, trainer, pl_module, batch):
+        if trainer.current_epoch == 1:
             trainer.save_checkpoint(self.out / "within.ckpt")
 
 

@@ -1,4 +1,4 @@
-"""Run by test_two_ranks.py, once per rank: a run that is saved within an iteration, or the rest of it from there.
+"""Run by test_two_ranks.py, once per rank: a run that is saved before an update, or the rest of it from there.
 
 Two iterations put prompts aside, one on each rank, and the third answers them.
 """
@@ -38,12 +38,12 @@ class Learned(TransformersEngine):
         self.loaded = self.learned = state_dict["learned"]
 
 
-class Save(L.Callback):
+class Save(RolloutCallback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:  # after three optimizer steps of four
+    def on_rollout_scored(self, trainer, pl_module, batch):
+        if trainer.current_epoch == 1:
             trainer.save_checkpoint(self.path)
 
 
