@@ -257,11 +257,14 @@ def test_a_schedule(members: dict[str, Any], message: str) -> None:
 
 def test_a_schedule_with_a_state() -> None:
     class Counts(SynchronousSchedule):
-        count = 0
+        count, continues = 0, True
 
         def begin(self, demand: Any, deferred: Any) -> Any:
             self.count += 1
-            return [], demand.wanted + (self.count > 3)
+            return list(deferred), demand.wanted + 2 + (self.count > 3)  # behind a long list of groups
+
+        def choose(self, demand: Any, groups: Any, complete: Any) -> Any:
+            return one_by_one(self, demand, groups, complete)
 
     with pytest.raises(AssertionError, match=r"`Counts\.begin` returned .*, and .* from a new object: keep no state"):
         check_schedule(Counts())

@@ -25,7 +25,7 @@ def check_schedule(schedule: RolloutSchedule, wanted: int = 4) -> None:
     def ask(method: str, *given: Any) -> Any:
         """Return what the schedule says; one that knows nothing of earlier rollouts has to say the same."""
         found, again = (getattr(each, method)(*given) for each in (schedule, deepcopy(fresh)))
-        assert shown(found) == shown(again), (
+        assert repr(found) == repr(again), (
             f"{named(schedule, method)} returned {shown(found)}, and {shown(again)} from a new object: keep no state, "
             "because a resumed run makes the schedule anew."
         )
