@@ -60,7 +60,7 @@ def has_begun_update(trainer: L.Trainer) -> bool:
     return (
         has_iterations
         and is_within(vars(loop.epoch_progress.current))
-        and loop.epoch_loop.batch_progress.current.started > 0
+        and vars(loop.epoch_loop.batch_progress.current)["started"] > 0
     )
 
 
