@@ -172,7 +172,7 @@ def context_of(policy: str) -> int | None:
 
 
 def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_sampling: Sampling) -> None:
-    """Raise ValueError if prompt and response may outgrow the policy's context; warn of a shorter validation."""
+    """Raise ValueError if prompt and response may outgrow the policy's context."""
     limit = context_of(policy)
     for name, max_tokens in (("sampling", sampling.max_tokens), ("val_sampling", val_sampling.max_tokens)):
         if limit is not None and max_prompt_tokens + max_tokens > limit:
@@ -181,9 +181,3 @@ def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_s
                 f"{max_prompt_tokens + max_tokens}, but `policy` {policy!r} has a context of {limit} tokens (of "
                 "`longrope` the original one, beyond which log-probs depend on what shares a pass); lower one of them."
             )
-    if val_sampling.max_tokens < sampling.max_tokens:
-        log.warning(
-            "`data.val_sampling.max_tokens` %d ends held-out responses before `data.sampling.max_tokens` %d does in "
-            "training. What `val_sampling` leaves out has its own default, not the value of `sampling`.",
-            *(val_sampling.max_tokens, sampling.max_tokens),
-        )

@@ -1,6 +1,5 @@
 """Settings of module and data that do not fit are refused, or warned of, before anything is loaded."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,16 +226,6 @@ def test_filters_of_the_distribution_are_warned_of(
     data = make_data(prompts_path, sampling=Sampling(max_tokens=4, top_k=5))
     make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
     assert "`top_k` 5) cuts the distribution" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("given", "warned"), [({"temperature": 0.0}, True), ({"temperature": 0.0, "max_tokens": 9}, False)]
-)
-def test_a_validation_that_cuts_off_before_training_does_is_warned_of(
-    given: dict, warned: bool, policy_path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_lengths(policy_path, 16, Sampling(max_tokens=9), replace(Sampling(max_tokens=5), **given))
-    assert ("`data.val_sampling.max_tokens` 5 ends held-out responses before" in caplog.text) == warned
 
 
 def test_beyond_its_original_length_a_longrope_policy_is_refused(tmp_path: Path) -> None:
