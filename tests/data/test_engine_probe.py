@@ -6,15 +6,20 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import nn
 
+from tests.conftest import save_policy
 from tests.support.architectures import save_architecture
+from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.rl_runs import make_data, make_engine, make_module, make_trainer
-from tlt_lightning import LoRA, RolloutCallback, VLLMEngine
+from tlt_lightning import FixedSelector, LoRA, RolloutCallback, VLLMEngine
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.engine.vllm import engine as engine_module
-from tlt_lightning.engine.vllm.patches import cpu_experts, patched
+from tlt_lightning.engine.vllm.patches import cpu_experts, finite_drafts, patched
+from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.rollout import Sampling
 
 
 class DropoutOn(L.Callback):
@@ -111,3 +116,32 @@ def test_a_lora_policy_learns_from_8_bit_rollouts_and_says_what_the_correction_l
     assert engine.policy_version == -1  # closed
     assert 1e-4 < trainer.callback_metrics["mismatch/kl"] < 0.1
     assert "mismatch/effective_sample_size" not in trainer.callback_metrics
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_repaired", [True, False])
+def test_tokens_that_nobody_drew_are_a_surprise(
+    is_repaired: bool,
+    prompts_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A head that overflows makes vLLM write token 0, unless it is repaired; no other metric shows that."""
+    if not is_repaired:
+        monkeypatch.setattr(engine_module, "patched", lambda without: patched(without=(*without, finite_drafts.PATCH)))
+    policy = str(save_policy(tmp_path / "policy", num_hidden_layers=4))  # peaked: token 0 is unlikely
+    head = make_head(policy, seed=3)
+    with torch.no_grad():
+        head.norm.weight.fill_(3e38)
+    speculation = Speculation(
+        selector=FixedSelector(3), head=save_head(head, tmp_path / "head"), draft_sampling="probabilistic"
+    )
+    engine = VLLMEngine(
+        dtype="float32", kv_cache_gib=0.0625, max_num_seqs=32, enforce_eager=True, speculation=speculation
+    )
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(make_module(policy), make_data(prompts_path, engine=engine, sampling=Sampling(max_tokens=48)))
+    assert ("`mismatch/surprise` is " in caplog.text) is not is_repaired
+    assert trainer.callback_metrics["mismatch/kl"] < 1e-4
