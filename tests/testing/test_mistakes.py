@@ -235,6 +235,10 @@ def one_by_one(self: Any, demand: Any, groups: Any, complete: Any) -> Any:
             {"begin": take_up, "choose": one_by_one, "stops": True},
             "begin` returned .*responses of older weights, and its",
         ),
+        (
+            {"begin": lambda self, demand, deferred: ([], 6)},
+            r"choose` returned \[0, 1, 2, 3, 4, 5\]: choose `demand.wanted`",
+        ),
         ({"choose": lambda self, demand, groups, complete: None}, "choose` returned None with all responses complete"),
         (
             {"choose": lambda self, demand, groups, complete: [0, 1, 2, 3]},
