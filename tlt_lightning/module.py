@@ -147,7 +147,7 @@ class RLModule(L.LightningModule):
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         if gradient_clip_val:
-            optimization.clip_apart(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            optimization.clip_networks(optimizer, self.critic, gradient_clip_val, gradient_clip_algorithm)
 
     def policy_weights(self) -> NamedTensors:
         """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""

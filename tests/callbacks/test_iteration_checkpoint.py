@@ -158,3 +158,24 @@ def test_a_kill_amid_the_moves_leaves_no_parts_to_be_removed(tmp_path: Path, mon
     monkeypatch.undo()
     fit_into(folder, 1)
     assert [path.name for path in tmp_path.rglob("*.ranks")] == ["epoch=0.ckpt.ranks"]
+
+
+def test_moves_that_a_kill_cut_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints"
+    fit_into(folder, 1)
+    rename, moved = Path.rename, []
+
+    def die_after_the_first(path: Path, target: Path) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", die_after_the_first)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit_into(folder, 1)
+    monkeypatch.undo()
+    assert not (folder / "last.ckpt").is_symlink()  # rather than one without its file
+    fit_into(folder, 1)
+    assert (folder / "earlier_0" / "last.ckpt").exists()
+    assert not (folder / "earlier_1").exists()

@@ -258,5 +258,5 @@ def test_a_reward_that_scores_nothing_ends_the_run_unless_it_predicts(collector:
 
 def test_weights_that_hold_no_numbers_are_an_error(collector: RolloutCollector) -> None:
     collector.engine.logp = float("nan")  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match=r"request 0 .* version 0: these hold NaN"):
+    with pytest.raises(RuntimeError, match=r"request 0 .* version 0\. The last update has broken"):
         collect(collector)

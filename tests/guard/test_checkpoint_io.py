@@ -176,3 +176,10 @@ def test_the_next_save_hears_of_the_failure_of_the_one_before(tmp_path: Path) ->
     save_behind(io, tmp_path, 0, torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"epoch=0.ckpt' could not be written"):
         save_behind(io, tmp_path, 1, torch.ones(3))
+
+
+def test_what_no_file_can_hold_is_named_by_its_owner(tmp_path: Path) -> None:
+    state = {"weights": torch.zeros(3), "callbacks": {"Fine": {"a": 1}, "Mine": {"f": lambda: None}}}
+    with pytest.raises(TypeError, match=r"epoch=1\.ckpt' could not be written, .* `callbacks\.Mine\.f`: Can't"):
+        WholeCheckpointIO().save_checkpoint(state, tmp_path / "epoch=1.ckpt")
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
@@ -250,3 +251,20 @@ def test_a_key_is_used_once(make_pool) -> None:
 def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         RewardPool(**({"terms": [RewardTerm(function=length)]} | settings))
+
+
+def test_a_reward_that_forks_leaves_no_copy_of_the_run(make_pool) -> None:
+    children = []
+
+    def fork(prompt: str, response: str, row: dict) -> float:
+        if child := os.fork():
+            children.append(child)
+        return 1.0
+
+    pool = make_pool(RewardTerm(function=fork))
+    pool.submit(0, "p", "a", {})
+    assert pool.collect() == {0: {"fork": 1.0}}
+    end = time.monotonic() + 20
+    while (ended := os.waitpid(children[0], os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert ended[0] == children[0]

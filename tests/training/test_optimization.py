@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.rl_runs import NeverLoaded, make_data, make_module, make_trainer
+from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.lr_schedule import WarmupCosine, with_schedule
-from tlt_lightning.training.optimization import fuse_adam, fuse_on_gpu, settings_of
+from tlt_lightning.training.optimization import clip_networks, fuse_adam, fuse_on_gpu, settings_of
 
 
 def adamw(parameter: nn.Parameter, **options: Any) -> torch.optim.AdamW:
@@ -198,3 +199,15 @@ def test_a_learning_rate_may_be_a_tensor(policy_path: str, prompts_path: str, tm
     module = make_module(policy_path, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))
     make_trainer(tmp_path, max_epochs=1).fit(module, make_data(prompts_path))
     assert module.hparams["optimizer"]["init_args"]["lr"] == 0.5
+
+
+def test_a_policy_in_two_groups_is_clipped_by_one_norm_and_its_critic_by_another() -> None:
+    policy, critic = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(
+        [{"params": [policy.weight]}, {"params": [policy.bias]}, {"params": critic.parameters()}]
+    )
+    for parameter in (*policy.parameters(), *critic.parameters()):
+        parameter.grad = torch.full_like(parameter, 7.0)
+    clip_networks(optimizer, critic, 1.0, None)
+    for network in (policy, critic):
+        assert float(total_norm([p.grad for p in network.parameters() if p.grad is not None])) == pytest.approx(1.0)

@@ -236,6 +236,7 @@ def _check_finite(response: Response) -> None:
     if not isfinite(sum(response.logps)):
         raise RuntimeError(
             f"The engine answered request {response.request_id} with log-probs that are no numbers, under weights of "
-            f"version {response.policy_versions[-1]}: these hold NaN or infinite values. Resume from an earlier "
-            "checkpoint with a lower learning rate."
+            f"version {response.policy_versions[-1]}. The last update has broken the policy, even if its weights are "
+            "finite. Resume from the checkpoint before that update, with a lower learning rate or clipped gradients "
+            "(`trainer.gradient_clip_val`)."
         )

@@ -113,7 +113,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
             if time.monotonic() > self._deadline:
                 raise RuntimeError(
                     f"The checkpoint {str(path)!r} could not be written: shards of other ranks have not come, among "
-                    f"them {str(missing[0])!r}. All ranks must write to one folder, of a file system that they share."
+                    f"them {str(missing[0])!r}. If none of these ranks has ended, they write elsewhere: give all "
+                    "ranks one folder, of a file system that they share."
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -260,7 +261,8 @@ def remove_leftovers(folder: Path) -> None:
 
 def _others(path: Path) -> str:
     """Return the end of a message: the checkpoints beside `path`, the latest first."""
-    files = [other for other in path.parent.glob("*.ckpt") if other.is_file() and other.stat().st_size]
+    found = [*path.parent.glob("*.ckpt"), *path.parent.glob("earlier_*/*.ckpt")]
+    files = [other for other in found if other.is_file() and other.stat().st_size]
     files = [file for file in files if not file.is_symlink() and file != path]
     names = [str(file) for file in sorted(files, key=lambda file: -file.stat().st_mtime)[:5]]
     return f". Beside it lie {', '.join(names)}." if names else "; no other checkpoint lies beside it."

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +40,43 @@ def write_whole(state: Any, target: Path) -> None:
     except BaseException as error:  # Ctrl-C, too
         with suppress(OSError):
             part.unlink()
-        if not isinstance(error, OSError | RuntimeError):  # torch reports a full disk as either
+        if not isinstance(error, Exception):
             raise
-        reason = error if isinstance(error, OSError) else error.__context__ or error
+        if name := unpicklable_part(state):
+            raise TypeError(
+                f"The checkpoint {str(target)!r} could not be written, for no file can hold `{name}`: {error}. Earlier "
+                "ones are whole. Return tensors, numbers, texts and containers of them from that `state_dict`."
+            ) from error
+        reason = error if isinstance(error, OSError) else error.__context__ or error  # torch's, of a full disk
         raise RuntimeError(
             f"The checkpoint {str(target)!r} could not be written: {reason}. Earlier ones are whole; make room "
             "or give another folder, and resume."
         ) from reason
 
 
+def unpicklable_part(state: Any, name: str = "") -> str | None:
+    """Return the keys, joined by dots, that lead to what cannot be pickled; None if all can be."""
+    try:
+        _Trial(BytesIO()).dump(state)
+    except Exception:
+        parts = state.items() if isinstance(state, Mapping) else ()
+        keys = (unpicklable_part(value, f"{name}.{key}" if name else str(key)) for key, value in parts)
+        return next((key for key in keys if key), name or type(state).__name__)
+    return None
+
+
+class _Trial(pickle.Pickler):
+    """Pickles all but the numbers of tensors."""
+
+    @override
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None
+
+
 def set_aside(folder: Path, paths: Sequence[Path], what: str) -> None:
-    """Move what an earlier run has left in a folder to `earlier_0`, or the next number, in it.
+    """Move what an earlier run has left in a folder to `earlier_0`, or the next number that has none of it, in it.
+
+    A run that was killed amid this is gone on with, links first: none is left behind its file.
 
     Args:
         folder: Of this run, too.
@@ -56,9 +85,11 @@ def set_aside(folder: Path, paths: Sequence[Path], what: str) -> None:
     """
     if not (there := [path for path in paths if path.exists() or path.is_symlink()]):
         return
-    kept = next(path for number in count() if not (path := folder / f"earlier_{number}").exists())
-    kept.mkdir()
-    for path in there:
+    names = {path.name for path in there}
+    numbered = (folder / f"earlier_{number}" for number in count())
+    kept = next(path for path in numbered if not path.exists() or names.isdisjoint(os.listdir(path)))
+    kept.mkdir(exist_ok=True)
+    for path in sorted(there, key=lambda path: not path.is_symlink()):
         path.rename(kept / path.name)
     log.warning(
         "%s held %s of an earlier run, kept in %s from now on: remove what you do not need. Give a run a folder of its "

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import reprlib
 import threading
 import time
@@ -87,7 +88,7 @@ class RewardPool:
         self._stuck: list[tuple[threading.Thread, str]] = []  # the latter is the reward's name
         self._unscored: dict[str, list[Call]] = {term.name: [] for term in terms}  # since the reward's last score
         self._warned: set[str] = set()
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         for term in self.terms:
             if load := getattr(term.function, "load", None):
                 load()
@@ -174,6 +175,8 @@ class RewardPool:
                 score, error = run(call, self.timeout), None
             except BaseException as raised:  # the thread must survive whatever a reward does
                 score, error = 0.0, raised
+            if os.getpid() != self._process:  # a copy of the run, which the reward has forked and not ended
+                os._exit(1)
             if error is None and time.monotonic() - call.started > self.timeout:  # whether or not anybody has waited
                 score, error = 0.0, late(self.timeout)
             with self._changed:

@@ -117,11 +117,13 @@ def fuse_adam(optimizer: Optimizer, device: torch.device) -> None:
                     state["step"] = state["step"].to(device)  # else it is counted on the host
 
 
-def clip_apart(optimizer: Optimizer, value: float, algorithm: str | None) -> None:
-    """Clip each group's gradient by its own norm: a critic's must not shrink the policy's."""
+def clip_networks(optimizer: Optimizer, critic: nn.Module | None, value: float, algorithm: str | None) -> None:
+    """Clip the policy's gradient by its norm over all groups, the critic's by its own: it must not shrink the other."""
     clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_
-    for group in optimizer.param_groups:
-        clip(group["params"], value)
+    of_critic = set() if critic is None else {id(parameter) for parameter in critic.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for is_critic in (False, True):
+        clip([parameter for parameter in parameters if (id(parameter) in of_critic) is is_critic], value)
 
 
 def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
