@@ -104,7 +104,8 @@ class LoggingModule(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.iteration_log = log = IterationLog()
-        log.load_state_dict({"numbers": {}, "laps": [("sync", 0.5), ("rollout", 2.0), ("update", 1.0)]})
+        for stage, seconds in (("sync", 0.5), ("rollout", 2.0), ("update", 1.0)):
+            log.charge(stage, seconds)
         log_rollouts(log, data.rollouts)
         log.update({"train/loss": 1.0, "rollout/tokens_per_s": 1234.0})
         metrics = log.close(self.trainer)
