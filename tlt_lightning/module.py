@@ -98,7 +98,8 @@ class RLModule(L.LightningModule):
         self._reference: Reference | None = None
         self._loaded_with: NetworkSettings | None = None  # once the networks are there
         self._is_stopped = False  # the policy has moved by `objective.stop_at_kl`, and moves no more in this iteration
-        self._validated: dict[str, float] = {}  # metrics of the iteration's last validation
+        self.validated: dict[str, float] = {}
+        """Metrics of the iteration's last validation; empty if it has none yet."""
         self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
         self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
         self.iteration_log = IterationLog()
@@ -272,7 +273,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_epoch_start(self) -> None:
-        self._is_stopped, self._validated = False, {}
+        self._is_stopped, self.validated = False, {}
         self._parts.clear()
         self._finish_iteration()
 
@@ -283,7 +284,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
-        metrics = {**self.iteration_metrics, **self._validated}
+        metrics = {**self.iteration_metrics, **self.validated}
         call_rollout_hook(self.trainer, "on_iteration_end", self.current_epoch + 1, metrics)
         self.iteration_log.open()
 
@@ -315,7 +316,7 @@ class RLModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         metrics = self.held_out.read("val")
         if self._is_fitting:
-            self._validated = metrics
+            self.validated = metrics
             log_of_iteration(self, metrics)
         else:  # Lightning wants a name logged in one way throughout a fit, its sanity check included
             self.log_dict(metrics, logger=not self.trainer.sanity_checking)

@@ -139,3 +139,30 @@ def test_a_handler_that_was_there_is_left_alone(paths: Paths) -> None:
         signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT]
     assert trainer.global_step == 4 * STEPS
+
+
+class Failing(RolloutCallback):
+    def on_iteration_end(self, trainer: Any, pl_module: Any, iteration: int, metrics: dict[str, float]) -> None:
+        if iteration == 3:
+            raise OSError("the tracker does not answer")
+
+
+def test_an_error_behind_an_iteration_loses_none_of_it(whole: dict[str, torch.Tensor], paths: Paths) -> None:
+    with pytest.raises(OSError, match="tracker"):
+        run(paths, Failing())
+    last = paths[2] / "checkpoints" / "last.ckpt"
+    assert last.resolve().name == "interrupted.ckpt"
+    resumed, trainer = run(paths, ckpt=last)
+    assert trainer.global_step == 4 * STEPS
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_an_update_that_breaks_the_policy_is_not_saved(paths: Paths) -> None:
+    class Broken(L.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 2:
+                next(pl_module.policy.parameters()).data.fill_(float("inf"))
+
+    with pytest.raises(RuntimeError, match="has broken the policy"):
+        run(paths, Broken())
+    assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "last.ckpt"]

@@ -354,3 +354,12 @@ def test_checkpoint_of_another_lora_is_refused(policy_path: str, prompts_path: s
     other = make_module(policy_path, lora=LoRA(rank=8))
     with pytest.raises(ValueError, match="rank=4"):
         make_trainer(tmp_path).fit(other, make_data(prompts_path), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_checkpoint_that_follows_a_validation_is_of_the_iterations_end(paths: Paths) -> None:
+    best = ModelCheckpoint(paths[2], "{epoch}", "val/accuracy", mode="max", save_top_k=-1, save_last="link")
+    whole, history, _ = run(paths, best, enable_checkpointing=True)
+    assert sorted(path.name for path in paths[2].glob("*.ckpt")) == ["epoch=1.ckpt", "last.ckpt"]  # as it is validated
+    resumed, rest, _ = run(paths, ckpt=paths[2] / "last.ckpt")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert rest == {3: pytest.approx(history[3])}

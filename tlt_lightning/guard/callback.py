@@ -66,7 +66,8 @@ class RunGuard(RolloutCallback):
     - SIGTERM ends the run at the next engine step, with exit status 143, and so does Ctrl-C during training. An
       iteration whose update has begun is finished first, validation included, and saved by all ranks together; what
       takes longer than the system waits is lost, and that iteration is repeated. In a rollout checkpoint callbacks that
-      have a method `save_interrupted` are called. A second Ctrl-C ends the run at once. The end of another worker ends
+      have a method `save_interrupted` are called, as behind an error of a logger or callback where an iteration has
+      ended, before that is saved. A second Ctrl-C ends the run at once. The end of another worker ends
       this one, too, with an error that names rank and reason.
     - A checkpoint that is saved on an error (`OnExceptionCheckpoint`) waits for no other worker.
     """
@@ -185,7 +186,9 @@ class RunGuard(RolloutCallback):
 
     def _save_interrupted(self, trainer: L.Trainer) -> None:
         is_training = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if not is_training or self._liveness is None or not self._liveness.ends_itself:
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        is_at_end = any(isinstance(each, CloseIteration) and each.is_at_sound_end for each in callbacks)
+        if not is_training or self._liveness is None or not (self._liveness.ends_itself or is_at_end):
             return
         for callback in trainer.checkpoint_callbacks:
             if save := getattr(callback, "save_interrupted", None):

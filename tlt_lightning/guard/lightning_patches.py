@@ -45,6 +45,21 @@ def _requeued(trainer: L.Trainer) -> Iterable[Any]:
     return [trainer._signal_connector] if any(isinstance(callback, Requeue) for callback in callbacks) else []
 
 
+def _savers_of_iterations(trainer: L.Trainer) -> Iterable[ModelCheckpoint]:
+    return _savers(trainer) if hasattr(trainer.lightning_module, "validated") else []
+
+
+def _save_nothing(*_: Any) -> None:
+    """Replace `ModelCheckpoint.on_validation_end`; `_save_at_end` calls it."""
+
+
+def _save_at_end(saver: ModelCheckpoint, trainer: L.Trainer, module: Any) -> None:
+    """Replace `ModelCheckpoint.on_train_epoch_end`: save what is due there or was due behind the validation."""
+    type(saver).on_train_epoch_end(saver, trainer, module)
+    if module.validated:
+        type(saver).on_validation_end(saver, trainer, module)
+
+
 def _sigterm_handler(trainer: L.Trainer, connector: Any) -> Callable[[Any, FrameType | None], None]:
     def handle(signum: Any, frame: FrameType | None) -> None:
         if trainer.strategy.launcher is not None:
@@ -77,6 +92,18 @@ PATCHES = (
         "saves nothing, with a warning, for want of its metric",
         _savers,
         lambda trainer, saver: partial(save_followed, saver),
+    ),
+    Patch(
+        "ModelCheckpoint.on_validation_end",
+        "saves an iteration behind its validation, before it has ended, from where no run goes on exactly",
+        _savers_of_iterations,
+        lambda trainer, saver: _save_nothing,
+    ),
+    Patch(
+        "ModelCheckpoint.on_train_epoch_end",
+        "saves at an iteration's end, but not what its validation has asked for",
+        _savers_of_iterations,
+        lambda trainer, saver: partial(_save_at_end, saver),
     ),
     Patch(
         "_SignalConnector._sigterm_notifier_fn",

@@ -26,6 +26,17 @@ LEAST_SAMPLE_SIZE = 0.1
 class CloseIteration(L.Callback):
     """Closes the log before other callbacks' `on_train_epoch_end`, which then find its metrics."""
 
+    is_at_sound_end = False
+    """True from where an iteration's policy was found whole until the next iteration begins."""
+
+    @override
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.is_at_sound_end = False  # an earlier run's was
+
+    @override
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.is_at_sound_end = False
+
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not hasattr(pl_module, "iteration_log"):
@@ -41,6 +52,7 @@ class CloseIteration(L.Callback):
             warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1, engine.compute_dtype)
         warn_of_surprise(metrics, trainer.current_epoch + 1)
         judge_weights(metrics, trainer.current_epoch + 1)
+        self.is_at_sound_end = True
         log_of_iteration(pl_module, metrics)
 
 
