@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import make_data, make_module, make_trainer
-from tlt_lightning import RolloutCallback, Sampling, TransformersEngine
+from tlt_lightning import Sampling, TransformersEngine
 
 
 @pytest.fixture(autouse=True)
@@ -56,45 +56,6 @@ class Watched(TransformersEngine):
     def generate(self, requests, sampling, *, seed, on_progress=None):  # type: ignore[no-untyped-def]
         self.asked.append((seed, sampling))
         return super().generate(requests, sampling, seed=seed, on_progress=on_progress)
-
-
-class Learning(TransformersEngine):
-    """Learns how many responses it has written."""
-
-    learned = 0
-
-    def generate(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        for response in super().generate(*args, **kwargs):
-            self.learned += 1
-            yield response
-
-    def state_dict(self):  # type: ignore[no-untyped-def]
-        return {"learned": self.learned}
-
-    def load_state_dict(self, state_dict):  # type: ignore[no-untyped-def]
-        self.learned = state_dict["learned"]
-
-
-@pytest.mark.parametrize("hook", ["on_rollout_end", "on_validation_batch_end", "on_validation_end"])
-def test_an_engine_learns_once_from_a_validation_that_a_resumed_run_makes_anew(
-    hook: str, policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    def save(trainer, *_):  # type: ignore[no-untyped-def]
-        if trainer.validating and trainer.current_epoch == 1:
-            trainer.save_checkpoint(tmp_path / "amid.ckpt")
-
-    learned = []
-    for callback, saved in (
-        (type("Save", (RolloutCallback,), {hook: staticmethod(save)})(), None),
-        (None, "amid.ckpt"),
-    ):
-        L.seed_everything(11)
-        callbacks = [] if callback is None else [callback]
-        trainer = make_trainer(tmp_path, *callbacks, limit_val_batches=1.0, max_epochs=3, check_val_every_n_epoch=2)
-        engine = Learning()
-        trainer.fit(make_module(policy_path), make_data(prompts_path, engine), ckpt_path=saved and tmp_path / saved)
-        learned.append(engine.learned)
-    assert learned == [3 * 16 + 9] * 2
 
 
 def test_weights_swapped_for_a_validation_do_not_stay_for_training(
