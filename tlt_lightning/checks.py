@@ -178,6 +178,6 @@ def check_lengths(policy: str, max_prompt_tokens: int, sampling: Sampling, val_s
         if limit is not None and max_prompt_tokens + max_tokens > limit:
             raise ValueError(
                 f"`data.max_prompt_tokens` {max_prompt_tokens} plus `data.{name}.max_tokens` {max_tokens} is "
-                f"{max_prompt_tokens + max_tokens}, but `policy` {policy!r} has a context of {limit} tokens (of "
-                "`longrope` the original one, beyond which log-probs depend on what shares a pass); lower one of them."
+                f"{max_prompt_tokens + max_tokens}, but `policy` {policy!r} has a context of {limit} tokens; lower "
+                "one of them. (Of `longrope` it is the original one: beyond it log-probs depend on what shares a pass.)"
             )

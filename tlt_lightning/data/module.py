@@ -85,7 +85,7 @@ class RolloutDataModule(L.LightningDataModule):
         schedule: Decides which prompts wait for a later iteration, as TailBatching and PartialRollout do; None is
             SynchronousSchedule, under which none wait.
         earlier_answers: Keep answers, and draft from them when their prompt is drawn again; None keeps no text.
-        sampling: How responses are sampled in training.
+        sampling: How responses are sampled in training; by default up to 1,024 tokens, or half of a shorter context.
         val_sampling: How responses are sampled in validation and prediction, for example greedily; None is as in
             training. Settings left out take their defaults, not training's values: give `max_tokens`, too.
         val_group_size: Responses to each held-out prompt; k for pass@k goes up to it.
@@ -221,14 +221,16 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _check(self, *, is_fit: bool) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
+        module, num_ranks = self._module, self._trainer.world_size
+        check_trainer(self._trainer)
+        module.check_networks()
+        check_models(module.network_settings)
+        self._fit_sampling()
         self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
         self._settings = self._settings_with(self._pass_sizes()[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
-        module, settings, num_ranks = self._module, self._settings, self._trainer.world_size
-        check_trainer(self._trainer)
-        module.check_networks()
-        check_models(module.network_settings)
+        settings = self._settings
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if is_fit:
             settings.check(module.objective, self._trainer)
@@ -239,6 +241,13 @@ class RolloutDataModule(L.LightningDataModule):
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):
             self.engine.check_sampling(sampling)
+
+    def _fit_sampling(self) -> None:
+        """Let responses take at most half of a short context, where nobody has said how long they may be."""
+        context = context_of(self._module.policy_path)
+        if context is not None and self.sampling == Sampling() and 2 * self.sampling.max_tokens > context:
+            self.sampling = replace(self.sampling, max_tokens=context // 2)
+            self._held_out_sampling = self.val_sampling or self.sampling
 
     def _read_prompts(self, *, is_fit: bool) -> None:
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)

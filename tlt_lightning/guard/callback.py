@@ -74,7 +74,7 @@ class RunGuard(RolloutCallback):
 
     def __init__(self) -> None:
         self._locks: dict[Path, FolderLock] = {}
-        self._patches = ExitStack()
+        self._patches, self._after_error = ExitStack(), ExitStack()
         self._liveness: Liveness | None = None
         self._interruption: Interruption | None = None
         self._saved_optimizer: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class RunGuard(RolloutCallback):
 
     def protect(self, trainer: L.Trainer) -> None:
         """Lock the Trainer's checkpoint folders, write its checkpoints, handle its SIGTERM; may be called again."""
-        self._patches.close()  # of an earlier run which ended with an exception
+        self._after_error.close()  # of an earlier run
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # both stay, for `Trainer.save_checkpoint`
             trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
             trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]
@@ -174,8 +174,8 @@ class RunGuard(RolloutCallback):
             self._interruption.give_back()
         if (mode := getattr(trainer._active_loop, "_module_mode", None)) is not None:
             mode.restore(pl_module)  # a validation that ends so leaves the policy in eval mode for another `fit`
-        # `Trainer.save_checkpoint` ends with a barrier, to which others may not come.
-        replace(self._patches, trainer.strategy, "barrier", _skip)
+        # `Trainer.save_checkpoint`, by which others save on an error, ends with a barrier, to which ranks may not come.
+        replace(self._after_error, trainer.strategy, "barrier", _skip)
         try:
             if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
                 trainer.strategy.checkpoint_io.wait(_LAST_PATIENCE)
@@ -183,6 +183,7 @@ class RunGuard(RolloutCallback):
         except RuntimeError as error:  # raising here would hide what ended the run
             log.error("%s", error)
         self._release()
+        self._patches.close()  # Lightning calls no `teardown`
 
     def _save_interrupted(self, trainer: L.Trainer) -> None:
         is_training = trainer.state.fn == "fit" and not trainer.sanity_checking
