@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from tests.support.rl_runs import NeverLoaded
 from tlt_lightning import LoRA, RLModule, RolloutDataModule, Sampling, TransformersEngine
+from tlt_lightning.checks import context_of
 from tlt_lightning.engine import usual
 from tlt_lightning.objectives import GRPO
 
@@ -35,6 +36,19 @@ def test_six_lines_train_show_report_and_save(
     assert "iteration 1/1  reward " in capsys.readouterr().out
     assert json.loads((tmp_path / "outputs/summary.json").read_text())["iterations"] == 1
     assert (tmp_path / "outputs/checkpoints/last.ckpt").is_file()
+
+
+def test_responses_of_a_short_context_take_half_of_it(policy_path: str, tmp_path: Path) -> None:
+    data = RolloutDataModule(train=ROWS, rewards=[right], engine=TransformersEngine(), prompts_per_iteration=2)
+    data.engine.generate = interrupt  # type: ignore[method-assign]  # half a context of text takes minutes
+    trainer = L.Trainer(max_epochs=1, default_root_dir=tmp_path, logger=False, **QUIET)
+    with pytest.raises(InterruptedError):
+        trainer.fit(RLModule(policy_path), data)
+    assert data.sampling == Sampling(max_tokens=context_of(policy_path) // 2)
+
+
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise InterruptedError
 
 
 @pytest.mark.parametrize(("lora", "lr"), [(None, 1e-6), (LoRA(rank=2), 1e-5)])

@@ -96,7 +96,7 @@ def test_every_arm_was_measured_at_every_batch_size_and_said_so(setup: Setup) ->
     assert setup.num_passes > 20  # of the head, for it alone is dear
     assert setup.log.count("\n") == 0
     assert "of 8 requests " in setup.log
-    assert "ms with 4 of sibling" in setup.log
+    assert "ms with 4 drafted (sibling)" in setup.log
 
 
 @pytest.mark.vllm
