@@ -15,7 +15,7 @@ from tlt_lightning.rollout import Rollout, has_spread, split_groups
 
 
 class _Measured(NamedTuple):
-    """What a rank's rollouts tell; a number for each of them, or for each of their groups."""
+    """Holds numbers of a rank's rollouts, one for each of them or for each of their groups."""
 
     lengths: list[float]
     truncated: list[bool]

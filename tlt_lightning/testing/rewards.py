@@ -9,7 +9,7 @@ from tlt_lightning.rewards.pool import Call, run
 from tlt_lightning.rewards.term import RewardFunction, RewardTerm
 
 ODD_RESPONSES = ("", " \n", "<answer>", "\\boxed{", "1/0", "\U0001f642" * 9, "9" * 5000, "(" * 5000)
-"""What a policy may write before it has learned anything, or after it has collapsed."""
+"""Texts that a policy may write before it has learned anything, or after it has collapsed."""
 
 
 def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, right: str, wrong: str) -> None:

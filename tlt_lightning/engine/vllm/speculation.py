@@ -76,7 +76,7 @@ class Speculation:
 
     @property
     def pool(self) -> GraphPool:
-        """What plans the CUDA graphs."""
+        """The plan of CUDA graphs."""
         return self.graph_pool or BucketedGraphPool()
 
     def check(self, policy: str, max_num_seqs: int) -> HeadShape | None:
