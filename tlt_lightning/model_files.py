@@ -99,7 +99,7 @@ def check_files(path: str, shapes: Mapping[str, tuple[int, ...]], argument: str 
             raise ValueError(
                 f"`{argument}` {path!r}: {each.name} cannot be read ({error}). Copy or download it again."
             ) from error
-        for name in held.keys() & shapes.keys():
+        for name in sorted(held.keys() & shapes.keys()):
             if held[name] != tuple(shapes[name]):
                 raise ValueError(
                     f"`{argument}` {path!r}: its config.json makes {name!r} {tuple(shapes[name])}, but {each.name} "
