@@ -84,6 +84,12 @@ class RolloutEngine(ABC):
     seeds_requests = False
     """True if a seed for each request costs no more than one for all; rollouts then do not hang on who writes them."""
 
+    updates_running = False
+    """True if `update_weights` works while requests run: they go on with the new weights, in a new segment."""
+
+    runs_on = False
+    """True if requests are written while nobody reads `generate`, whose iterator may stay open over iterations."""
+
     reads_drafts = False
     """True if drafts are looked up in `Request.earlier_answers`."""
 
