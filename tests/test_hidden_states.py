@@ -10,9 +10,9 @@ from torch import nn
 from tests.support.rl_runs import make_data, make_trainer
 from tests.test_policy import make_batch
 from tlt_lightning import LoRA, RLModule, RolloutCallback
-from tlt_lightning.hidden_states import HiddenStateRequest, HiddenStateTap, PolicyText, choose_rows
+from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest, HiddenStateTap, PolicyText, choose_rows
 from tlt_lightning.objectives import GRPO, K3, KLPenalty
-from tlt_lightning.policy import causal_lm
+from tlt_lightning.policy import causal_lm, response_logps
 from tlt_lightning.rollout import RolloutBatch
 
 CASES: dict[str, dict[str, Any]] = {
@@ -166,6 +166,17 @@ def test_a_callback_gets_the_states_of_the_policy_before_the_update_once_and_aft
 
 def keep(share: float, max_tokens: int = 100_000) -> list[int]:
     return HiddenStateRequest((0, 1, 2), max_tokens, share / 0.5).rows([100] * 40)  # half of them are held out
+
+
+def test_a_drafter_learns_no_token_that_an_environment_wrote(policy_path: str) -> None:
+    batch = make_batch([3, 2], [6, 5])
+    batch.observed = torch.zeros_like(batch.response_mask, dtype=torch.bool)
+    batch.observed[0, 1:3] = batch.observed[0, 5] = True
+    module = make_module(policy_path)
+    tap = BatchTap(module.policy, HiddenStateRequest((0, 1), 100), batch, 0)
+    with torch.no_grad(), tap.over([1, 0]):
+        response_logps(module.policy, batch.select([1, 0]))
+    assert [text.others for text in tap.texts] == [((4, 6), (8, 9)), ()]  # places in prompt and response together
 
 
 def test_no_more_rows_are_kept_than_fit_or_are_trained_on() -> None:

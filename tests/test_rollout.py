@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.rollout_loop import make_rollout
-from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
+from tlt_lightning.engine.requests import joined
+from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
 
 
 def make_batch() -> RolloutBatch:
@@ -101,3 +103,40 @@ def test_selected_rows_are_trimmed_to_their_own_length(batch: RolloutBatch) -> N
     assert part.advantages.tolist() == [[10, 11], [0, 1]]
     assert part.temperature == 0.7
     assert len(part) == 2
+
+
+def conversation() -> Response:
+    """Three tokens of weights 0, two observed, one of weights 0 and two of weights 1, one observed."""
+    first = Response(0, [10, 11, 12], [-0.1, -0.2, -0.3], "stop", (0,), [(1, "ngram", 4, 4)]).observing([20, 21])
+    went_on = joined(Request(0, [2], written=first), Response(0, [13], [-0.4], "unfinished", (0,)))
+    more = Response(0, [14, 15], [-0.5, -0.6], "stop", (1,), [(0, "sibling", 3, 3)])
+    return joined(Request(0, [2], written=went_on), more).observing([22])
+
+
+def test_what_an_environment_wrote_is_part_of_the_text_and_of_no_turn_of_the_policys() -> None:
+    response = conversation()
+    assert response.token_ids == [10, 11, 12, 20, 21, 13, 14, 15, 22]
+    assert response.logps == [-0.1, -0.2, -0.3, 0, 0, -0.4, -0.5, -0.6, 0]
+    assert response.observed == ((3, 2), (8, 1))
+    assert response.turns == ((0, 3), (5, 8), (9, 9))
+    assert response.num_written == 6
+    assert response.segments == ((0, 6), (1, 3))  # without gaps
+    assert response.is_unfinished
+    assert response.num_kept == {"ngram": 2, "sibling": 2}  # a draft of 4 at token 1, but its turn has 3 tokens
+
+
+def test_observations_have_no_mask_and_no_weight_in_the_loss() -> None:
+    first, second = rollout(1, 4), rollout(2, 3)
+    first = replace(first, response=conversation())
+    batch = collate([first, second], pad_id=0, temperature=1.0)
+    assert batch.response_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch.response_lengths.tolist() == [9, 3]
+    assert batch.observed is not None
+    assert batch.observed.nonzero().tolist() == [[0, 3], [0, 4], [0, 8]]
+    assert batch.select([1]).count_loss([0]) == (3.0, 1.0)
+    assert collate([second], pad_id=0, temperature=1.0).observed is None
+
+
+def test_a_row_says_what_was_observed() -> None:
+    row = json.loads(json.dumps(replace(rollout(1, 1), response=conversation()).to_row()))
+    assert row["observed"] == [[3, 2], [8, 1]]

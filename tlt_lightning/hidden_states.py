@@ -187,7 +187,17 @@ class BatchTap:
         texts = [self.batch.input_ids[row, : self._lengths[row]] for row in kept]
         prompt_lengths = [int(self.batch.prompt_lengths[row]) for row in kept]
         self._texts |= zip(kept, tap.read(texts, prompt_lengths, self.policy_version), strict=True)
+        if self.batch.observed is not None:
+            for row, start in zip(kept, prompt_lengths, strict=True):
+                self._texts[row].others = true_spans(self.batch.observed[row], start)
         self._missing -= set(kept)
+
+
+def true_spans(mask: Tensor, shift: int = 0) -> tuple[tuple[int, int], ...]:
+    """Return the spans of a mask (T,) that are true, `start` to `stop`, moved by `shift`."""
+    edges = torch.diff(mask.int(), prepend=mask.new_zeros(1).int(), append=mask.new_zeros(1).int()).nonzero() + shift
+    starts, stops = edges.view(-1, 2).T.tolist()
+    return tuple(zip(starts, stops, strict=True))
 
 
 def choose_rows(lengths: Sequence[int], max_tokens: int, generator: torch.Generator) -> list[int]:

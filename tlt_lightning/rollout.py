@@ -125,7 +125,9 @@ class Response:
         policy_versions: Versions of the weights that wrote it, oldest first; one unless it was continued.
         drafts: The drafts verified for it, in order. After the kept tokens of each comes one of the policy's own; the
             last draft's may reach past the end. All tokens between drafts were decoded plainly.
-        version_tokens: Tokens that each of `policy_versions` wrote; empty if one wrote all.
+        version_tokens: Tokens that each of `policy_versions` wrote, what was observed behind them included; empty if
+            there is one.
+        observed: Spans (start, length) of tokens that an environment wrote, in order and apart; `logps` are 0 there.
     """
 
     request_id: int
@@ -135,6 +137,7 @@ class Response:
     policy_versions: tuple[int, ...]
     drafts: Sequence[VerifiedDraft] = field(default=(), compare=False)  # the same text may come by other drafts
     version_tokens: tuple[int, ...] = ()
+    observed: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_unfinished(self) -> bool:
@@ -147,12 +150,39 @@ class Response:
         return tuple(zip(self.policy_versions, self.version_tokens or (len(self.token_ids),), strict=True))
 
     @property
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """Spans of tokens that the policy wrote, `start` to `stop`; one unless something was observed."""
+        edges = [0, *(edge for start, length in self.observed for edge in (start, start + length))]
+        return tuple(zip(edges[::2], [*edges[1::2], len(self.token_ids)], strict=True))
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy wrote."""
+        return len(self.token_ids) - sum(length for _, length in self.observed)
+
+    def end_of_turn(self, at: int) -> int:
+        """Return where the policy's turn ends that has the token `at`: no draft is kept beyond it."""
+        return next((start for start, _ in self.observed if start >= at), len(self.token_ids))
+
+    @property
     def num_kept(self) -> dict[str, int]:
         """Tokens of the response that each drafter proposed; a drafter without any may be missing."""
         kept: dict[str, int] = {}
         for at, drafter, _, count in self.drafts:
-            kept[drafter] = kept.get(drafter, 0) + min(count, len(self.token_ids) - at)
+            kept[drafter] = kept.get(drafter, 0) + min(count, self.end_of_turn(at) - at)
         return kept
+
+    def observing(self, token_ids: Sequence[int]) -> "Response":
+        """Return the response with tokens of an environment behind it, unfinished: a request goes on from there."""
+        versions, num_tokens = self.version_tokens, len(token_ids)
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            logps=[*self.logps, *[0.0] * num_tokens],
+            finish_reason="unfinished",
+            version_tokens=versions and (*versions[:-1], versions[-1] + num_tokens),
+            observed=(*self.observed, (len(self.token_ids), num_tokens)),
+        )
 
 
 @dataclass(slots=True)
@@ -189,6 +219,7 @@ class Rollout:
 
     def to_row(self) -> dict[str, Any]:
         """Return a JSON-ready row, as `predict` writes it."""
+        observed = {"observed": self.response.observed} if self.response.observed else {}
         return {
             "index": self.prompt.index,
             "prompt": self.prompt.text,
@@ -202,6 +233,7 @@ class Rollout:
             "deferrals": self.deferrals,
             "prompt_ids": list(self.prompt.ids),  # the tokens themselves: decoded text does not always encode back
             "response_ids": list(self.response.token_ids),
+            **observed,
         }
 
 
@@ -221,6 +253,7 @@ class RolloutBatch:
         policy_versions: Oldest weights that wrote each sequence. (B,), int64
         truncated: Sequences that hit the length limit. (B,), bool
         response_lengths: Response tokens of each sequence, masked ones included; None takes the mask's. (B,), int64
+        observed: Response tokens that an environment wrote, all of them masked; None if there are none. (B, T), bool
         temperature: Sampling temperature; the trainer's log-probs are computed at it.
         old_logps: Log-probs before this iteration's first update; None until they are known. (B, T), float32
         ref_logps: Log-probs under the frozen reference, if the objective asks for one. (B, T), float32
@@ -243,6 +276,7 @@ class RolloutBatch:
     policy_versions: Tensor
     truncated: Tensor
     response_lengths: Tensor = None  # type: ignore[assignment]
+    observed: Tensor | None = None
     temperature: float = 1.0
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
@@ -293,15 +327,21 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> 
     texts = ([*rollout.prompt.ids, *rollout.response.token_ids] for rollout in rollouts)
     sequences = [torch.from_numpy(np.array(text, np.int64)) for text in texts]
     logps = [torch.from_numpy(np.array(rollout.response.logps, np.float32)) for rollout in rollouts]
+    masks = [torch.ones_like(part) for part in logps]
+    for mask, rollout in zip(masks, rollouts, strict=True):
+        for start, length in rollout.response.observed:
+            mask[start : start + length] = 0
+    is_observed = [mask == 0 for mask in masks] if any(rollout.response.observed for rollout in rollouts) else None
     return RolloutBatch(
         input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad_id),
         prompt_lengths=torch.tensor([len(rollout.prompt.ids) for rollout in rollouts]),
-        response_mask=pad_sequence([torch.ones_like(part) for part in logps], batch_first=True),
+        response_mask=pad_sequence(masks, batch_first=True),
         rollout_logps=pad_sequence(logps, batch_first=True),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         groups=torch.tensor([rollout.group for rollout in rollouts]),
         policy_versions=torch.tensor([rollout.response.policy_versions[0] for rollout in rollouts]),
         response_lengths=torch.tensor([len(part) for part in logps]),
+        observed=None if is_observed is None else pad_sequence(is_observed, batch_first=True),
         truncated=torch.tensor([rollout.is_truncated for rollout in rollouts]),
         temperature=temperature,
     )

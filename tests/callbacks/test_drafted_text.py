@@ -82,3 +82,8 @@ def test_a_completion_has_a_bounded_size_and_no_number_that_json_lacks() -> None
     assert shown["reward"] is None
     assert sum(len(text) for _, text in shown["pieces"]) < 8 * MAX_TOKENS
     assert len(shown["prompt"]) < MAX_CHARS + 10 > len(shown["answer"])
+
+
+def test_a_draft_ends_with_its_turn() -> None:
+    observed = response(4, [(2, "ngram", 5, 5)]).observing([9])
+    assert spans(observed) == [("", 0, 2), ("ngram", 2, 4), ("", 4, 5)]

@@ -60,6 +60,14 @@ def test_a_group_has_a_signal_exactly_where_its_advantages_do(other: float) -> N
     assert has_spread(group) == bool(centred.any()) == (other != 0.8)
 
 
+def test_lengths_are_of_what_the_policy_wrote() -> None:
+    response = Response(0, [2] * 4, [-1.0] * 4, "stop", (0,)).observing([3, 3])
+    log = IterationLog()
+    log_rollouts(log, [Rollout(Prompt("q", [2]), response, "text", 0, {"score": 1.0}, 1.0)])
+    metrics = combine([log.read()])
+    assert [metrics[f"rollout/{name}"] for name in ("tokens", "length_mean", "length_max")] == [4, 4, 4]
+
+
 def test_drafts_are_counted_by_drafter_as_proposed_and_as_kept() -> None:
     drafts = [(0, "ngram", 3, 2), (4, "sibling", 2, 0), (5, "ngram", 1, 1)]
     response = Response(0, [2] * 9, [-1.0] * 9, "stop", (0,), drafts)

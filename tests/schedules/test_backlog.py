@@ -19,6 +19,7 @@ RESPONSES = (
         policy_versions=(4, 6),
         drafts=[(n, ("ngram", "learned")[n % 2], 3, n % 4) for n in range(0, LENGTH, 3)],
         version_tokens=(LENGTH - 1, 1),
+        observed=((10, 5), (900, 100)),
     ),
     Response(4, [], [], "unfinished", (6,)),
 )

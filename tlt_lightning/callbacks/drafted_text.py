@@ -40,13 +40,14 @@ def completion(rollout: Rollout, decode: Decode) -> dict[str, Any]:
 
 def spans(response: Response) -> list[Span]:
     """Return the spans of a response, in order and without gaps; neighbours differ."""
-    length, begun, cut = len(response.token_ids), 0, list[Span]()
+    begun, cut = 0, list[Span]()
     for at, drafter, num_drafted, num_kept in response.drafts:
-        kept = min(at + num_kept, length)  # the response may end within a draft
+        length = response.end_of_turn(at)
+        kept = min(at + num_kept, length)  # a turn may end within a draft
         end = min(kept + 1, length)
         cut += [("", begun, at), (drafter, at, kept), ("" if num_kept == num_drafted else f"-{drafter}", kept, end)]
         begun = end
-    cut.append(("", begun, length))
+    cut.append(("", begun, len(response.token_ids)))
     merged: list[Span] = []
     for who, first, last in cut:
         if merged and merged[-1][0] == who:

@@ -109,6 +109,7 @@ def joined(request: Request, response: Response) -> Response:
             *before.drafts,
             *((start + at, drafter, drafted, kept) for at, drafter, drafted, kept in response.drafts),
         ],
+        observed=before.observed,
     )
 
 

@@ -72,7 +72,7 @@ class HeldOutMetrics(nn.Module):
         """Add whole groups."""
         self.accuracy.update([(rollout.group, rollout.is_correct) for rollout in rollouts])
         self.reward.update(torch.tensor([rollout.reward for rollout in rollouts]))
-        self.length.update(torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts]))
+        self.length.update(torch.tensor([float(rollout.response.num_written) for rollout in rollouts]))
 
     def read(self, stage: str) -> dict[str, float]:
         """Return the metrics under `stage`/ over all ranks, and start over."""

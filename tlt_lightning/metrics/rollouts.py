@@ -33,7 +33,7 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout], gather: Gather 
 
     Means, deviation and quantiles are those of all ranks' rollouts together, as one rank would have them.
     """
-    log.sum("rollout/tokens", sum(len(rollout.response.token_ids) for rollout in rollouts))
+    log.sum("rollout/tokens", sum(rollout.response.num_written for rollout in rollouts))
     kept, proposed = Counter[str](), Counter[str]()
     for rollout in rollouts:
         kept += Counter(rollout.response.num_kept)
@@ -44,7 +44,7 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout], gather: Gather 
             log.sum(f"speculation/{name}_{who}", count)
     ranks = gather(
         _Measured(
-            lengths=[float(len(rollout.response.token_ids)) for rollout in rollouts],
+            lengths=[float(rollout.response.num_written) for rollout in rollouts],
             truncated=[rollout.is_truncated for rollout in rollouts],
             rewards=[rollout.reward for rollout in rollouts],
             terms=[rollout.rewards for rollout in rollouts],

@@ -87,6 +87,7 @@ def test_a_prompt_and_a_completion_of_text_are_a_turn_each_or_plain(reader: RowR
 def test_what_predict_wrote_stays_as_it_is(reader: RowReader) -> None:
     row = {"prompt_ids": [5, 6], "response_ids": [7, 31], "prompt": "+", "completion": "1"}
     assert reader.texts(row) == [Text([5, 6, 7, 31], 2)]
+    assert reader.texts({**row, "observed": [[1, 1]]}) == [Text([5, 6, 7, 31], 2, ((3, 4),))]  # no answer of its own
 
 
 def test_a_template_that_forgets_gives_each_answer_behind_what_its_engine_reads(tmp_path: Path) -> None:

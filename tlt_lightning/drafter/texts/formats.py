@@ -86,7 +86,9 @@ class RowReader:
             ids = [*row["prompt_ids"], *row["response_ids"]]
             if {*map(type, ids)} - {int}:
                 raise ValueError("has something else than whole numbers in `prompt_ids` or `response_ids`")
-            return [self._cut(Text(ids, len(row["prompt_ids"])))]
+            start = len(row["prompt_ids"])
+            others = tuple((start + at, start + at + length) for at, length in row.get("observed") or ())
+            return [self._cut(Text(ids, start, others))]
         if "messages" in columns:
             return self._written(_turns(row["messages"]))
         if "conversations" in columns:
