@@ -33,7 +33,7 @@ from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.engine.vllm.quantization.settings import Quantization
+from tlt_lightning.engine.vllm.quantization import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
@@ -237,10 +237,6 @@ def test_a_value_of_another_type_is_refused_by_name(make: Callable[[], Any], nam
         ),
         (lambda: speculation(draft_sampling="all"), "`speculation.draft_sampling` must be one of 'greedy', "),
         (lambda: Quantization("fp4"), "`quantization.weights` must be one of 'fp8' or None, got 'fp4'."),  # type: ignore[arg-type]
-        (
-            lambda: Quantization(kv_cache="fp8_e5m2"),
-            "`quantization.kv_cache` must be one of 'auto', 'fp8', got 'fp8_e5m2'.",
-        ),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_that_is_none_of_the_allowed_is_refused_at_once(make: Callable[[], Any], message: str) -> None:

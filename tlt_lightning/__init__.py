@@ -22,7 +22,7 @@ _NAMES = {
     "engine.base": "RolloutEngine RolloutProgress",
     "engine.transformers": "TransformersEngine",
     "engine.vllm.engine": "VLLMEngine",
-    "engine.vllm.quantization.settings": "Quantization",
+    "engine.vllm.quantization": "Quantization",
     "engine.vllm.speculation": "Speculation",
     "hidden_states": "HiddenStateRequest PolicyText",
     "hooks": "RolloutCallback",

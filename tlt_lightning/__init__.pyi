@@ -11,7 +11,7 @@ from tlt_lightning.engine.base import RolloutEngine as RolloutEngine
 from tlt_lightning.engine.base import RolloutProgress as RolloutProgress
 from tlt_lightning.engine.transformers import TransformersEngine as TransformersEngine
 from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
-from tlt_lightning.engine.vllm.quantization.settings import Quantization as Quantization
+from tlt_lightning.engine.vllm.quantization import Quantization as Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation as Speculation
 from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
 from tlt_lightning.hidden_states import PolicyText as PolicyText

@@ -23,7 +23,7 @@ from benchmarks.lossless.checks import agreement, score
 from tlt_lightning import PromptSource
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.engine import Quantization, VLLMEngine
-from tlt_lightning.engine.vllm.quantization.settings import linear_layers
+from tlt_lightning.engine.vllm.quantization import linear_layers
 from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Sampling
 

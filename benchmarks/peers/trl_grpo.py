@@ -210,8 +210,7 @@ def reload_on_cpu(trainer: Any) -> None:
 
     def sync_weights() -> None:
         with patched():
-            tensors = list(generation._iter_named_params())
-            reload_policy(generation.llm.llm_engine, tensors, [name for name, _ in tensors])
+            reload_policy(generation.llm.llm_engine, generation._iter_named_params())
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights

@@ -1,6 +1,6 @@
 """Rolls out before and after a sleep, in a process of its own: vLLM lets one engine at a time sleep in each.
 
-`python -m tests.support.sleeping_engine POLICY HEAD [WEIGHTS [CACHE]]` prints acceptance lengths, texts and the bytes
+`python -m tests.support.sleeping_engine POLICY HEAD [WEIGHTS]` prints acceptance lengths, texts and the bytes
 that closing the sleeping engine gave back, while others held nearly all of the device, as one line of JSON.
 """
 
@@ -20,14 +20,14 @@ from tlt_lightning.speculation.strategy import Strategy
 ROOM = 40 * 2**20  # less than the KV cache has, more than one layer of it
 
 
-def main(policy: str, head: str, weights: Any = None, cache: Any = "auto") -> None:
+def main(policy: str, head: str, weights: Any = None) -> None:
     selector = ScriptedSelector()
     selector.script = lambda state: Strategy(5)
     speculation = Speculation(selector=selector, head=head, max_draft_tokens=5, steps_per_choice=1)
     accepted, texts = [], []
     settings: Any = {"enforce_eager": False, "sleep": True, "dtype": "bfloat16"}
     if weights is not None:
-        settings["quantization"] = Quantization(weights, kv_cache=cache)
+        settings["quantization"] = Quantization(weights)
     with contextlib.suppress(ValueError):  # a cache without room, found out with the weights on the device
         VLLMEngine(dtype="bfloat16", kv_cache_gib=1e-5).setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
         raise AssertionError("an engine started without a cache")

@@ -3,7 +3,7 @@
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.engine.vllm.engine import EngineParts, VLLMEngine
-from tlt_lightning.engine.vllm.quantization.settings import Quantization
+from tlt_lightning.engine.vllm.quantization import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
 
 __all__ = [

@@ -83,7 +83,6 @@ def _split(head: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[int, dic
 def _token(config: Any, engine: Any, width: int, has_head: bool) -> float:
     """Return the bytes of a token's keys and values; a head has a layer of its own."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = 1 if engine.quantization.kv_cache == "fp8" else width
     return 2.0 * (config.num_hidden_layers + has_head) * max(1, heads // engine.num_ranks) * head_size(config) * width
 
 

@@ -15,9 +15,8 @@ from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.engine import VLLMEngine
-from tlt_lightning.engine.vllm.installation import speculation_args
 from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
-from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.engine.vllm.speculation import Speculation, speculation_args
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
 from tlt_lightning.speculation.eagle3_files import check_head, read_head

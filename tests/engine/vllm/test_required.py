@@ -113,8 +113,7 @@ REQUIRED: dict[str, str] = {
     # Quantization while weights arrive.
     "model_executor.layers.quantization.online.base.OnlineQuantizationConfig": "quantized_layer_summaries",
     "model_executor.layers.quantization.online.fp8.Fp8PtpcOnlineLinearMethod": "fp8_linear",
-    "platforms.interface.Platform": "is_cpu(); is_device_capability_family",
-    "model_executor.layers.attention.attention": "_q_scale_float; _k_scale_float; _v_scale_float",
+    "platforms.interface.Platform": "is_cpu()",
     "v1.sample.rejection_sampler": (
         "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to); _expand"
     ),

@@ -21,13 +21,12 @@ from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
-from tlt_lightning.engine.vllm.installation import install, speculation_args
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
 from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, quiet_loading, reload_policy
-from tlt_lightning.engine.vllm.quantization.settings import Quantization
+from tlt_lightning.engine.vllm.quantization import Quantization
 from tlt_lightning.engine.vllm.request_writer import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
-from tlt_lightning.engine.vllm.speculation import Speculation, check_exact
+from tlt_lightning.engine.vllm.speculation import Speculation, check_exact, install, speculation_args
 from tlt_lightning.model_files import check_files
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
@@ -278,7 +277,7 @@ class VLLMEngine(RolloutEngine):
         engine = self._at_rest("update_weights")
         tensors = checked_weights(named_tensors, self._shapes)
         self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
-        reload_policy(engine, tensors, self._shapes)
+        reload_policy(engine, tensors)
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
         if self._speculative is not None:

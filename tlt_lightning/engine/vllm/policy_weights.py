@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import torch
 
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
-from tlt_lightning.engine.vllm.quantization.cache_scales import CacheScales
 from tlt_lightning.policy import PolicyWeights
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def checked_weights(named_tensors: NamedTensors, expected: Shapes) -> NamedTenso
     return tensors
 
 
-def reload_policy(engine: LLMEngine, named_tensors: NamedTensors, names: Iterable[str]) -> None:
+def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
     """Replace the policy's weights in place; CUDA graphs and other pointers stay valid.
 
     If `named_tensors` or vLLM raises, the weights are neither the old nor the new ones; a later call replaces them all.
@@ -40,18 +39,13 @@ def reload_policy(engine: LLMEngine, named_tensors: NamedTensors, names: Iterabl
     Args:
         engine: Live.
         named_tensors: All weights.
-        names: Their names, known before the first of them comes.
     """
-    scales = CacheScales.of(engine, names)
-    tensors = iter(named_tensors) if scales is None else scales.watch(named_tensors)
     with quiet_loading():
         try:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         except BaseException:
             _abandon_reload(engine)
             raise
-    if scales is not None:
-        scales.write(engine)  # the reload has set them to 1
     if not internals.is_cpu_build():
         torch.cuda.synchronize()  # the time is the update's, not the rollout's
 

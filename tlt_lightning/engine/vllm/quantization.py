@@ -9,7 +9,6 @@ from typing import Any, Literal
 from tlt_lightning.arguments import checked
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
-from tlt_lightning.engine.vllm.quantization.cache_scales import check_bounded
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +27,10 @@ class Quantization:
             leaves both in 16 bit.
         layers_in_16_bit: Patterns of layers that stay in 16 bit, by their Hugging Face names: `model.layers.0.*`,
             `*.down_proj`. vLLM fuses `q_proj`, `k_proj`, `v_proj`; `gate_proj`, `up_proj`: name all of them or none.
-        kv_cache: `fp8` halves the bytes of a token's keys and values. A layer's scales are the largest that its weights
-            allow, found anew when weights arrive. Hopper GPUs, and CPUs for tests.
     """
 
     weights: Literal["fp8"] | None = "fp8"
     layers_in_16_bit: Sequence[str] = ()
-    kv_cache: Literal["auto", "fp8"] = "auto"
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], num_ranks: int = 1) -> None:
         """Check a policy, given the shapes of its tensors, and the number of ranks that are one engine.
@@ -43,7 +39,7 @@ class Quantization:
             ValueError: Nobody has shown that this can be quantized rightly, or a pattern names nothing.
         """
         has_experts = any(".experts." in name for name in shapes)
-        if self != Quantization(None) and (has_experts or num_ranks > 1):
+        if self.weights and (has_experts or num_ranks > 1):
             raise ValueError(
                 "`quantization` is not proven for experts, nor for `tensor_parallel` above 1: set it to null."
             )
@@ -53,8 +49,6 @@ class Quantization:
                 raise ValueError(
                     f"`quantization.layers_in_16_bit` has {pattern!r}, the name of no layer: {layers[:7]}."
                 )
-        if self.kv_cache == "fp8":
-            check_bounded(shapes)
 
     def quantized_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the names of a policy's layers in 8 bit, given the shapes of the policy's tensors."""
@@ -66,16 +60,14 @@ class Quantization:
     def engine_args(self) -> dict[str, Any]:
         """Return vLLM's engine arguments."""
         if self.weights is None:
-            return {"kv_cache_dtype": self.kv_cache}
+            return {}
         config = {"linear": {"weight": "fp8_per_channel_static"}, "ignore": list(self.layers_in_16_bit)}
-        return {"quantization": "online", "quantization_config": config, "kv_cache_dtype": self.kv_cache}
+        return {"quantization": "online", "quantization_config": config}
 
     def compute_dtype(self, engine: Any) -> str:
         """Return the type that bounds how closely a live engine's log-probs agree; log what is in 8 bit."""
         if self.weights is None:
-            return (
-                "fp8" if self.kv_cache == "fp8" else str(reach(engine, "vllm_config.model_config.dtype")).split(".")[1]
-            )
+            return str(reach(engine, "vllm_config.model_config.dtype")).split(".")[1]
         quantized = "; ".join(reach(engine, "vllm_config.quant_config.quantized_layer_summaries"))
         kept = "".join(f", {pattern}" for pattern in self.layers_in_16_bit)
         log.info(

@@ -35,7 +35,6 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning.engine import Quantization, VLLMEngine
-from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
@@ -43,7 +42,6 @@ from tlt_lightning.rollout import Request, Response, Sampling
 pytestmark = pytest.mark.vllm
 
 ON_GPU = torch.cuda.is_available()
-ONLY_GPU = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
@@ -126,20 +124,15 @@ def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
         assert write(engine, siblings(prompts=[PROMPT])) == before
 
 
-GRAPHS = [pytest.param((cache, True), id=f"cache {cache}, graphs", marks=ONLY_GPU) for cache in ("auto", "fp8")]
-
-
-@pytest.fixture(params=[pytest.param(("auto", False), id="eager"), *GRAPHS])
+@pytest.fixture(params=[pytest.param(False, id="eager"), pytest.param(True, id="graphs", marks=pytest.mark.gpu)])
 def speculating(request: pytest.FixtureRequest, policy: str, tmp_path: Path) -> Iterator[VLLMEngine]:
-    cache, has_graphs = request.param
-    quantization = Quantization(kv_cache=cache)
     head = save_head(make_head(policy, seed=3), tmp_path)
     selector = ScriptedSelector(longest=3)
     speculation = Speculation(
         selector=selector, head=head, max_draft_tokens=3, steps_per_choice=1, draft_sampling="probabilistic"
     )
-    settings: Any = {"dtype": "bfloat16", "max_num_seqs": 128, "enforce_eager": not has_graphs}
-    with engine_of(policy, speculation, quantization=quantization, **settings) as engine:
+    settings: Any = {"dtype": "bfloat16", "max_num_seqs": 128, "enforce_eager": not request.param}
+    with engine_of(policy, speculation, quantization="fp8", **settings) as engine:
         engine.inspect().controller.alarm.window = 10**9  # the head is meant to be wrong
         yield engine
 
@@ -180,18 +173,16 @@ def test_drafts_leave_every_text_as_likely_as_the_quantized_policy_finds_it(
     assert 0.85 < sum(probabilities.values()) < 1.03
     for responses in (plain, drafted):
         assert chi_square_p(Counter(tuple(each.token_ids) for each in responses), probabilities) > 1e-4
-    if speculating.quantization.kv_cache == "auto":
-        found = {text: fmean(values) for text, values in logps.items()}
-        assert 0.6 < share_of_the_way(found, policy) < 1.4
+    found = {text: fmean(values) for text, values in logps.items()}
+    assert 0.6 < share_of_the_way(found, policy) < 1.4
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "fp8 fp8"])
-def test_the_update_after_a_sleep_brings_the_same_texts(kind: str, tmp_path: Path) -> None:
+def test_the_update_after_a_sleep_brings_the_same_texts(tmp_path: Path) -> None:
     policy = save_endless_policy(tmp_path / "policy")
     head = save_trained_head(policy, tmp_path / "head")
-    command = [sys.executable, "-m", "tests.support.sleeping_engine", policy, head, *kind.split()]
-    finished = subprocess.run(command, cwd=Path(__file__).parents[4], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-m", "tests.support.sleeping_engine", policy, head, "fp8"]
+    finished = subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in finished.stdout.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
     assert found["accepted"][1] == pytest.approx(found["accepted"][0], rel=0.15)
@@ -203,10 +194,9 @@ def test_what_nobody_has_proven_is_refused(policy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'model\.layers\.9\.\*', the name of no layer: \['model.*q_proj"):
         Quantization("fp8", ["model.layers.9.*"]).check(policy_shapes(policy))
     experts = policy_shapes(str(save_architecture("qwen3_moe", tmp_path)))
-    for quantization in (Quantization(), Quantization(None, kv_cache="fp8")):
-        for shapes, num_ranks in ((policy_shapes(policy), 2), (experts, 1)):
-            with pytest.raises(ValueError, match="not proven for experts, nor for `tensor_parallel` above 1"):
-                quantization.check(shapes, num_ranks)
+    for shapes, num_ranks in ((policy_shapes(policy), 2), (experts, 1)):
+        with pytest.raises(ValueError, match="not proven for experts, nor for `tensor_parallel` above 1"):
+            Quantization().check(shapes, num_ranks)
     Quantization(None).check(experts, 2)
 
 
@@ -218,15 +208,3 @@ def test_vllm_says_what_it_cannot_quantize(policy: str) -> None:
         engine = VLLMEngine(kv_cache_gib=0.0625, enforce_eager=True, **settings)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
             engine.setup(policy, max_model_len=64, seed=0)
-
-
-def test_a_cache_whose_scales_would_not_follow_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-    from vllm.platforms.interface import DeviceCapability
-
-    for capability in ((8, 0), (12, 0)):
-        found = DeviceCapability(*capability)
-        monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, found=found, **__: found)
-        monkeypatch.setattr(internals, "is_cpu_build", lambda: False)
-        with pytest.raises(ValueError, match=r"`quantization\.kv_cache` 'fp8' is for Hopper GPUs, and CPUs for tests"):
-            Quantization(None, kv_cache="fp8").check(policy_shapes(policy))
