@@ -14,7 +14,6 @@ from tlt_lightning import FixedSelector, ObjectiveOutput, RolloutCallback, Synch
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.objectives.advantages import GroupCentred
-from tlt_lightning.objectives.surrogates import Surrogate
 from tlt_lightning.rewards import exact_match
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool
 from tlt_lightning.speculation.strategy import OFF, Strategy
@@ -27,7 +26,6 @@ from tlt_lightning.testing import (
     check_schedule,
     check_selector,
 )
-from tlt_lightning.testing.methods import check_method
 
 
 def mine(base: type, **members: Any) -> Any:
@@ -68,15 +66,6 @@ def test_a_method_in_the_place_of_a_property() -> None:
         check_objective(mine(GRPO, needs_entropy_grad=lambda self: False))
 
 
-def test_a_builtin_that_tells_no_signature_is_taken_as_a_method() -> None:
-    class Plugin:
-        largest = staticmethod(max)
-
-    def largest(self: Plugin, one: float, other: float) -> float: ...
-
-    check_method(Plugin(), "largest", largest)
-
-
 # Objectives
 
 
@@ -88,15 +77,14 @@ def advantages(change: Callable[..., Any], base: type = GRPO) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda batch, a, returns: a, "returned tensor.*: return a pair"),
-        (lambda batch, a, returns: (a[:, 0], None), r"returned advantages \(12,\): return one for each token"),
-        (lambda batch, a, returns: (a, a[:, :1]), r"returned targets \(12, 1\)"),
-        (lambda batch, a, returns: (None, None), "returned advantages None"),
-        (lambda batch, a, returns: (a * torch.nan, None), "returned advantages with NaN or infinite values"),
+        (
+            lambda batch, a, returns: (a[:, 0], None),
+            "returned advantages tensor.*: return a finite number for each token",
+        ),
+        (lambda batch, a, returns: (None, None), "returned advantages None: return a finite number for each token"),
+        (lambda batch, a, returns: (a * torch.nan, None), "returned advantages tensor.*nan.*: return a finite number"),
         (lambda batch, a, returns: (a + 1, None), "returned others than 0 where `batch.response_mask` is 0: multiply"),
-        (lambda batch, a, returns: (a * torch.rand(()), None), "returned others in the second call: keep nothing"),
         (lambda batch, a, returns: (batch.rollout_logps.zero_() + a, None), "changed `batch.rollout_logps` in place"),
-        (lambda batch, a, returns: (a - batch.ref_logps, None), "raised TypeError.*None here: .*`batch.ref_logps`"),
     ],
 )
 def test_advantages(change: Callable[..., Any], message: str) -> None:
@@ -123,15 +111,9 @@ def loss(change: Callable[..., Any]) -> Any:
         ),
         (lambda batch, out, *_: ObjectiveOutput(out.loss.detach(), out.metrics), "returned a loss without gradient"),
         (lambda batch, out, *_: ObjectiveOutput(out.loss * 0, {}), "returned a loss without gradient"),
-        (lambda batch, out, *_: ObjectiveOutput(out.loss.item(), out.metrics), "return an `ObjectiveOutput`"),
-        (lambda batch, out, logps, *_: ObjectiveOutput(logps), "return an `ObjectiveOutput`"),
-        (lambda batch, out, *_: ObjectiveOutput(out.loss, None), "`metrics` are a dictionary"),  # type: ignore[arg-type]
-        (lambda batch, out, *_: None, "return an `ObjectiveOutput`"),
-        (lambda batch, out, *_: ObjectiveOutput(out.loss * torch.inf), "returned a loss of -?(inf|nan)"),
-        (
-            lambda batch, out, *_: ObjectiveOutput(out.loss, {"mine": out.loss}),
-            r"returned `mine` .*: `detach\(\)` a scalar",
-        ),
+        (lambda batch, out, logps, *_: ObjectiveOutput(logps), "returned `loss` .*: return a finite scalar"),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss * torch.inf), "returned `loss` .*: return a finite scalar"),
+        (lambda batch, out, *_: ObjectiveOutput(out.loss, {"mine": out.loss}), "returned `mine` .*metrics by `detach"),
         (
             lambda batch, out, logps, *_: ObjectiveOutput((logps * batch.advantages).mean()),
             "in its two micro-batches: divide",
@@ -152,32 +134,7 @@ def test_the_entropy_may_be_read_and_weighed_by_zero() -> None:
     check_objective(loss(lambda batch, out, logps, h, v: ObjectiveOutput(out.loss + 0 * h.mean(), out.metrics)))
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (lambda losses: losses, "returned tensor.*: return a pair, losses and which of them are clipped"),
-        (lambda losses: (losses.mean(), losses), r"returned losses \(\): return one for each token"),
-        (lambda losses: (losses, None), "returned which losses are clipped None: return one for each token"),
-    ],
-)
-def test_a_surrogate(found: Any, message: str) -> None:
-    """One number for all would be spread over the tokens."""
-
-    class Own(Surrogate):
-        def __call__(self, logps: Any, old_logps: Any, advantages: Any, mask: Any) -> Any:
-            return found(-logps * advantages)
-
-    with pytest.raises(AssertionError, match=rf"`Own` {message}"):
-        check_objective(GRPO(surrogate=Own()))
-
-
 # Selectors
-
-
-@pytest.mark.parametrize("arms", [None, Strategy(3, "sibling"), (0, 3), (each for each in (OFF,))])
-def test_arms_that_are_no_strategies(arms: Any) -> None:
-    with pytest.raises(AssertionError, match=r"`Mine\.arms` returned .* for a batch of 1: return a tuple"):
-        check_selector(mine(FixedSelector, arms=lambda self, batch_size: arms))
 
 
 def test_arms_without_off() -> None:
@@ -224,34 +181,21 @@ def one_by_one(self: Any, demand: Any, groups: Any, complete: Any) -> Any:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"begin": lambda self, demand, deferred: None}, "begin` returned None: return the groups"),
-        ({"begin": lambda self, demand, deferred: ([], 3)}, "begin` returned .*: take up and draw `demand.wanted` gr"),
+        ({"begin": lambda self, demand, deferred: ([], 3)}, r"choose` returned \[0, 1, 2\] where .* were complete"),
         (
             {"begin": lambda self, demand, deferred: ([*deferred, *deferred], 5), "choose": one_by_one},
-            "begin` returned .*: take groups out of `deferred`, each once",
+            "begin` took up draws .*: take groups out of `deferred`, each once",
         ),
         ({"begin": lambda self, demand, deferred: ([], 6), "choose": one_by_one}, r"begin` leaves \d+ groups deferred"),
+        ({"begin": take_up, "choose": one_by_one, "stops": True}, "begin` took up responses of older weights, and its"),
+        ({"begin": lambda self, demand, deferred: ([], 6)}, r"choose` returned \[0, 1, 2, 3, 4, 5\] where"),
+        ({"choose": lambda self, demand, groups, complete: None}, "choose` returned None where .* were complete"),
         (
-            {"begin": take_up, "choose": one_by_one, "stops": True},
-            "begin` returned .*responses of older weights, and its",
+            {"choose": lambda self, demand, groups, complete: [0, 1, 2, 3], "stops": True},
+            r"choose` returned \[0, 1, 2, 3\] where \[\d\] were complete",
         ),
-        (
-            {"begin": lambda self, demand, deferred: ([], 6)},
-            r"choose` returned \[0, 1, 2, 3, 4, 5\]: choose `demand.wanted`",
-        ),
-        ({"choose": lambda self, demand, groups, complete: None}, "choose` returned None with all responses complete"),
-        (
-            {"choose": lambda self, demand, groups, complete: [0, 1, 2, 3]},
-            r"choose` returned \[0, 1, 2, 3\]: return at",
-        ),
-        (
-            {"choose": lambda self, demand, groups, complete: complete[:1]},
-            r"choose` returned \(\d,\): return at least 4",
-        ),
-        (
-            {"start": lambda self, demand, groups: range(3)},
-            r"start` returned range\(0, 3\): return at least 4 different",
-        ),
+        ({"choose": lambda self, demand, groups, complete: complete[:1]}, r"choose` returned \[\d\] where"),
+        ({"start": lambda self, demand, groups: range(3)}, r"choose` returned \[0, 1, 2\] where"),
     ],
 )
 def test_a_schedule(members: dict[str, Any], message: str) -> None:
@@ -265,12 +209,12 @@ def test_a_schedule_with_a_state() -> None:
 
         def begin(self, demand: Any, deferred: Any) -> Any:
             self.count += 1
-            return list(deferred), demand.wanted + 2 + (self.count > 3)  # behind a long list of groups
+            return list(deferred), demand.wanted - len(deferred) + self.count % 2
 
         def choose(self, demand: Any, groups: Any, complete: Any) -> Any:
             return one_by_one(self, demand, groups, complete)
 
-    with pytest.raises(AssertionError, match=r"`Counts\.begin` returned .*, and .* from a new object: keep no state"):
+    with pytest.raises(AssertionError, match=r"`Counts` decides otherwise where it is made anew.*: keep no state"):
         check_schedule(Counts())
 
 
@@ -289,11 +233,6 @@ def test_a_schedule_with_a_state() -> None:
             "is called with .*: missing a required argument: 'step'",
         ),
         ("on_iteration_end", None, "is None: make it a method"),
-        (
-            "on_rollout_end",
-            lambda self, trainer, module, rollouts: rollouts[:1],
-            "returned a tuple, which nothing reads",
-        ),
         (
             "on_rollout_idle",
             lambda self, t, m, window: [window.is_open() for _ in range(30)],
@@ -391,22 +330,19 @@ class Mine(TransformersEngine):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda r: replace(r, logps=r.logps[:-1]), r"answered request \d+ with \d+ `token_ids` and \d+ `logps`: give"),
-        (lambda r: replace(r, token_ids=torch.tensor(r.token_ids)), r"`token_ids` tensor\(\[.*: give a list"),
-        (lambda r: replace(r, logps=None), r"`logps` None: give a list"),
-        (lambda r: replace(r, token_ids="text"), "`token_ids` 'text': give a list"),
-        (lambda r: replace(r, finish_reason="eos"), "`finish_reason` 'eos': give one of .'stop', 'length'"),
+        (lambda r: replace(r, logps=r.logps[:-1]), r"answered request \d+ with .*: give lists, with a finite log-prob"),
+        (lambda r: replace(r, token_ids=torch.tensor(r.token_ids)), r"`token_ids` tensor\(\[.*: give lists"),
+        (lambda r: replace(r, finish_reason="eos"), "with `finish_reason` 'eos': end with the first"),
         (lambda r: replace(r, policy_versions=()), r"`policy_versions` \(\): give"),
         (lambda r: replace(r, policy_versions=(7,)), r"`policy_versions` \(7,\): give"),
         (lambda r: replace(r, request_id=99), "answered request 99, which was not asked or has been answered"),
         (lambda r: replace(r, request_id=0), r"(answered request 0, which was not asked|left requests)"),
-        (lambda r: {"token_ids": r.token_ids}, r"yielded \{.*: yield a `Response`"),
         (lambda r: None, r"left requests \[0\] without a response"),
         (
             lambda r: replace(r, logps=[-0.1] * len(r.logps)),
             "gave `logps` .* nats from the policy's at temperature 1.0",
         ),
-        (lambda r: replace(r, logps=[float("nan")] * len(r.logps)), "give finite log-probs"),
+        (lambda r: replace(r, logps=[float("nan")] * len(r.logps)), "with a finite log-prob"),
         (lambda r: replace(r, finish_reason="stop"), "with `finish_reason` 'stop': end with the first"),
     ],
 )
@@ -428,16 +364,9 @@ def warmer(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
     return write(self, requests, replace(sampling, temperature=1.0) if is_greedy else sampling, **more)
 
 
-def forgetful(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
-    """Begin continued responses anew."""
-    for response in write(self, [replace(request, written=None) for request in requests], sampling, **more):
-        yield replace(response, token_ids=[3, 4], logps=[-1.0, -1.0]) if response.is_unfinished else response
-
-
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"generate": lambda self, *a, **k: None}, r"generate` returned None: yield responses"),
         (
             {"generate": lambda self, *a, seed, **k: TransformersEngine.generate(self, *a, seed=0, **k)},
             "generate` wrote the same text with another `seed`",
@@ -455,14 +384,9 @@ def forgetful(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
             "generate` wrote other text with",
         ),
         ({"generate": warmer}, "generate` chose at temperature 0 a token"),
-        ({"generate": forgetful}, "generate` went on with"),
         (
             {"attach": lambda self, model: setattr(self, "_model", self._model or model)},
             "generate` gave `logps` .* after `update_weights` has",
-        ),
-        (
-            {"stop": lambda self, ids: None},
-            "stop` had 12 of 12 requests answered, one of them from `add`, 0 unfinished",
         ),
     ],
 )

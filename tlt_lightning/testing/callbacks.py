@@ -37,13 +37,11 @@ class _WatchedLog(IterationLog):
         self.names[self.is_callbacks].add(name)
         super()._note(kind, name, value)
 
-    def call(self, hook: Callable[..., Any], who: str, *args: Any, **more: Any) -> None:
-        """Call a callback's hook, which has to return nothing."""
+    def call(self, hook: Callable[..., Any], *args: Any, **more: Any) -> None:
+        """Call a callback's hook."""
         self.is_callbacks = True
-        returned = hook(*args, **more)
+        hook(*args, **more)
         self.is_callbacks = False
-        remedy = "change what the hook is given, or set `trainer.should_stop`"
-        assert returned is None, f"{who} returned a {type(returned).__name__}, which nothing reads: {remedy}."
 
 
 class _IdleWorker(RolloutCallback):
@@ -78,7 +76,7 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
     log = _WatchedLog()
     own = [name for name in dir(type(callback)) if name.startswith("on_")]
     for name in own:
-        setattr(callback, name, partial(log.call, getattr(callback, name), named(callback, name)))
+        setattr(callback, name, partial(log.call, getattr(callback, name)))
     _fit(log, [callback, _IdleWorker(callback)], policy)
     for name in own:
         delattr(callback, name)

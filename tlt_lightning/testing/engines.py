@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.probe import TOLERANCES
 from tlt_lightning.policy import PolicyWeights, causal_lm, end_token_ids, load_policy, load_tokenizer
-from tlt_lightning.rollout import FINISH_REASONS, Request, Response, Sampling
+from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.testing.methods import POLICY, check_methods, named
 
 MAX_MODEL_LEN = 96
@@ -70,32 +70,25 @@ class EngineCase:
         """Return the responses to the requests `asked`, in their order, None being all; each has the right form."""
         requests: list[Request] = asked or self.requests
         given: dict[str, Any] = {"max_tokens": 16, **sampling}
-        stream: Any = self.engine.generate(requests, Sampling(**given), seed=seed, on_progress=on_progress)
-        assert isinstance(stream, Iterable), f"{self.who} returned {stream!r:.200}: yield responses."
         found: dict[int, Response] = {}
-        for response in stream:
+        for response in self.engine.generate(requests, Sampling(**given), seed=seed, on_progress=on_progress):
             self._check_form(response, {request.id for request in requests} - found.keys())
             found[response.request_id] = response
         left = [request.id for request in requests if request.id not in found]
         assert not left, f"{self.who} left requests {left} without a response: yield one for each."
         return [found[request.id] for request in requests]
 
-    def _check_form(self, response: Any, open_ids: Collection[int]) -> None:
-        assert isinstance(response, Response), f"{self.who} yielded {response!r:.200}: yield a `Response`."
-        who, is_open = f"{self.who} answered request {response.request_id}", response.request_id in open_ids
+    def _check_form(self, response: Response, open_ids: Collection[int]) -> None:
+        who, tokens, logps = f"{self.who} answered request {response.request_id}", response.token_ids, response.logps
+        is_open = response.request_id in open_ids
         assert is_open, f"{who}, which was not asked or has been answered: give the `id` of each request back, once."
-        tokens, logps, versions = response.token_ids, response.logps, response.policy_versions
-        for name, values in (("token_ids", tokens), ("logps", logps)):
-            is_list = isinstance(values, Sequence) and not isinstance(values, str)  # tensors are none
-            assert is_list, f"{who} with `{name}` {values!r:.200}: give a list of numbers, as `tolist()` makes it."
-        is_even, counts = len(tokens) == len(logps), f"{len(tokens)} `token_ids` and {len(logps)} `logps`"
-        assert is_even, f"{who} with {counts}: give one log-prob for each token, the end-of-sequence token included."
-        are_finite = all(-inf < value < 1e-3 for value in logps)
-        assert are_finite, f"{who} with `logps` {logps!r:.200}: give finite log-probs of what was sampled."
-        is_reason = response.finish_reason in FINISH_REASONS
-        assert is_reason, f"{who} with `finish_reason` {response.finish_reason!r}: give one of {FINISH_REASONS}."
-        is_current = isinstance(versions, tuple) and versions[-1:] == (self.engine.policy_version,)
-        assert is_current, f"{who} with `policy_versions` {versions!r}: give `(self.policy_version,)`."
+        are_lists = isinstance(tokens, Sequence) and isinstance(logps, Sequence)  # tensors are none
+        assert are_lists and len(tokens) == len(logps) and all(-inf < value < 1e-3 for value in logps), (
+            f"{who} with `token_ids` {tokens!r:.200} and `logps` {logps!r:.200}: give lists, with a finite log-prob "
+            "for each token, the end-of-sequence token included."
+        )
+        is_current = response.policy_versions[-1:] == (self.engine.policy_version,)
+        assert is_current, f"{who} with `policy_versions` {response.policy_versions}: give `(self.policy_version,)`."
 
     def logps(self, request: Request, response: Response, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the policy's own log-probs of a response's tokens, (T,), and of the likeliest in their places."""
@@ -173,35 +166,10 @@ def progress_counts_every_request_and_token(case: EngineCase) -> None:
     )
 
 
-def stopped_responses_go_on_and_requests_are_added(case: EngineCase) -> None:
-    """With `can_stop`, what is stopped is unfinished and continued later; requests that are added are answered."""
-    if not case.engine.can_stop:
-        return
-    limits = [2, *[24] * 11]
-    first, *others = [replace(each, max_tokens=limit) for each, limit in zip(case.requests, limits, strict=True)]
-    found: dict[int, Response] = {}
-    for response in case.engine.generate([first, *others[:-1]], Sampling(max_tokens=24), seed=0):
-        if not found:
-            case.engine.add(others[-1:])
-            case.engine.stop([request.id for request in others])
-        found[response.request_id] = response
-    left = [replace(each, written=found[each.id]) for each in case.requests if each.id in found]
-    left = [each for each in left if cast("Response", each.written).is_unfinished]
-    assert len(found) == 12 and left, (
-        f"{named(case.engine, 'stop')} had {len(found)} of 12 requests answered, one of them from `add`, {len(left)} "
-        "unfinished: yield what a stopped request has, with `finish_reason` 'unfinished', and answer all."
-    )
-    for request, response in zip(left, case.write(left, max_tokens=24), strict=True):
-        before = list(cast("Response", request.written).token_ids)
-        is_continued = list(response.token_ids[: len(before)]) == before
-        assert is_continued, f"{case.who} went on with {before} by {response.token_ids}: begin with `Request.written`."
-
-
 DUTIES: tuple[Callable[[EngineCase], None], ...] = (
     responses_end_where_they_must,
     logps_are_those_of_the_distribution_sampled_from,
     the_seed_decides_the_text,
     new_weights_write_the_next_response,
     progress_counts_every_request_and_token,
-    stopped_responses_go_on_and_requests_are_added,
 )

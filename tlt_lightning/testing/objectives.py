@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective
+from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.testing.methods import check_methods, named, shown
@@ -27,17 +26,20 @@ def check_objective(objective: PolicyObjective) -> None:
     for piece in vars(objective).values() if isinstance(objective, ComposedObjective) else ():
         if any(map(inspect.isabstract, type(piece).__mro__)):
             check_methods(piece)
-    batch = _scored_batch(objective)
-    (batch.advantages, batch.returns), again = (_advantages(objective, batch) for _ in range(2))
-    is_same, who = torch.equal(batch.advantages, again[0]), named(objective, "advantages")
-    assert is_same, f"{who} returned others in the second call: keep nothing between calls."
-    batch.old_logps = _policy_logps(batch)
-    if isinstance(objective, ComposedObjective):
-        _check_pieces(objective, batch)
+    batch, who = _scored_batch(objective), named(objective, "advantages")
+    batch.advantages, batch.returns = _called(objective, "advantages", batch, lambda x: x)
+    mask, targets = batch.response_mask, batch.returns if objective.needs_critic else batch.advantages
+    for what, tensor in (("advantages", batch.advantages), ("targets", targets)):
+        is_whole = isinstance(tensor, Tensor) and tensor.shape == mask.shape and bool(tensor.isfinite().all())
+        remedy = f"return a finite number for each token, {tuple(mask.shape)} as `response_mask`"
+        assert is_whole, f"{who} returned {what} {shown(tensor)}: {remedy}."
+    is_zero = not batch.advantages[mask == 0].any()
+    assert is_zero, f"{who} returned others than 0 where `batch.response_mask` is 0: multiply them by it."
+    batch.old_logps, who = _policy_logps(batch), named(objective, "loss")
     whole = _loss(objective, batch, range(len(batch)))
     masked = _loss(objective, batch, range(len(batch)), shift=-3.0)
     halves = [_loss(objective, batch, range(start, len(batch), 2)) for start in (0, 1)]
-    is_masked, who = torch.allclose(masked["loss"], whole["loss"], rtol=1e-4), named(objective, "loss")
+    is_masked = torch.allclose(masked["loss"], whole["loss"], rtol=1e-4)
     assert is_masked, f"{who} counts tokens where `batch.response_mask` is 0: take `token_mean` or an aggregation."
     for name, value in whole.items():
         parts = torch.stack([half[name].float() for half in halves if name in half])
@@ -78,51 +80,14 @@ def _scored_batch(objective: PolicyObjective) -> RolloutBatch:
 
 
 def _called(objective: PolicyObjective, method: str, batch: RolloutBatch, *inputs: Any) -> Any:
-    """Call a method; it has to leave the batch as it is, and to do with the tensors that it has asked for."""
+    """Call a method, which has to leave the batch as it is."""
     who, before = named(objective, method), deepcopy(batch)
-    absent = [f"`batch.{item.name}`" for item in fields(batch) if getattr(batch, item.name) is None]
-    try:
-        found = getattr(objective, method)(batch, *inputs)
-    except Exception as error:
-        remedy = f"what `PolicyObjective` has a property for is there if that is true; None here: {', '.join(absent)}"
-        raise AssertionError(f"{who} raised {error!r}: {remedy}.") from error
-    for item in fields(batch):
-        value = getattr(before, item.name)
-        is_same = not isinstance(value, Tensor) or torch.equal(value, getattr(batch, item.name))
-        assert is_same, f"{who} changed `batch.{item.name}` in place, and others read it: change a `clone()`."
+    found = getattr(objective, method)(batch, *inputs)
+    for name in RolloutBatch.__slots__:
+        value = getattr(before, name)
+        is_same = not isinstance(value, Tensor) or torch.equal(value, getattr(batch, name))
+        assert is_same, f"{who} changed `batch.{name}` in place, and others read it: change a `clone()`."
     return found
-
-
-def _check_per_token(found: Any, mask: Tensor, who: str, what: str) -> None:
-    got = tuple(found.shape) if isinstance(found, Tensor) else f"{shown(found)}"
-    is_shaped = isinstance(found, Tensor) and found.shape == mask.shape
-    assert is_shaped, f"{who} returned {what} {got}: return one for each token, {tuple(mask.shape)} as `response_mask`."
-    assert found.isfinite().all(), f"{who} returned {what} with NaN or infinite values: keep them finite."
-
-
-def _advantages(objective: PolicyObjective, batch: RolloutBatch) -> tuple[Tensor, Tensor | None]:
-    found, who = _called(objective, "advantages", batch, lambda x: x), named(objective, "advantages")
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    assert is_pair, f"{who} returned {shown(found)}: return a pair, advantages and the critic's targets or None."
-    for what, tensor in zip(("advantages", "targets"), found, strict=True):
-        if what == "advantages" or objective.needs_critic or tensor is not None:
-            _check_per_token(tensor, batch.response_mask, who, what)
-    is_zero = not found[0][batch.response_mask == 0].any()
-    assert is_zero, f"{who} returned others than 0 where `batch.response_mask` is 0: multiply them by it."
-    return found[0].detach(), None if found[1] is None else found[1].detach()
-
-
-def _check_pieces(objective: ComposedObjective, batch: RolloutBatch) -> None:
-    """Check what surrogate and correction return: one number for all would be spread over the tokens."""
-    mask, old_logps, advantages = batch.response_mask.bool(), cast("Tensor", batch.old_logps), batch.advantages
-    found: Any = objective.surrogate(old_logps, old_logps, cast("Tensor", advantages), mask)
-    who = f"`{type(objective.surrogate).__name__}`"
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    assert is_pair, f"{who} returned {shown(found)}: return a pair, losses and which of them are clipped."
-    _check_per_token(found[0], mask, who, "losses")
-    _check_per_token(found[1], mask, who, "which losses are clipped")
-    if (piece := objective.correction) is not None:
-        _check_per_token(piece(old_logps, batch.rollout_logps, mask), mask, f"`{type(piece).__name__}`", "weights")
 
 
 def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], shift: float = 0) -> dict[str, Tensor]:
@@ -132,14 +97,10 @@ def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], 
     entropy = (part.response_mask * 0.5).requires_grad_()
     values = None if part.values is None else (part.values * 1.1 + 0.01).detach().requires_grad_()
     output = _called(objective, "loss", part, logps, entropy, values)
-    is_output = isinstance(output, ObjectiveOutput) and isinstance(output.loss, Tensor) and output.loss.ndim == 0
-    is_output = is_output and isinstance(output.metrics, dict)
-    remedy = "return an `ObjectiveOutput`, whose `loss` is a scalar and whose `metrics` are a dictionary"
-    assert is_output, f"{who} returned {shown(output)}: {remedy}."
-    metrics = {name: torch.as_tensor(value) for name, value in output.metrics.items()}
+    metrics = {"loss": output.loss.detach(), **{name: torch.as_tensor(each) for name, each in output.metrics.items()}}
     for name, value in metrics.items():
-        assert not (value.ndim or value.requires_grad), f"{who} returned `{name}` {shown(value)}: `detach()` a scalar."
-    assert output.loss.isfinite(), f"{who} returned a loss of {output.loss}: keep it finite."
+        is_number = not (value.ndim or value.requires_grad) and bool(value.isfinite())
+        assert is_number, f"{who} returned `{name}` {shown(value)}: return a finite scalar, metrics by `detach()`."
     if output.loss.requires_grad:
         output.loss.backward()
     is_learned, is_entropy_learned = (each.grad is not None and bool(each.grad.any()) for each in (logps, entropy))
@@ -147,4 +108,4 @@ def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], 
     assert is_learned, f"{who} returned a loss without gradient, from which nothing is learned: {remedy}."
     remedy = "which has a gradient only where `needs_entropy_grad` is True: set it in the class, or use `entropy_coef`"
     assert objective.needs_entropy_grad or not is_entropy_learned, f"{who} learns from `entropy`, {remedy}."
-    return {"loss": output.loss.detach(), **metrics}
+    return metrics
