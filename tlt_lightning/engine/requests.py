@@ -93,24 +93,32 @@ def joined(request: Request, response: Response) -> Response:
         return response
     if not response.token_ids:
         return replace(before, request_id=request.id, finish_reason=response.finish_reason)
-    segments = [*before.segments, *response.segments]
-    if before.segments[-1][0] == response.segments[0][0]:  # the weights have not moved
-        segments[len(before.segments) - 1 : len(before.segments) + 1] = [
-            (response.segments[0][0], before.segments[-1][1] + response.segments[0][1])
-        ]
+    policy_versions, version_tokens = merged([*before.segments, *response.segments])
     start = len(before.token_ids)
     return replace(
         response,
         token_ids=[*before.token_ids, *response.token_ids],
         logps=[*before.logps, *response.logps],
-        policy_versions=tuple(version for version, _ in segments),
-        version_tokens=tuple(count for _, count in segments) if len(segments) > 1 else (),
+        policy_versions=policy_versions,
+        version_tokens=version_tokens,
         drafts=[
             *before.drafts,
             *((start + at, drafter, drafted, kept) for at, drafter, drafted, kept in response.drafts),
         ],
         observed=before.observed,
     )
+
+
+def merged(segments: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return `policy_versions` and `version_tokens` of a response whose segments these are, empty ones among them."""
+    found: list[tuple[int, int]] = []
+    for version, count in segments:
+        if found and found[-1][0] == version:
+            found[-1] = (version, found[-1][1] + count)
+        elif count:
+            found.append((version, count))
+    versions, counts = zip(*found or segments[-1:], strict=True)
+    return versions, counts if len(counts) > 1 else ()
 
 
 def not_begun(request: Request, version: int) -> Response:

@@ -106,15 +106,18 @@ def test_weights_that_are_not_the_policys_are_refused_and_change_nothing(
 
 
 @pytest.mark.vllm
-def test_weights_are_refused_before_they_are_touched(engine: VLLMEngine, policy: torch.nn.Module) -> None:
+def test_an_update_that_breaks_half_way_ends_what_is_being_written(engine: VLLMEngine, policy: torch.nn.Module) -> None:
     responses = engine.generate(siblings(), Sampling(max_tokens=16), seed=0)
     next(responses)
-    with pytest.raises(RuntimeError, match=r"`update_weights` found the engine asleep or writing"):
-        engine.update_weights(PolicyWeights(policy), 1)
-    assert engine.policy_version == 0
-    with pytest.raises(RuntimeError, match=r"`sleep` found the engine asleep or writing: .* end `generate`"):
+    with pytest.raises(RuntimeError, match=r"`sleep` found the engine writing.* end `generate`"):
         engine.sleep()
-    responses.close()
+    with pytest.raises(ValueError, match="changed nothing"):
+        engine.update_weights([], 1)
+    assert next(responses).policy_versions == (0,)
+    with pytest.raises(OSError, match="gone"):
+        engine.update_weights(BrokenWeights(policy, "gone"), 1)
+    with pytest.raises(RuntimeError, match="holds no current weights"):
+        list(responses)
     engine.update_weights(PolicyWeights(policy), 1)
     assert engine.policy_version == 1
 
@@ -144,7 +147,7 @@ def test_a_sleeping_engine_refuses_weights(
     engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_asleep", True)  # a CPU has no sleep
-    with pytest.raises(RuntimeError, match="`update_weights` found the engine asleep or writing: call `wake`"):
+    with pytest.raises(RuntimeError, match=r"`update_weights` found the engine asleep, .* call `wake`"):
         engine.update_weights(PolicyWeights(policy), 1)
 
 

@@ -60,6 +60,9 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel: Neighbouring ranks that are one engine, each with its part of every weight and of the cache,
             for policies that are too large or too slow on one device. It must divide the devices of a node.
         compare_steps: Compare before every step what its ranks have scheduled, to find faults that hang an engine.
+        kv_on_update: What `update_weights` does with keys and values of requests that run: `recompute` reads what they
+            have so far anew, so that they go on as if the new weights had met it all; `keep` costs nothing, and goes on
+            from a cache that older weights filled.
     """
 
     max_num_seqs: int
@@ -77,13 +80,14 @@ class VLLMEngine(RolloutEngine):
         quantization: Literal["fp8"] | Quantization | None = None,
         tensor_parallel: Count = 1,
         compare_steps: bool = False,
+        kv_on_update: Literal["recompute", "keep"] = "recompute",
     ) -> None:
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.enforce_eager, self.sleeps, self.compare_steps = enforce_eager, sleep, compare_steps
         self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = quantization if isinstance(quantization, Quantization) else Quantization(quantization)
-        self.speculation, self.num_ranks = speculation, tensor_parallel
+        self.speculation, self.num_ranks, self.kv_on_update = speculation, tensor_parallel, kv_on_update
         self._speculative: SpeculativeRunner | None = None
         self._undone_by_close = ExitStack()
         self._engine: LLMEngine | None = None
@@ -231,11 +235,12 @@ class VLLMEngine(RolloutEngine):
     def sleep(self) -> None:
         if self._engine is None or self._asleep:
             return
-        engine = self._at_rest("sleep")
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError("`sleep` found the engine writing, and would drop its cache: end `generate` first.")
         if self._can_sleep:
             if self._head is not None:
                 self._head.keep()
-            engine.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
+            self._engine.sleep(level=2)  # weights are dropped, not copied out: the next sync brings them anyway
             self.policy_version, self._asleep = _NO_WEIGHTS, True
 
     @override
@@ -264,29 +269,28 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
         return self._engine
 
-    def _at_rest(self, call: str) -> "LLMEngine":
-        """Return the live engine for `call`; raise RuntimeError while it is asleep, its memory unmapped, or writes."""
-        if self._asleep or self._live.has_unfinished_requests():
-            raise RuntimeError(f"`{call}` found the engine asleep or writing: call `wake`, or end `generate`, first.")
-        return self._live
-
     # Weights
+
+    updates_running = True
 
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        engine = self._at_rest("update_weights")
+        engine, writer = self._live, self._writer
+        assert writer is not None
+        if self._asleep:
+            raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped: call `wake` first.")
         tensors = checked_weights(named_tensors, self._shapes)
+        writer.end_step()
         self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current
         reload_policy(engine, tensors)
-        if not engine.reset_prefix_cache():
-            raise RuntimeError("vLLM kept prefixes that the replaced weights computed: some of its blocks are in use.")
+        writer.weights_changed(version, keep_cache=self.kv_on_update == "keep")
         if self._speculative is not None:
             self._speculative.controller.weights_changed()
         self.policy_version = version
 
     @override
     def warm_up(self, num_requests: int = 1) -> None:
-        if self._speculative is None or not self._speculative.wants_calibration:
+        if self._speculative is None or self._live.has_unfinished_requests() or not self._speculative.wants_calibration:
             return
         assert self._writer is not None
         try:
@@ -327,8 +331,7 @@ class VLLMEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
-        if self.policy_version == _NO_WEIGHTS:
-            raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
+        self._check_weights()
         self.check_sampling(sampling)
         self._check(requests, sampling)
         writer, counter = self._writer, ProgressCounter()
@@ -341,6 +344,7 @@ class VLLMEngine(RolloutEngine):
                 if on_progress is not None:
                     on_progress(writer.progress(counter, finished))
                 yield from writer.pool.responses_of_this_rank(finished)
+                self._check_weights()  # an update that broke half-way may have been caught
         finally:
             self._sampling = None
             steps.close()
@@ -354,6 +358,10 @@ class VLLMEngine(RolloutEngine):
     @override
     def stop(self, ids: Collection[int]) -> None:
         self._writing("stop").stop(ids)
+
+    def _check_weights(self) -> None:
+        if self.policy_version == _NO_WEIGHTS:
+            raise RuntimeError("The engine holds no current weights: call `update_weights` before `generate`.")
 
     def _writing(self, call: str) -> RequestWriter:
         if self._writer is None or self._sampling is None:

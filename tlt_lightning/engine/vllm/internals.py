@@ -85,6 +85,19 @@ def abort(engine: LLMEngine, request_ids: list[str]) -> list[Any]:
     return outputs
 
 
+def drain(engine: LLMEngine) -> list[Any]:
+    """End the step under way of an asynchronous engine, and begin none; return vLLM's outputs."""
+    scheduler: Any = live_scheduler(engine)
+    under_way, outputs = reach(engine, "engine_core.engine_core.batch_queue"), []
+    scheduler.has_requests = lambda: False  # so that vLLM waits for what is under way, instead of scheduling more
+    try:
+        while under_way:
+            outputs += engine.step()
+    finally:
+        del scheduler.has_requests
+    return outputs
+
+
 def live_executor(engine: LLMEngine) -> Any:
     """Return the executor of an engine that runs in this process."""
     return reach(engine, "engine_core.engine_core.model_executor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,9 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.engine.progress_counter import ProgressCounter
 from tlt_lightning.engine.request_order import RequestOrder
 from tlt_lightning.engine.request_pool import RequestPool
-from tlt_lightning.engine.requests import joined, noise_seed, not_begun, num_written, tokens_left, tokens_so_far
+from tlt_lightning.engine.requests import joined, merged, noise_seed, not_begun, num_written, tokens_left, tokens_so_far
 from tlt_lightning.engine.rng import EngineRandom
-from tlt_lightning.engine.vllm.internals import abort, live_scheduler, reach
+from tlt_lightning.engine.vllm.internals import abort, drain, live_scheduler, reach
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.rollout import Request, Response, Sampling, VerifiedDraft
@@ -57,14 +58,21 @@ class RequestWriter:
         self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
-        self._version = -1  # of the weights that write this rollout
+        self._version = -1  # of the weights that write
+        self._cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # versions before, tokens when each ended
+        self._drained: list[Response] = []  # ended in a step that new weights have cut short, and not yielded yet
+        self._salt, self._salts = "", count(1)  # none while all that is cached is of the newest weights
+        self._is_async = bool(reach(engine, "vllm_config.scheduler_config.async_scheduling"))
+        self._numbers = EngineRandom(0)
+        self._step_ended = 0.0  # 0 unless a step may be under way since
         # The V2 runner draws by seed and position, so that a continued response gets the noise that it would have had.
         self._draws_by_position = bool(reach(engine, "vllm_config.use_v2_model_runner"))
 
     @property
     def ids(self) -> set[int]:
         """Ids of this rank's requests that are to be written."""
-        return {*self.pool.of_this_rank(self._running), *self.pool.added}
+        drained = [response.request_id for response in self._drained]
+        return {*self.pool.of_this_rank([*self._running, *drained]), *self.pool.added}
 
     def stop(self, ids: Collection[int]) -> None:
         """Yield what these requests have written, before the next engine step; leave alone those that have ended."""
@@ -81,48 +89,44 @@ class RequestWriter:
 
         They are those of all ranks of the engine, by their numbers in the pool.
         """
-        engine, speculative, engine_ranks = self._engine, self._speculative, self.pool.engine_ranks
-        self._version = policy_version
-        numbers = EngineRandom(engine_ranks.decide(lambda: seed))
-        is_async = engine.vllm_config.scheduler_config.async_scheduling
-        if speculative is not None:
-            speculative.begin_rollout()
+        engine, engine_ranks = self._engine, self.pool.engine_ranks
+        self._version, self._step_ended = policy_version, 0.0
+        self._numbers = EngineRandom(engine_ranks.decide(lambda: seed))
+        if self._speculative is not None:
+            self._speculative.begin_rollout()
         try:
             self._compare()  # waits for all: a broadcast of `decide` may leave out ranks that are not here yet
             engine_ranks.enter_rollout()
             self.pool.add(requests)
             self._order = RequestOrder()
             # Before every step, on all ranks of the engine alike:
-            # 1. What was asked for and not yielded yet is in `_running`, or in `pool` until the next meeting.
+            # 1. What was asked for and not yielded yet is in `_running` or `_drained`, or in `pool` until they meet.
             # 2. The ranks have met (a collective) if a response was yielded since: only then can a caller have asked.
             # 3. The engine's random numbers are in force within `_begin` and `step` alone, the caller's outside.
-            may_have_asked, must_arrange, num_ended, ended = True, False, 0, 0.0
+            may_have_asked, must_arrange, num_ended = True, False, 0
             for number in count(1):
                 if not number % _STEPS_PER_CHECK:
                     self._compare()
+                if self._drained:
+                    drained, self._drained = self._drained, []
+                    yield drained
+                    may_have_asked = must_arrange = True
                 if may_have_asked:
                     new_requests, stopped_ids = self.pool.meet()
                     may_have_asked = bool(stopped_ids)
                     if stopped_ids:
                         yield self._stopped(new_requests, stopped_ids)
                     must_arrange |= bool(new_requests)
-                    with numbers.in_force():
+                    with self._numbers.in_force():
                         self._begin([each for each in new_requests if each.id not in stopped_ids], params)
                 if not engine.has_unfinished_requests():
                     if may_have_asked:
                         continue
                     break
                 if must_arrange:  # new requests, or so many free seats that the order of those who wait has changed
-                    self._arrange(is_first=not ended)
+                    self._arrange(is_first=number == 1)
                     num_ended = 0
-                started = time.perf_counter()
-                pause = started - ended if is_async and ended else 0.0
-                with numbers.in_force():
-                    outputs: Any = engine.step()
-                ended = time.perf_counter()
-                if speculative is not None:
-                    speculative.controller.account(ended - started, pause)
-                finished = [self._ended(output) for output in outputs if output.finished]
+                finished = self._step(engine.step)
                 num_ended += len(finished)
                 must_arrange = bool(finished) and num_ended * _WAITING_PER_END >= len(self._scheduler.waiting)
                 yield finished
@@ -131,6 +135,42 @@ class RequestWriter:
                 self._comparison.end()
         finally:
             self._leave()
+
+    def end_step(self) -> None:
+        """End the step that is under way, if any, by the weights it began with; on all ranks before the same step."""
+        if self._running:
+            self._compare()
+            self._drained += self._step(partial(drain, self._engine))
+            self._step_ended = 0.0
+
+    def weights_changed(self, version: int, *, keep_cache: bool) -> None:
+        """Begin a segment of every response that is being written, after `end_step`.
+
+        Args:
+            version: Of the new weights.
+            keep_cache: Requests that run go on with the keys and values that they have; otherwise, and where requests
+                wait, all are computed anew. Only what has been computed since is shared with requests that begin later.
+        """
+        for request in self._scheduler.requests.values():
+            self._cuts[_number(request)].append((self._version, request.num_output_tokens))
+        self._version = version
+        is_empty = self._engine.reset_prefix_cache(reset_running_requests=not keep_cache)
+        self._salt = "" if is_empty else str(next(self._salts))
+        for request in () if is_empty else self._scheduler.waiting:
+            request.cache_salt = self._salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _step(self, step: Callable[[], list[Any]]) -> list[Response]:
+        """Return the responses that end in a step."""
+        started = time.perf_counter()
+        pause = started - self._step_ended if self._is_async and self._step_ended else 0.0
+        with self._numbers.in_force():
+            outputs = step()
+        self._step_ended = time.perf_counter()
+        if self._speculative is not None:
+            self._speculative.controller.account(self._step_ended - started, pause)
+        return [self._ended(output) for output in outputs if output.finished]
 
     def _compare(self) -> None:
         """Raise RuntimeError if the ranks of the engine differ in the last tokens of their requests."""
@@ -144,7 +184,7 @@ class RequestWriter:
         self.pool.engine_ranks.leave_rollout()
         if self._running:
             self._engine.abort_request([str(number) for number in self._running])
-        for held in (self.pool, self._running, self._before):
+        for held in (self.pool, self._running, self._before, self._cuts, self._drained):
             held.clear()
         if self._speculative is not None:
             self._speculative.end_rollout()
@@ -180,6 +220,8 @@ class RequestWriter:
         for request in requests:
             self._order.begin(request.group, request.expected_tokens)
             prompt: Any = {"prompt_token_ids": tokens_so_far(request)}
+            if self._salt:
+                prompt["cache_salt"] = self._salt
             given = params(request)
             given.seed = request.seed if self._draws_by_position else noise_seed(request)
             internal_id = self._engine.add_request(str(request.id), prompt, given)
@@ -192,7 +234,8 @@ class RequestWriter:
     def _ended(self, output: RequestOutput) -> Response:
         drafts = {} if self._speculative is None else self._speculative.verified_for
         request = self._running.pop(int(output.request_id))
-        response = joined(request, as_response(output, self._version, drafts))
+        cuts = [*self._cuts.pop(request.id, ()), (self._version, len(output.outputs[0].token_ids))]
+        response = joined(request, as_response(output, cuts, drafts))
         self.pool.engine_ranks.note(response.token_ids)
         if not response.is_unfinished:
             self._order.end(request.group, len(response.token_ids))
@@ -213,15 +256,15 @@ class RequestWriter:
         scheduler.waiting.extend([*set_back, *(waiting[place] for place in order)])
 
     def _set_back(self) -> list[Any]:
-        """Return requests set back for lack of cache: they wait before all others, with what they have written."""
-        return list(takewhile(lambda request: request.num_output_tokens, self._scheduler.waiting))
+        """Return requests set back, for lack of cache or to read all anew: they wait before all that have not begun."""
+        return list(takewhile(lambda request: request.num_preemptions, self._scheduler.waiting))
 
     def _num_tokens(self, request: Any) -> int:
         """Return the tokens of a response so far, those from before this rollout included."""
         return request.num_output_tokens + self._before.get(request.request_id, 0)
 
     def _group(self, request: Any) -> int:
-        return self._running[int(request.request_id.rpartition("-")[0])].group
+        return self._running[_number(request)].group
 
     def _stopped(self, new_requests: Sequence[Request], stopped_ids: Collection[int]) -> list[Response]:
         """Take requests out of the engine, and out of the new ones; return what is written of them."""
@@ -229,6 +272,11 @@ class RequestWriter:
         return [self._ended(output) for output in outputs] + [
             not_begun(request, self._version) for request in new_requests if request.id in stopped_ids
         ]
+
+
+def _number(request: Any) -> int:
+    """Return the number in the pool of a request of vLLM, which appends letters at random."""
+    return int(request.request_id.rpartition("-")[0])
 
 
 def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequence[int]) -> SamplingParams:
@@ -255,9 +303,18 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
     )
 
 
-def as_response(output: RequestOutput, policy_version: int, drafts: Mapping[str, Sequence[VerifiedDraft]]) -> Response:
-    """Return the response in a finished output of vLLM; `drafts` are those verified, by request."""
-    completion = output.outputs[0]
+def as_response(
+    output: RequestOutput, cuts: Sequence[tuple[int, int]], drafts: Mapping[str, Sequence[VerifiedDraft]]
+) -> Response:
+    """Return the response in a finished output of vLLM.
+
+    Args:
+        output: Of one response.
+        cuts: The versions of the weights that wrote it, and how many tokens it had when each of them ended.
+        drafts: Those verified, by request.
+    """
+    completion, starts = output.outputs[0], [0, *(end for _, end in cuts)]
+    versions, counts = merged([(version, end - start) for (version, end), start in zip(cuts, starts, strict=False)])
     assert completion.logprobs is not None
     assert completion.finish_reason is not None
     return Response(
@@ -265,6 +322,7 @@ def as_response(output: RequestOutput, policy_version: int, drafts: Mapping[str,
         token_ids=completion.token_ids,
         logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
         finish_reason="unfinished" if completion.finish_reason == "abort" else completion.finish_reason,
-        policy_versions=(policy_version,),
+        policy_versions=versions,
         drafts=drafts.get(output.request_id, ()),
+        version_tokens=counts,
     )
