@@ -187,10 +187,12 @@ class RLModule(L.LightningModule):
             batch: On the CPU; the result stays there.
             micro_batch_tokens: Most tokens of a forward pass; cut as the update's are.
             single_update: The iteration takes one optimizer step, whose own log-probs are the old ones: `old_logps`
-                stays None and the policy's pass is left out, unless a critic or the advantages need it.
+                stays None and the policy's pass is left out, unless a critic or the advantages need it. So it is, in
+                however many steps, where the objective clips against the policy that wrote the batch.
         """
         request = self.hidden_state_request
         policy, step = self.networks.policy, self.trainer.global_step
+        needs_old_logps = not (single_update or self.objective.clips_behaviour(asynchronous=batch.asynchronous))
         self._tap = None if request is None else BatchTap(policy, request, batch, step)
         return score(
             self.networks,
@@ -199,7 +201,7 @@ class RLModule(L.LightningModule):
             self.device,
             self.trainer.precision_plugin.forward_context,
             largest_counts(self.trainer),
-            scores_policy=not single_update or self.critic is not None or self.objective.needs_old_logps,
+            scores_policy=needs_old_logps or self.critic is not None or self.objective.needs_old_logps,
         )
 
     # Training
@@ -221,7 +223,7 @@ class RLModule(L.LightningModule):
     def _loss(self, batch: RolloutBatch) -> Tensor:
         wanted = self.objective.needs_entropy_grad
         logps, entropy, values = self.networks.forward(batch, needs_entropy_grad=wanted)
-        if batch.old_logps is None:  # the iteration's only update starts from the policy that wrote the batch
+        if batch.old_logps is None:  # nobody has asked for earlier ones: the only update's are its own
             batch = replace(batch, old_logps=logps.detach())
         output = self.objective.loss(batch, logps, entropy, values)
         self._parts.append({"train/loss": output.loss.detach(), **output.metrics})

@@ -255,6 +255,7 @@ class RolloutBatch:
         response_lengths: Response tokens of each sequence, masked ones included; None takes the mask's. (B,), int64
         observed: Response tokens that an environment wrote, all of them masked; None if there are none. (B, T), bool
         temperature: Sampling temperature; the trainer's log-probs are computed at it.
+        asynchronous: Written while the policy moved on, by a schedule whose texts are old as a rule.
         old_logps: Log-probs before this iteration's first update; None until they are known. (B, T), float32
         ref_logps: Log-probs under the frozen reference, if the objective asks for one. (B, T), float32
         values: The critic's predictions before the update, if there is a critic. (B, T), float32
@@ -278,6 +279,7 @@ class RolloutBatch:
     response_lengths: Tensor = None  # type: ignore[assignment]
     observed: Tensor | None = None
     temperature: float = 1.0
+    asynchronous: bool = False
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     values: Tensor | None = None

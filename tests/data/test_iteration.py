@@ -275,6 +275,14 @@ def test_the_age_of_a_token_counts_iterations_since_its_weights() -> None:
     assert rank.numbers()["schedule/deferred"] == 1 == len(rank.backlog.deferred)
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_batch_says_whether_its_schedule_is_asynchronous(is_asynchronous: bool) -> None:
+    schedule = PartialRollout(0.5)
+    schedule.is_asynchronous = is_asynchronous
+    rank = OneRank(schedule=schedule, num_minibatches=2)
+    assert {part.asynchronous for step in rank.steps() for part in step} == {is_asynchronous}
+
+
 def test_a_trial_run_has_its_number_of_prompts_a_rank_and_one_step() -> None:
     rank = OneRank(num_minibatches=2)
     rank.trainer.fast_dev_run = 3

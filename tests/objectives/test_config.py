@@ -25,6 +25,7 @@ from tlt_lightning.objectives import (
     SAPO,
     AdvantageEstimator,
     Aggregation,
+    BehaviourPolicy,
     CappedRatio,
     DrGRPO,
     KLEstimator,
@@ -69,6 +70,7 @@ def build(config: dict[str, Any]) -> PolicyObjective:
             DrGRPO(aggregation=SequenceMeanTokenSumNorm(max_tokens=64), surrogate=SequenceRatio()),
         ),
         ("GSPO", {}, GSPO()),
+        ("GSPO", {"proximal": "BehaviourPolicy"}, GSPO(proximal=BehaviourPolicy())),
         (
             "CISPO",
             {"surrogate": {"class_path": "CappedRatio", "init_args": {"min_ratio": 0.8}}},

@@ -14,7 +14,7 @@ import pytest
 from tlt_lightning import PartialRollout, RolloutSchedule, SynchronousSchedule, TailBatching
 from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.objectives import GRPO
+from tlt_lightning.objectives import GRPO, BehaviourPolicy
 from tlt_lightning.rollout import Response, Sampling
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
@@ -297,6 +297,7 @@ def test_what_a_schedule_cannot_work_with_is_refused_before_it_starts() -> None:
     backlog.check(engine, Sampling(), GRPO())
     with pytest.raises(ValueError, match=r"`objective.correction` is None"):
         backlog.check(engine, Sampling(), GRPO(correction=None))
+    backlog.check(engine, Sampling(), GRPO(correction=None, proximal=BehaviourPolicy()))  # whose ratio holds the age
     with pytest.raises(ValueError, match=r"`sampling.stop_strings` is \('x',\)"):
         backlog.check(engine, Sampling(stop_strings=("x",)), GRPO())
     Backlog(TailBatching()).check(engine, Sampling(stop_strings=("x",)), GRPO(correction=None))

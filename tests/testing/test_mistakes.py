@@ -12,7 +12,7 @@ import torch
 
 from tlt_lightning import FixedSelector, ObjectiveOutput, RolloutCallback, SynchronousSchedule, TransformersEngine
 from tlt_lightning.long_tail.budget import FixedBudget
-from tlt_lightning.objectives import GRPO, PPO
+from tlt_lightning.objectives import GRPO, PPO, PlainPolicyGradient
 from tlt_lightning.objectives.advantages import GroupCentred
 from tlt_lightning.rewards import exact_match
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool
@@ -128,6 +128,11 @@ def test_a_loss(change: Callable[..., Any], message: str) -> None:
     """An entropy bonus without `needs_entropy_grad` did nothing; a plain mean counts a step of two batches twice."""
     with pytest.raises(AssertionError, match=rf"`Mine\.loss` .*{message}"):
         check_objective(loss(change))
+
+
+def test_a_surrogate_that_says_it_holds_a_ratio_and_does_not() -> None:
+    with pytest.raises(AssertionError, match=r"`Mine\.has_ratio` is True, .* its loss is the same: set it to False"):
+        check_objective(GRPO(surrogate=mine(PlainPolicyGradient, has_ratio=True)))
 
 
 def test_the_entropy_may_be_read_and_weighed_by_zero() -> None:

@@ -17,6 +17,9 @@ def test_nothing_is_scored_where_nothing_is_asked_for(policy_path: str) -> None:
     module.configure_model()
     batch = make_batch([3, 3], [4, 2])
     assert module.score(batch, 45, single_update=True) is batch
+    assert module.score(batch, 45, single_update=False).old_logps is not None
+    batch.asynchronous = True  # the ratio is to the policy that wrote it
+    assert module.score(batch, 45, single_update=False) is batch
 
 
 def test_a_network_that_the_objective_does_not_use_is_warned_of(

@@ -131,6 +131,7 @@ class PolicyIteration:
         tokenizer = self.collector.tokenizer
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(self._collect(prompts), pad_id=pad_id, temperature=self.settings.sampling.temperature)
+        batch.asynchronous = self.backlog.schedule.is_asynchronous
         self.log.lap("other")
         batch = self._score(batch)
         self.log.lap("logprobs")

@@ -37,6 +37,7 @@ from tlt_lightning.objectives.named import (
     ReinforcePlusPlusBaseline,
 )
 from tlt_lightning.objectives.ppo import PPO, explained_variance
+from tlt_lightning.objectives.proximal import BehaviourPolicy, OldPolicy, ProximalPolicy
 from tlt_lightning.objectives.surrogates import (
     CappedRatio,
     ClippedRatio,

@@ -77,6 +77,13 @@ class PolicyObjective(ABC):
         """True if it makes up for tokens that older weights wrote, or needs not to."""
         return True
 
+    def clips_behaviour(self, *, asynchronous: bool) -> bool:
+        """Return True if `loss` takes its ratio to the policy that wrote the text: it needs no earlier log-probs.
+
+        `asynchronous` is the batch's, whose `old_logps` are then the loss's own where nothing else asks for them.
+        """
+        return False
+
     @property
     def length_limits(self) -> dict[str, int]:
         """Settings, by name, that have to be the longest response the engine may write."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tlt_lightning.arguments import NotNegative, check_argument
 from tlt_lightning.objectives.advantages import AdvantageEstimator
@@ -23,6 +24,7 @@ from tlt_lightning.objectives.base import (
 )
 from tlt_lightning.objectives.correction import Level, MismatchCorrection, importance_weights
 from tlt_lightning.objectives.kl import KLPenalty, k3
+from tlt_lightning.objectives.proximal import BehaviourPolicy, OldPolicy, ProximalPolicy
 from tlt_lightning.objectives.surrogates import Surrogate
 from tlt_lightning.rollout import RolloutBatch
 
@@ -37,7 +39,10 @@ class ComposedObjective(PolicyObjective):
         aggregation: Turns the losses of tokens into one.
         correction: Weighs tokens for the mismatch between engine and trainer; null is off. On in every named
             objective, because the mismatch is there in every run and silently harms some.
-        loss_kl: KL penalty added to the loss of each token; null is off, as in most recipes for reasoning.
+        proximal: The policy that the ratio is taken to, and so clipped against; null is `OldPolicy`, and under an
+            asynchronous schedule `BehaviourPolicy`.
+        loss_kl: KL penalty added to the loss of each token; null is off, as in most recipes for reasoning. Which of the
+            two KLs it descends is the estimator's: K2 the reverse one, K3 the forward one, K1 none.
         reward_kl: KL penalty taken from the rewards, as in PPO for preferences; null is off.
         entropy_coef: Weight of the entropy bonus, the mean entropy per token whatever the aggregation; 0 is off.
     """
@@ -46,6 +51,7 @@ class ComposedObjective(PolicyObjective):
     surrogate: Surrogate
     aggregation: Aggregation
     correction: MismatchCorrection | None
+    proximal: ProximalPolicy | None = None
     loss_kl: KLPenalty | None = None
     reward_kl: KLPenalty | None = None
     entropy_coef: NotNegative = 0.0
@@ -82,6 +88,13 @@ class ComposedObjective(PolicyObjective):
         """True if a correction weighs tokens by their age."""
         return self.correction is not None
 
+    @override
+    def clips_behaviour(self, *, asynchronous: bool) -> bool:
+        return self.surrogate.has_ratio and isinstance(self._proximal(asynchronous), BehaviourPolicy)
+
+    def _proximal(self, asynchronous: bool) -> ProximalPolicy:
+        return self.proximal or (BehaviourPolicy() if asynchronous else OldPolicy())
+
     @property
     def length_limits(self) -> dict[str, int]:
         limit = self.aggregation.max_tokens
@@ -108,8 +121,11 @@ class ComposedObjective(PolicyObjective):
         old_logps = fill(require(batch.old_logps, "old_logps", "the ratio is taken against it"), mask)
         advantages = fill(require(batch.advantages, "advantages", "the loss weighs tokens by them"), mask)
         rollout_logps = fill(batch.rollout_logps, mask)
+        proximal_logps = old_logps
+        if self.surrogate.has_ratio:
+            proximal_logps = self._proximal(batch.asynchronous)(old_logps, rollout_logps)
 
-        losses, clipped = self.surrogate(logps, old_logps, advantages, mask)
+        losses, clipped = self.surrogate(logps, proximal_logps, advantages, mask)
         if losses.shape != mask.shape:
             raise ValueError(
                 f"`{type(self.surrogate).__name__}` returned a loss of shape {tuple(losses.shape)}, which would be "
@@ -121,7 +137,7 @@ class ComposedObjective(PolicyObjective):
         metrics = {
             "train/entropy": token_mean(entropy, batch),
             "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
-            "train/approx_kl": token_mean(k3(old_logps, logps), batch),
+            "train/approx_kl": token_mean(k3(proximal_logps, logps), batch),
             "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
             "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
             "mismatch/ratio_max": ratio.max(),
@@ -129,8 +145,8 @@ class ComposedObjective(PolicyObjective):
             "mismatch/surprise_square": token_mean(surprise.square(), batch),
         }
         if self.correction is not None:
-            weights = self.correction(old_logps, rollout_logps, mask)
-            losses = losses * weights
+            losses = losses * self.correction(proximal_logps, rollout_logps, mask)
+            weights = self.correction(old_logps, rollout_logps, mask)  # how old the text is, whoever makes up for it
             metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
             metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
             metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)

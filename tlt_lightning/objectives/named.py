@@ -7,6 +7,8 @@ In the equations p, p_old and p_engine are the probabilities of token t of respo
 before the update and the engine; n is the number of responses, N that of their tokens, R_i a response's reward, and
 
     r_it = p / p_old           w_it = min(p_old / p_engine, 2)           sg: without gradient
+
+With `proximal: BehaviourPolicy` p_engine stands for p_old, and w_it is 1.
 """
 
 from dataclasses import dataclass, field

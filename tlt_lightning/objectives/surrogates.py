@@ -8,7 +8,7 @@ Differences from the sources, where verl and TRL disagree:
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,13 +30,16 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 class Surrogate(ABC):
     """Computes the policy loss of each token from its advantage."""
 
+    has_ratio: ClassVar[bool] = True
+    """True if the loss holds the ratio to `old_logps`, which then weighs tokens by who wrote them."""
+
     @abstractmethod
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each token and where the clip cut in (bool), (B, T) each.
 
         Args:
             logps: Log-probs under the policy being trained, 0 where masked. (B, T), with gradient
-            old_logps: Log-probs before the first update of the iteration, 0 where masked. (B, T)
+            old_logps: Log-probs under the proximal policy, 0 where masked. (B, T)
             advantages: Zero where masked. (B, T)
             mask: Response tokens. (B, T), bool
         """
@@ -135,6 +138,8 @@ class SoftGate(Surrogate):
 @dataclass(frozen=True)
 class PlainPolicyGradient(Surrogate):
     """Multiplies log-prob and advantage without bound: REINFORCE, for one update per rollout."""
+
+    has_ratio: ClassVar[bool] = False
 
     def __call__(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return -A log p."""

@@ -49,7 +49,8 @@ class Backlog:
         if not self.schedule.continues:
             return
         remedy = "Use TailBatching, or set `continues = False` in a schedule of yours that begins groups anew."
-        if not objective.learns_off_policy:
+        is_behaviour = objective.clips_behaviour(asynchronous=self.schedule.is_asynchronous)
+        if not (objective.learns_off_policy or is_behaviour):
             raise ValueError(
                 f"`data.schedule` {name} learns from tokens of older weights, and `objective.correction` is None: "
                 f"nothing would make up for it. Leave `correction` at its default. {remedy}"

@@ -83,6 +83,9 @@ class RolloutSchedule(ABC):
     continues: ClassVar[bool] = True
     """True if what older weights wrote of a group may be gone on with; without a correction that is refused."""
 
+    is_asynchronous: bool = False
+    """True if texts are older than the policy as a rule; objectives then clip against the policy that wrote them."""
+
     @abstractmethod
     def begin(self, demand: RolloutDemand, deferred: Sequence[PendingGroup]) -> tuple[list[PendingGroup], int]:
         """Return the groups that the rollout takes up of those deferred, and how many it draws besides."""

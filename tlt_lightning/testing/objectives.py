@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.composed import ComposedObjective
+from tlt_lightning.objectives.surrogates import Surrogate
 from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.testing.methods import check_methods, named, shown
 
@@ -36,6 +37,8 @@ def check_objective(objective: PolicyObjective) -> None:
     is_zero = not batch.advantages[mask == 0].any()
     assert is_zero, f"{who} returned others than 0 where `batch.response_mask` is 0: multiply them by it."
     batch.old_logps, who = _policy_logps(batch), named(objective, "loss")
+    if isinstance(objective, ComposedObjective):
+        _check_ratio(objective.surrogate, batch.old_logps, batch.advantages, mask.bool())
     whole = _loss(objective, batch, range(len(batch)))
     masked = _loss(objective, batch, range(len(batch)), shift=-3.0)
     halves = [_loss(objective, batch, range(start, len(batch), 2)) for start in (0, 1)]
@@ -88,6 +91,15 @@ def _called(objective: PolicyObjective, method: str, batch: RolloutBatch, *input
         is_same = not isinstance(value, Tensor) or torch.equal(value, getattr(batch, name))
         assert is_same, f"{who} changed `batch.{name}` in place, and others read it: change a `clone()`."
     return found
+
+
+def _check_ratio(surrogate: Surrogate, logps: Tensor, advantages: Tensor, mask: Tensor) -> None:
+    """Check that a surrogate holds the ratio if it says so: else text of older weights is weighed twice, or not."""
+    losses = [surrogate(logps, logps - shift * mask, advantages, mask)[0] for shift in (0, 0.1)]
+    assert surrogate.has_ratio != torch.equal(*losses), (
+        f"`{type(surrogate).__name__}.has_ratio` is {surrogate.has_ratio}, and with other `old_logps` its loss is "
+        f"{'the same' if surrogate.has_ratio else 'another'}: set it to {not surrogate.has_ratio}."
+    )
 
 
 def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], shift: float = 0) -> dict[str, Tensor]:

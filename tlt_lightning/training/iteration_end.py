@@ -68,8 +68,8 @@ def judge_weights(metrics: dict[str, float], iteration: int) -> None:
             f"Iteration {iteration}: the weights that correct for the mismatch of engine and trainer leave an "
             f"effective sample of {share:.2g} of the tokens (`mismatch/effective_sample_size`), and at least "
             f"{LEAST_SAMPLE_SIZE} must be left to learn from. Keep more of the engine's layers in 16 bit "
-            "(`quantization.layers_in_16_bit`, or `quantization: null`), lower `max_policy_lag` where the schedule is "
-            'PartialRollout, or correct with `level: token` where it is "sequence".'
+            "(`quantization.layers_in_16_bit`, or `quantization: null`), lower the schedule's `max_policy_lag` or "
+            '`max_staleness`, or correct with `level: token` where it is "sequence".'
         )
 
 
