@@ -2,6 +2,10 @@
 
 With d = log policy - log reference of a token sampled from the policy. All return (B, T), before any aggregation.
 
+An estimator of a KL, taken as a loss, need not descend that KL. In expectation over the policy's tokens the gradient of
+K1 is 0, that of K2 the gradient of KL(policy || reference), and that of K3 the gradient of KL(reference || policy):
+E[(1 - e^-d) grad log p] = - sum over tokens of reference * grad log p.
+
 Differences from the sources:
 - d is clamped to +-20 for k3; verl also clamps k3 to +-10, which leaves no gradient just where it is needed.
 - TRL multiplies k3 by the importance ratio by default (`use_bias_correction_kl`); verl, OpenRLHF and we do not.
@@ -48,7 +52,7 @@ class KLEstimator(ABC):
 class K1(KLEstimator):
     """Estimates the KL by the log-ratio d: unbiased, noisy, of either sign; usual in the reward.
 
-    In the loss its gradient is zero in expectation and so does not hold the policy; use K2 or K3 there.
+    As a loss its gradient is zero in expectation and so does not hold the policy; use K2 or K3 there.
     """
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -57,7 +61,7 @@ class K1(KLEstimator):
 
 @dataclass(frozen=True)
 class K2(KLEstimator):
-    """Estimates the KL by d^2 / 2: biased, low variance; on-policy the KL's gradient."""
+    """Estimates the KL by d^2 / 2: biased, low variance; as a loss it descends this very KL (reverse)."""
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         return (logps - ref_logps).square() / 2
@@ -65,7 +69,11 @@ class K2(KLEstimator):
 
 @dataclass(frozen=True)
 class K3(KLEstimator):
-    """Estimates the KL by e^-d - 1 + d: unbiased, low variance; GRPO's and the loss's usual one."""
+    """Estimates the KL by e^-d - 1 + d: unbiased, low variance; GRPO's and the loss's usual one.
+
+    As a loss it descends the forward KL, from the reference to the policy: text that the reference finds likely and the
+    policy does not is pulled up. Near the reference the two KLs are alike.
+    """
 
     def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
         return k3(logps, ref_logps)
@@ -74,7 +82,7 @@ class K3(KLEstimator):
 @checked()
 @dataclass(frozen=True, kw_only=True)
 class StraightThrough(KLEstimator):
-    """Reports one estimator and descends K2, whose gradient is that of the KL itself.
+    """Reports one estimator and descends K2, whose gradient is that of the KL itself (reverse).
 
     Args:
         value: The estimator whose value is reported.
