@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.block_drafts import head as blocks
 from benchmarks.micro import cold_head
+from tlt_lightning.data.formats import RowReader
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.target import choose_layer_ids
-from tlt_lightning.drafter.texts.formats import RowReader
 from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.hidden_states import PolicyText

@@ -26,11 +26,11 @@ from torch import Tensor
 from benchmarks.common import plots
 from benchmarks.common.arguments import ASSETS, parser_of
 from benchmarks.common.results import about, heading, save, table
+from tlt_lightning.data.formats import RowReader, Text
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
-from tlt_lightning.drafter.texts.formats import RowReader, Text
 from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
 from tlt_lightning.hidden_states import PolicyText

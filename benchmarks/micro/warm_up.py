@@ -33,11 +33,11 @@ from benchmarks.common.arguments import ASSETS, ROOT, parser_of
 from benchmarks.common.results import about, heading, save, table
 from recipes.assets.make_countdown import ANSWER, EOS, Question, sample_chain, sample_question, sample_response
 from tlt_lightning.commands.cli import run_cli, run_drafter_cli
+from tlt_lightning.data.formats import RowReader
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.drafter.target import choose_layer_ids, read_target
-from tlt_lightning.drafter.texts.formats import RowReader
 from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.texts import Texts
 from tlt_lightning.policy import load_tokenizer

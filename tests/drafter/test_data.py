@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import save_policy
-from tests.drafter.texts.test_formats import messages, save_target
+from tests.data.test_formats import messages, save_target
 from tests.support.drafters.draft_texts import read_by_target
 from tests.support.speculation_engines import greedy_texts, save_endless_policy
 from tlt_lightning.commands.cli import run_drafter_cli

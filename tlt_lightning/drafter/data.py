@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.arguments import CountOrZero, checked, text_of
+from tlt_lightning.data.formats import RowReader
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
-from tlt_lightning.drafter.texts.formats import RowReader
 from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt

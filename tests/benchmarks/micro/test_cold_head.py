@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.common.arguments import ASSETS
 from benchmarks.micro import cold_head
-from tlt_lightning.drafter.texts.formats import Text
+from tlt_lightning.data.formats import Text
 from tlt_lightning.policy import load_tokenizer
 
 

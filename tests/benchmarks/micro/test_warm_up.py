@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common.arguments import ASSETS
 from benchmarks.micro import warm_up
 from recipes.assets.make_countdown import ANSWER, EOS, HASTY_SHARE, HIT, sample_question, sample_response
-from tests.drafter.texts.test_formats import save_target
+from tests.data.test_formats import save_target
 from tlt_lightning.rewards.countdown import countdown
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModel
 
 from tests.conftest import save_policy
+from tlt_lightning.data.formats import Text
 from tlt_lightning.drafter.packing import PackedBatch, Piece, num_entries
-from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.drafter.texts.states import StateReader, similar_lengths
 from tlt_lightning.drafter.texts.stream import PackStream, cut_stream
 

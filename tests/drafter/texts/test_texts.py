@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from tests.drafter.texts.test_formats import FORGETFUL, messages, save_target
-from tlt_lightning.drafter.texts.formats import RowReader, Text
+from tests.data.test_formats import FORGETFUL, messages, save_target
+from tlt_lightning.data.formats import RowReader, Text
 from tlt_lightning.drafter.texts.rows import open_rows
 from tlt_lightning.drafter.texts.texts import Texts
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from tlt_lightning.data.formats import Text
 from tlt_lightning.drafter.target import frozen_dtype
-from tlt_lightning.drafter.texts.formats import Text
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 from tlt_lightning.model_files import load_whole
 from tlt_lightning.sharding.units import Sharding, is_sharded

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tlt_lightning.drafter.texts.formats import LeftOut, RowReader, Text
+from tlt_lightning.data.formats import LeftOut, RowReader, Text
 from tlt_lightning.drafter.texts.rows import JsonLines, open_rows
 
 log = logging.getLogger(__name__)

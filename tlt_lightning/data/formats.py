@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_lightning.policy import end_token_ids, load_tokenizer
@@ -54,6 +55,9 @@ class LeftOut(Exception):
 class RowReader:
     """Writes rows as texts of a target, conversations by its chat template.
 
+    Before each answer are the tokens that an engine reads there: where the tokenizer would join the end of a prompt and
+    the beginning of an answer in a token, they are tokenized apart.
+
     Args:
         target: Path or hub name, for the tokenizer.
         max_tokens: Longest text that the target reads; longer ones are cut there.
@@ -62,11 +66,19 @@ class RowReader:
     def __init__(self, target: str, max_tokens: int) -> None:
         self.target = target
         self.max_tokens = max_tokens
+        self.variables: dict[str, Any] = {"strftime_now": _A_DAY.strftime}
+        """Of the chat template."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's, loaded when text has to be written."""
         return load_tokenizer(self.target)
+
+    @cached_property
+    def template(self) -> str | None:
+        """Writes conversations; None where there is text alone."""
+        template: str | None = self.tokenizer.chat_template
+        return template
 
     @cached_property
     def _ends(self) -> list[str]:
@@ -90,20 +102,25 @@ class RowReader:
             others = tuple((start + at, start + at + length) for at, length in row.get("observed") or ())
             return [self._cut(Text(ids, start, others))]
         if "messages" in columns:
-            return self._written(_turns(row["messages"]))
+            return self._conversation(turns_of(row["messages"]))
         if "conversations" in columns:
-            return self._written(_turns(row["conversations"]))
+            return self._conversation(turns_of(row["conversations"]))
         if columns >= {"prompt", "completion"}:
             prompt, completion = row["prompt"], row["completion"]
-            if self.tokenizer.chat_template is None and isinstance(prompt, str) and isinstance(completion, str):
-                return [self._cut(self._plain(prompt, completion))]
-            return self._written([*_turns(prompt, "user"), *_turns(completion, "assistant")])
+            return self._conversation([*turns_of(prompt, "user"), *turns_of(completion, "assistant")])
         has = f"has {', '.join(sorted(columns)) or 'nothing'}" if isinstance(row, Mapping) else f"is {row!r:.80}"
         raise ValueError(f"{has}; a row must have {FORMATS}")
 
+    def _conversation(self, turns: Sequence[Turn]) -> list[Text]:
+        if self.template is None and [turn["role"] for turn in turns] == ["user", "assistant"]:
+            return [self._cut(self._plain(*(turn["content"] for turn in turns)))]
+        return self._written(turns)
+
     def _plain(self, prompt: str, completion: str) -> Text:
-        ids, starts = self._encode(prompt + completion, adds_special=True)
-        return Text([*ids, self.tokenizer.eos_token_id], bisect_left(starts, len(prompt)))
+        ids, (length,) = self._encode(prompt + completion, [len(prompt)])
+        whole = self.tokenizer(prompt + completion)["input_ids"]  # with what begins, and perhaps ends, every text
+        front = whole[: next((at for at in range(len(whole)) if whole[at : at + len(ids)] == ids), 0)]
+        return Text([*front, *ids, self.tokenizer.eos_token_id], len(front) + length)
 
     def _written(self, turns: Sequence[Turn]) -> list[Text]:
         """Write a conversation as the target's engine would have seen it, each answer behind all before it.
@@ -146,7 +163,7 @@ class RowReader:
     def _template(self, turns: Sequence[Turn], asks: bool = False) -> str:
         from jinja2 import TemplateError
 
-        if self.tokenizer.chat_template is None:
+        if self.template is None:
             raise ValueError(
                 f"is a conversation, which `target` {self.target!r} has no chat template for; set its tokenizer's "
                 "`chat_template`, or give the texts `prompt` and `completion`"
@@ -154,20 +171,23 @@ class RowReader:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(turns), tokenize=False, add_generation_prompt=asks, strftime_now=_A_DAY.strftime
+                    list(turns),
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                    chat_template=self.template,
+                    **self.variables,
                 )
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise LeftOut(f"which the target's chat template cannot write ({error})") from error
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> Text:
-        ids, starts = self._encode(text)
-        edges = [bisect_left(starts, edge) for span in spans for edge in span]
+        ids, edges = self._encode(text, [edge for span in spans for edge in span])
         others = tuple(zip(edges[1:-1:2], edges[2:-1:2], strict=True))
         return Text(ids, edges[0], others)
 
-    def _encode(self, text: str, *, adds_special: bool = False) -> tuple[list[int], list[int]]:
-        """Return the tokens of `text`, and the place where each begins."""
+    def _encode(self, text: str, edges: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens of `text`, and how many of them are before each edge, a place in it."""
         if not self.tokenizer.is_fast:
             raise ValueError(
                 f"holds text, and the tokenizer of `target` {self.target!r} is none of `tokenizers`, which tell where "
@@ -177,8 +197,18 @@ class RowReader:
             text.encode()
         except UnicodeEncodeError as error:
             raise LeftOut("with half a surrogate pair, which is no letter") from error
-        encoded = self.tokenizer(text, add_special_tokens=adds_special, return_offsets_mapping=True)
-        return encoded["input_ids"], [first for first, _ in encoded["offset_mapping"]]
+
+        def encode(part: str) -> list[int]:
+            ids: list[int] = self.tokenizer(part, add_special_tokens=False)["input_ids"]
+            return ids
+
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, starts = encoded["input_ids"], [first for first, _ in encoded["offset_mapping"]]
+        places = [bisect_left(starts, edge) for edge in edges]
+        if all(encode(text[:edge]) == ids[:place] for edge, place in zip(edges, places, strict=True)):
+            return ids, places
+        parts = [encode(text[first:last]) for first, last in pairwise([0, *edges, len(text)])]
+        return [*chain.from_iterable(parts)], [*accumulate(map(len, parts[:-1]))]
 
     def _cut(self, text: Text) -> Text:
         if not 0 < text.prompt_length < min(len(text.ids), self.max_tokens):
@@ -191,7 +221,7 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _turns(value: Any, role: str = "") -> list[Turn]:
+def turns_of(value: Any, role: str = "") -> list[Turn]:
     """Return turns with `role` and `content`; text alone is a turn of `role`."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]

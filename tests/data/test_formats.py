@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, ByT5Tokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import save_policy, save_tokenizer
+from tlt_lightning.data.formats import LeftOut, RowReader, Text
 from tlt_lightning.drafter.packing import packs_of
-from tlt_lightning.drafter.texts.formats import LeftOut, RowReader, Text
 from tlt_lightning.hidden_states import PolicyText
 
 TEMPLATE = (
@@ -195,3 +196,21 @@ def test_a_saved_policy_has_what_the_reader_wants(tmp_path: Path) -> None:
     policy = str(save_policy(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     assert RowReader(policy, 256).texts({"prompt_ids": [5], "response_ids": [7]}) == [Text([5, 7], 1)]
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0]['content'] }}{{ messages[1]['content'] if messages[1:] }}"])
+def test_a_token_never_holds_the_end_of_a_prompt_and_the_beginning_of_an_answer(
+    template: str | None, tmp_path: Path
+) -> None:
+    """The engine reads the prompt alone, so what is learned must stand behind the tokens that it has by itself."""
+    words = {letter: number for number, letter in enumerate(["a", "<eos>", "b", "c", "ab", "bc"])}
+    model = models.BPE(words, merges=[("a", "b"), ("b", "c")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="<eos>")
+    tokenizer.chat_template = template
+    save_policy(tmp_path)  # its `config.json` alone is read
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer("cabc")["input_ids"] == [words[each] for each in ("c", "ab", "c")]
+    (text,) = RowReader(str(tmp_path), 16).texts({"prompt": "ca", "completion": "bc"})
+    assert text == Text(
+        [*tokenizer("ca")["input_ids"], words["bc"], *([words["<eos>"]] if template is None else [])], 2
+    )
