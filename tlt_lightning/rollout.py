@@ -88,7 +88,8 @@ class Request:
     """Asks an engine for one response.
 
     Args:
-        id: Unique within one `generate` call; the response carries it back.
+        id: Unique among the requests that are open; the response carries it back. In training it is
+            `draw * group_size + member`, which is unique over the run.
         prompt_ids: Token ids of the prompt.
         group: Requests with the same group answer the same prompt (siblings).
         max_tokens: Limit for this request alone, `written` included; None uses `Sampling.max_tokens`.

@@ -85,13 +85,13 @@ def log_values(log: IterationLog) -> dict[str, float]:
 
 def write(rollout: RolloutUnderWay, lengths: Sequence[Group], version: int) -> tuple[list[int], list[int]]:
     """Write until the schedule has enough; return tokens that each running request wrote, and how many ran."""
-    requests = rollout.requests([[0]] * len(rollout.groups), 0)
+    requests = rollout.requests([[0]] * len(rollout.groups))
     written = {each.id: each.written for each in requests}
     size = rollout.group_size
 
     def left(number: int) -> int:
         before = written[number]
-        whole = lengths[rollout.groups[number // size].draw][number % size]
+        whole = lengths[number // size][number % size]
         return whole - (0 if before is None else len(before.token_ids))
 
     def respond(number: int, count: int, reason: str) -> bool:

@@ -48,14 +48,14 @@ class Answers:
     ) -> list[Rollout]:
         self.calls.append((prompts, under_way, arguments))
         ids = [prompt.ids for prompt in prompts]
-        self.requests = under_way.requests(ids, arguments["first_group"], has_seeds=True)
+        self.requests = under_way.requests(ids, has_seeds=True)
         for request in self.requests:
             length = 1 + len(request.prompt_ids)
             versions, counts = ((0, self.version), (length - 1, 1)) if self.version else ((0,), ())
             under_way.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))
         rollouts = []
         for number in under_way.taken:
-            place, member = divmod(number, under_way.group_size)
+            place, member = under_way.place_of(number), number % under_way.group_size
             reward = 1.0 if prompts[place].index in DULL else float(member)
             group = arguments["first_group"] + place
             rollouts.append(Rollout(prompts[place], under_way.responses[number], "", group, {"score": reward}, reward))

@@ -233,11 +233,26 @@ def test_numbers_of_all_kinds_are_scores(make_pool) -> None:
         assert pool.collect() == {0: {"one": 1.0}}
 
 
-def test_a_key_is_used_once(make_pool) -> None:
+def test_scores_that_nobody_asks_for_wait_and_hold_nobody_up(make_pool) -> None:
+    may_end = threading.Event()
+
+    def wait(prompt: str, response: str, row: dict) -> float:
+        return float(may_end.wait(5)) if prompt == "slow" else 2.0
+
+    pool = make_pool(wait, timeout=10.0)
+    pool.submit(3, "slow", "", {})
+    pool.submit(-4, "fast", "", {})
+    assert pool.collect([-4]) == {-4: {"wait": 2.0}}
+    assert (3 in pool, -4 in pool) == (True, False)
+    may_end.set()
+    assert pool.collect() == {3: {"wait": 1.0}}
+
+
+def test_of_two_responses_with_one_key_the_newer_counts(make_pool) -> None:
     pool = make_pool(length)
-    pool.submit(3, "", "", {})
-    with pytest.raises(ValueError, match="`key` 3 was submitted already"):
-        pool.submit(3, "", "", {})
+    for text in ("longer", "new"):
+        pool.submit(3, "", text, {})
+    assert pool.collect([3]) == {3: {"length": 3.0}}
 
 
 @pytest.mark.parametrize(

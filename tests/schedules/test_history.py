@@ -91,13 +91,13 @@ def course_of(responses: list[Response], earlier: dict[int, list[list[int]]]) ->
 def test_requests_bring_earlier_answers_and_what_ended_of_their_own_group() -> None:
     ended, open_one = Response(0, [5, 1], [0, 0], "stop", (0,)), Response(1, [6], [0], "unfinished", (0,))
     course = course_of([ended, open_one], {7: [[9, 9]], 8: [[8]]})
-    asked = {request.id: request.earlier_answers for request in course.requests([[2], [3]], 0)}
-    assert asked == {1: [[5, 1]], 2: [[9, 9]], 3: [[9, 9]]}
+    asked = {request.id: request.earlier_answers for request in course.requests([[2], [3]])}
+    assert asked == {13: [[5, 1]], 14: [[9, 9]], 15: [[9, 9]]}
 
 
 def test_what_is_learned_from_is_an_earlier_answer_and_whatever_ended_tells_a_length() -> None:
     course = course_of([], {})
-    for number, reason in ((2, "stop"), (3, "stop"), (0, "stop"), (1, "unfinished")):
+    for number, reason in ((14, "stop"), (15, "stop"), (12, "stop"), (13, "unfinished")):
         course.add(Response(number, [number], [0.0], reason, (0,)))
     assert [prompt for prompt, _ in course.texts] == [7, 7]
     assert {prompt for prompt, _ in course.lengths} == {6, 7}

@@ -51,7 +51,7 @@ class Run:
         self._write(under_way, iteration)
         self.backlog.end(under_way, self.log)
         self.history.learn(Answered(under_way.lengths), lambda own: [own])
-        taken = [under_way.groups[number // SIZE].draw for number in under_way.taken]
+        taken = [number // SIZE for number in under_way.taken]
         responses = [under_way.responses[number] for number in under_way.taken]
         self.learned.append({d: [r for t, r in zip(taken, responses, strict=True) if t == d] for d in taken})
 
@@ -61,7 +61,7 @@ class Run:
         return PendingGroup(prompt=prompt, draw=draw, drawn_in=iteration, begun_in=iteration, expected_tokens=expected)
 
     def _write(self, under_way: RolloutUnderWay, version: int) -> None:
-        requests = under_way.requests([[5]] * len(under_way.groups), 0, has_seeds=self.has_seeds)
+        requests = under_way.requests([[5]] * len(under_way.groups), has_seeds=self.has_seeds)
         noise = {r.id: self.noise if r.seed is None else random.Random(r.seed) for r in requests}
         texts: dict[int, list[int]] = {request.id: [] for request in requests}
         before = {request.id: request.written for request in requests}
@@ -78,7 +78,7 @@ class Run:
             self.num_steps += 1
             self.written += len(texts)
             for number in list(texts):
-                chance = chance_to_end(under_way.groups[number // SIZE].prompt)
+                chance = chance_to_end(number // SIZE % NUM_PROMPTS)
                 texts[number].append(noise[number].randrange(10))
                 if noise[number].random() < chance:
                     has_enough |= respond(number, "stop")
@@ -251,9 +251,9 @@ def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits() -> 
     load_backlog(backlog, [saved], group_size=2, max_tokens=10**6)
     assert backlog.deferred == [replace(group, responses=group.responses[:2]) for group in held]
     course = RolloutUnderWay(backlog.schedule, RolloutDemand(wanted=2, iteration=3), backlog.deferred, 2)
-    assert [course.responses[number].token_ids for number in range(2 * len(held))] == [
-        response.token_ids for group in held for response in group.responses[:2]
-    ]
+    for group in held:
+        for member, response in enumerate(group.responses[:2]):
+            assert course.responses[2 * group.draw + member].token_ids == response.token_ids
     load_backlog(backlog, [saved], max_tokens=limit)
     assert [bool(group.responses) for group in backlog.deferred] == [length < limit for length in lengths]
     for state in (ended := saved[lengths.index(limit)])["responses"]:
@@ -326,7 +326,7 @@ def test_what_was_put_aside_may_be_enough_without_a_rollout() -> None:
         for draw in range(3)
     ]
     course = RolloutUnderWay(PartialRollout(0.5), RolloutDemand(wanted=2, iteration=1), groups, SIZE)
-    assert course.requests([[5]] * 3, 0) == []
+    assert course.requests([[5]] * 3) == []
     assert course.taken == list(range(2 * SIZE))
     assert [group.draw for group in course.deferred()] == [2]
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
 import lightning as L
 
+from tlt_lightning.data.request_stream import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
-from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
-from tlt_lightning.engine.requests import expected
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.rewards.pool import RewardPool
-from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
+from tlt_lightning.rollout import Prompt, Response, Rollout, Sampling
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.training.fsdp2 import is_sharded
 
@@ -32,8 +31,8 @@ class RolloutCollector:
 
     Args:
         trainer: Whose callbacks are told and whose module is the policy.
-        engine: Writes the responses.
-        weights: Keeps its weights equal to the policy's.
+        stream: Asks the engine for responses; it outlives an iteration.
+        weights: Keeps the engine's weights equal to the policy's.
         tokenizer: Decodes them.
         end_tokens: Token ids that end a response besides the tokenizer's own.
         rewards: Scores them while others are still being written.
@@ -47,7 +46,7 @@ class RolloutCollector:
     def __init__(
         self,
         trainer: L.Trainer,
-        engine: RolloutEngine,
+        stream: RequestStream,
         weights: WeightSync,
         tokenizer: PreTrainedTokenizerBase,
         end_tokens: Collection[int],
@@ -58,7 +57,7 @@ class RolloutCollector:
         peak_memory: PeakMemory | None = None,
     ) -> None:
         self.trainer = trainer
-        self.engine = engine
+        self.stream, self.engine = stream, stream.engine
         self.weights = weights
         self.tokenizer = tokenizer
         self.rewards = rewards
@@ -97,8 +96,7 @@ class RolloutCollector:
         """
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
         under_way = under_way or RolloutUnderWay.of_all(len(prompts), group_size, **ranks)
-        ids = [prompt.ids for prompt in prompts]
-        requests = under_way.requests(ids, first_group, has_seeds=self.engine.seeds_requests)
+        requests = under_way.requests([prompt.ids for prompt in prompts], has_seeds=self.engine.seeds_requests)
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
         is_alone = self.engine.num_ranks == 1 and not is_sharded(self.trainer)
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
@@ -109,14 +107,17 @@ class RolloutCollector:
         self._has_begun |= is_first
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
-        rollouts = self._gather(prompts, under_way, requests, sampling, seed, first_group)
-        taken = [rollouts[number] for number in under_way.taken]
+        self.stream.begin()
+        self.stream.ask(requests, sampling, seed=seed)
+        rollouts = self._take(prompts, under_way, first_group)
+        self._note_speed(has_requests=bool(requests))
         self.log.lap("rollout")
         if not sleeps_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
         self._wait_for_others()
         self._check_engine(rollouts.values(), sampling, is_first)
-        self._reward(rollouts)
+        taken = [rollouts[number] for number in under_way.taken]
+        self._reward(taken)
         return taken
 
     def _wake(self, num_requests: int) -> None:
@@ -142,75 +143,56 @@ class RolloutCollector:
         if has_any and self.probe.check(self.trainer, self.engine, current, sampling):
             self.log.lap("logprobs")  # the policy's first pass, for which a GPU compiles
 
-    def _reward(self, rollouts: Mapping[int, Rollout]) -> None:
+    def _reward(self, rollouts: Sequence[Rollout]) -> None:
         """Wait for the scores, and put them into the rollouts."""
-        for number, scores in self.rewards.collect().items():
-            rollouts[number].rewards = scores
-            rollouts[number].reward = sum(term.weight * scores.get(term.name, 0.0) for term in self.rewards.terms)
+        scores = self.rewards.collect([rollout.response.request_id for rollout in rollouts])
+        for rollout in rollouts:
+            rollout.rewards = scores[rollout.response.request_id]
+            rollout.reward = sum(term.weight * rollout.rewards.get(term.name, 0.0) for term in self.rewards.terms)
         for name, count in self.rewards.stats.items():
             self.log.sum(name, count)
         if not self.trainer.predicting:  # to which rewards matter little
             self.rewards.check()
         self.log.lap("reward")
 
-    def _gather(
-        self,
-        prompts: Sequence[Prompt],
-        under_way: RolloutUnderWay,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        seed: int,
-        first_group: int,
-    ) -> dict[int, Rollout]:
-        """Write until the schedule has enough; return ended rollouts by request, their rewards under way."""
+    def _take(self, prompts: Sequence[Prompt], under_way: RolloutUnderWay, first_group: int) -> dict[int, Rollout]:
+        """Read responses until the schedule has enough; return ended rollouts by request, their rewards under way."""
         rollouts: dict[int, Rollout] = {}
 
-        def receive(response: Response) -> None:
+        def receive(response: Response, *, is_new: bool = True) -> None:
             _check_finite(response)
-            place = response.request_id // under_way.group_size
+            number = response.request_id
+            place = under_way.place_of(number)
             prompt, text = prompts[place], self._decode(response.token_ids)
             deferrals = under_way.groups[place].deferrals
-            rollout = Rollout(
+            rollouts[number] = Rollout(
                 prompt=prompt, response=response, text=text, group=first_group + place, deferrals=deferrals
             )
-            rollouts[response.request_id] = rollout
-            self.rewards.submit(response.request_id, prompt.question, text, prompt.row)
+            if is_new or number not in self.rewards:
+                self.rewards.submit(number, prompt.question, text, prompt.row)
 
         for response in under_way.ended:
-            receive(response)
-        num_answered = 0
-        for response in self._write(requests, sampling, seed):
-            num_answered += 1
+            receive(response, is_new=False)
+        for response in self.stream:
             if under_way.add(response):
-                self.engine.stop(under_way.open_ids)
+                self.stream.stop(under_way.open_ids)
             if not response.is_unfinished:
                 receive(response)
-        if missing := len(requests) - num_answered:
-            raise RuntimeError(f"The engine finished without answering {missing} of {len(requests)} requests.")
         return rollouts
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without the tokens that end or pad it; rewards see other special tokens."""
         return str(self.tokenizer.decode([token for token in token_ids if token not in self._unseen]))
 
-    def _write(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Iterator[Response]:
-        if not requests and self.engine.num_ranks == 1:
-            return
-        trace: list[RolloutProgress] = []  # of the engine, which several ranks may ask for responses
-
-        def on_progress(progress: RolloutProgress) -> None:
-            trace.append(progress)
-            call_rollout_hook(self.trainer, "on_rollout_progress", progress)
-
-        responses = self.engine.generate(requests, sampling, seed=seed, on_progress=on_progress)
-        yield from expected(responses, requests)
-        if trace:
+    def _note_speed(self, *, has_requests: bool) -> None:
+        """Add up what was written and the long tail, both of the engine, which several ranks may ask for responses."""
+        if trace := self.stream.trace:
             last = trace[-1]
             self._seconds += last.elapsed
             self._num_tokens += last.tokens
             unfinished = [(progress.elapsed, progress.waiting + progress.running) for progress in trace]
             self._tail_seconds += last.elapsed * tail_share(unfinished, last.total)
-        if requests:  # of a rollout that needed none the counts are those of nothing
+        if has_requests:  # of a rollout that needed none the counts are those of nothing
             self.log.update(self.engine.stats())
 
     @property

@@ -1,4 +1,4 @@
-"""Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches.
+r"""Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches.
 
 An iteration is a Lightning epoch. What goes from whom to whom, on each rank, and what each waits for:
 
@@ -11,8 +11,8 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
       |
     weights              WeightSync                  the last optimizer step         the engine has them, checked
       |
-    Response, as it ends RolloutEngine.generate      its last token                  the schedule has chosen: `stop`
-      |   \
+    Response, as it ends RequestStream, from the     its last token                  the schedule has chosen: `stop`
+      |   \              engine's `generate`
       |    score         RewardPool, in threads      a thread                        all scores, or the time limit
       |
     Rollout              RolloutCollector            the last rank (an IdleWindow:   all ranks have written, or one

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import datetime
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +31,7 @@ from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, checksum, first_prompts, load_prompts
+from tlt_lightning.data.request_stream import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.usual import usual_engine
@@ -190,6 +192,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _make_parts(self) -> None:
         """Make what a rollout needs besides the engine."""
+        tell = partial(call_rollout_hook, self._trainer, "on_rollout_progress")
+        self._stream = RequestStream(self.engine, tell)
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
@@ -290,6 +294,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.liveness.close()
         if hasattr(self, "pool"):
             self.pool.close()
+            self._stream.close()
         self.engine.close()  # last: on a broken device it may raise
 
     @override
@@ -393,7 +398,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
         return RolloutCollector(
             self._trainer,
-            self.engine,
+            self._stream,
             self._weights,
             tokenizer=self.tokenizer,
             end_tokens=self._ends,

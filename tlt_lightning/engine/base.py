@@ -113,7 +113,7 @@ class RolloutEngine(ABC):
         """Yield one response per request as each finishes.
 
         Args:
-            requests: What to write; ids must be unique.
+            requests: What to write. An id may be added again once its response has been yielded.
             sampling: How to sample.
             seed: Makes the rollout reproducible: the same weights, requests and seed give the same responses.
             on_progress: Called after each engine step; must return quickly.

@@ -42,13 +42,12 @@ def check_requests(
             )
 
 
-def expected(responses: Iterable[Response], requests: Sequence[Request]) -> Iterator[Response]:
-    """Yield the responses of an engine.
+def expected(responses: Iterable[Response], open_ids: set[int]) -> Iterator[Response]:
+    """Yield the responses of an engine, and take their ids out of `open_ids`, to which a caller may add.
 
     Raises:
         ValueError: A response answers no open request, or has another number of log-probs than of tokens.
     """
-    open_ids = {request.id for request in requests}
     for response in responses:
         num_tokens, num_logps = len(response.token_ids), len(response.logps)
         if response.request_id not in open_ids or num_tokens != num_logps:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
@@ -45,6 +45,7 @@ class Call:
     started: float = math.inf
     score: float | None = 0.0
     error: BaseException | None = None
+    is_done: bool = False
 
 
 class RewardPool:
@@ -99,33 +100,40 @@ class RewardPool:
         """Queue a response for every reward, and return at once.
 
         Args:
-            key: Identifies the response in what `collect` returns.
+            key: Identifies the response in what `collect` returns; the newer of two with the same key counts.
             prompt: The question.
             response: The response as text.
             row: The row of the data file; each call gets a copy of its own.
         """
         if self._closed:
             raise RuntimeError("`submit` was called on a reward pool that is closed.")
-        if key in self._submitted:
-            raise ValueError(f"`key` {key} was submitted already; use each key once between two calls of `collect`.")
         self._submitted[key] = [Call(term, prompt, response, row) for term in self.terms]
         with self._changed:
             self._waiting.extend(self._submitted[key])
             self._give_up_late()  # so that calls that hang do not hold up the others until `collect`
             self._changed.notify_all()
 
-    def collect(self) -> dict[int, dict[str, float]]:
-        """Wait for all scores since the last call; return them unweighted by key and reward name.
+    def __contains__(self, key: int) -> bool:
+        """Return True if `collect` has not returned what was submitted under this key."""
+        return key in self._submitted
+
+    def collect(self, keys: Iterable[int] | None = None) -> dict[int, dict[str, float]]:
+        """Wait for the scores under these keys, None being all; return them unweighted by key and reward name.
 
         Keys are in ascending order and rewards in the order of `terms`, however long each took; one that does not apply
         is left out.
         """
+        submitted = {key: self._submitted.pop(key) for key in sorted(self._submitted if keys is None else keys)}
+        left = [call for calls in submitted.values() for call in calls]
         with self._changed:
-            while self._waiting or self._running:
+            while not self._closed:
                 self._give_up_late()
+                while left and left[-1].is_done:
+                    left.pop()
+                if not left:
+                    break
                 first = min((call.started for call in self._running), default=time.monotonic())
                 self._changed.wait(max(0.0, first + self.timeout - time.monotonic()))
-        submitted, self._submitted = self._submitted, {}
         self.stats = {f"reward/{term.name}_{kind}": 0 for term in self.terms for kind in ("errors", "timeouts")}
         for calls in zip(*submitted.values(), strict=True):
             failed = [call for call in calls if call.error is not None]
@@ -134,8 +142,8 @@ class RewardPool:
             name = calls[0].term.name
             self._unscored[name] = self._unscored[name] + failed if len(failed) == len(calls) else []
         return {
-            key: {call.term.name: call.score for call in submitted[key] if call.score is not None}
-            for key in sorted(submitted)
+            key: {call.term.name: call.score for call in calls if call.score is not None}
+            for key, calls in submitted.items()
         }
 
     def check(self) -> None:
@@ -199,7 +207,7 @@ class RewardPool:
             )
 
     def _finish(self, call: Call, score: float | None, error: BaseException | None) -> None:
-        call.score, call.error = score, error
+        call.score, call.error, call.is_done = score, error, True
         del self._running[call]
         self._changed.notify_all()
         if error is None or call.term.name in self._warned:

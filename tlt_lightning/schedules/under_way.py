@@ -14,7 +14,7 @@ from tlt_lightning.seeds import run_seed, seed_of
 class RolloutUnderWay:
     """Follows a rollout until its schedule has enough.
 
-    Requests are numbered through: the `group_size` of the first group, then those of the next.
+    The id of a request is `draw * group_size + member`, unique over the run.
 
     Args:
         schedule: Decides when that is.
@@ -34,10 +34,11 @@ class RolloutUnderWay:
     ) -> None:
         self.schedule, self.demand, self.groups, self.group_size = schedule, demand, groups, group_size
         self.earlier = earlier or {}
+        self._places = {group.draw: place for place, group in enumerate(groups)}
         self.responses = {
-            place * group_size + member: replace(response, request_id=place * group_size + member)
+            number: replace(response, request_id=number)
             for place, group in enumerate(groups)
-            for member, response in enumerate(group.responses)
+            for number, response in zip(self._ids(place), group.responses, strict=False)
         }
         self.complete: list[int] = []
         self.chosen: list[int] | None = None
@@ -56,13 +57,22 @@ class RolloutUnderWay:
         """Responses that have ended."""
         return [response for response in self.responses.values() if not response.is_unfinished]
 
+    def _ids(self, place: int) -> range:
+        """Return the ids of a group's requests."""
+        first = self.groups[place].draw * self.group_size
+        return range(first, first + self.group_size)
+
+    def place_of(self, number: int) -> int:
+        """Return the place of the group that a request is of."""
+        return self._places[number // self.group_size]
+
     @property
     def open_ids(self) -> list[int]:
-        """Numbers of the requests whose responses have not ended."""
-        everything = range(len(self.groups) * self.group_size)
+        """Ids of the requests whose responses have not ended."""
+        everything = [number for place in range(len(self.groups)) for number in self._ids(place)]
         return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
 
-    def requests(self, prompts: Sequence[Sequence[int]], first_group: int, *, has_seeds: bool = False) -> list[Request]:
+    def requests(self, prompts: Sequence[Sequence[int]], *, has_seeds: bool = False) -> list[Request]:
         """Return the requests to the engine; `prompts` are the groups' token ids.
 
         With `has_seeds` each request has noise of its own, whatever the schedule.
@@ -74,13 +84,14 @@ class RolloutUnderWay:
         texts = [[*self.earlier.get(g.prompt, ()), *more] for g, more in zip(self.groups, ended, strict=True)]
         requests = []
         for i in self.open_ids:
-            place, member = divmod(i, self.group_size)
+            draw, member = divmod(i, self.group_size)
+            place = self._places[draw]
             request = Request(
                 id=i,
                 prompt_ids=prompts[place],
-                group=first_group + place,
+                group=draw,
                 written=self.responses.get(i),
-                seed=response_seed(self.groups[place].draw, member) if has_seeds else None,
+                seed=response_seed(draw, member) if has_seeds else None,
                 expected_tokens=self.groups[place].expected_tokens,
                 earlier_answers=texts[place],
             )
@@ -91,12 +102,12 @@ class RolloutUnderWay:
         """Take a response; return True if from now on there is enough, and the open ones are to be stopped."""
         self.responses[response.request_id] = response
         had_enough = self.chosen is not None
-        self._close(response.request_id // self.group_size)
+        self._close(self.place_of(response.request_id))
         return self.schedule.stops and self.chosen is not None and not had_enough
 
     def _close(self, place: int) -> None:
         """Count a group whose responses have all ended, and ask the schedule whether there is enough."""
-        members = [self.responses.get(i) for i in range(place * self.group_size, (place + 1) * self.group_size)]
+        members = [self.responses.get(number) for number in self._ids(place)]
         if any(response is None or response.is_unfinished for response in members):
             return
         self.complete.append(place)
@@ -106,30 +117,29 @@ class RolloutUnderWay:
 
     @property
     def taken(self) -> list[int]:
-        """Numbers of the requests to learn from, in order."""
-        size = self.group_size
-        return [place * size + member for place in self.chosen or () for member in range(size)]
+        """Ids of the requests to learn from, in order."""
+        return [number for place in self.chosen or () for number in self._ids(place)]
 
     @property
     def texts(self) -> list[tuple[int, array[int]]]:
         """Prompt and tokens of each response to learn from."""
         return [
-            (self.groups[number // self.group_size].prompt, array("i", self.responses[number].token_ids))
+            (self.groups[self.place_of(number)].prompt, array("i", self.responses[number].token_ids))
             for number in self.taken
         ]
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
         """Prompt and length of each response that has ended."""
-        return [(self.groups[each.request_id // self.group_size].prompt, len(each.token_ids)) for each in self.ended]
+        return [(self.groups[self.place_of(each.request_id)].prompt, len(each.token_ids)) for each in self.ended]
 
     def deferred(self) -> list[PendingGroup]:
         """Return the groups that wait, with what is written of them."""
-        size, taken, waiting = self.group_size, {*(self.chosen or ())}, []
+        taken, waiting = {*(self.chosen or ())}, []
         for place, group in enumerate(self.groups):
             if place not in taken:
                 # None of a group that was drawn while what was deferred is enough.
-                written = [self.responses[i] for i in range(place * size, (place + 1) * size) if i in self.responses]
+                written = [self.responses[number] for number in self._ids(place) if number in self.responses]
                 waiting.append(replace(group, deferrals=group.deferrals + 1, responses=tuple(written)))
         return waiting
 

@@ -70,9 +70,9 @@ def _length(prompt: int) -> int:
 def _write(rollout: RolloutUnderWay) -> None:
     """Write a token of each response at a time, until all have ended or the schedule stops the others."""
     left, steps, is_over = {}, 0, False
-    for request in rollout.requests([[3]] * len(rollout.groups), first_group=0):
+    for request in rollout.requests([[3]] * len(rollout.groups)):
         begun = 0 if request.written is None else len(request.written.token_ids)
-        left[request.id] = begun, _length(rollout.groups[request.group].prompt)
+        left[request.id] = begun, _length(rollout.groups[rollout.place_of(request.id)].prompt)
     for request_id, (begun, length) in sorted(left.items(), key=lambda each: each[1][1] - each[1][0]):
         steps = steps if is_over else length - begun
         count = min(begun + steps, length)

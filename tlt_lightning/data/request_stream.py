@@ -1,0 +1,83 @@
+"""Hold an engine's `generate` open, over as many iterations as its requests take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from tlt_lightning.engine.base import OnProgress, RolloutEngine, RolloutProgress
+from tlt_lightning.engine.requests import expected
+from tlt_lightning.rollout import Request, Response, Sampling
+
+
+class RequestStream(Iterator[Response]):
+    """Asks an engine for responses, and yields them as they end; it ends when all that was asked for is answered.
+
+    Ids are those of the run, so that requests of several iterations may be open at once. One that has been answered
+    may be asked for again, with more `written`.
+
+    Args:
+        engine: Writes them.
+        tell: Told of its progress since `begin`.
+    """
+
+    def __init__(self, engine: RolloutEngine, tell: OnProgress = lambda progress: None) -> None:
+        self.engine, self.tell = engine, tell
+        self.open_ids: set[int] = set()
+        """Ids of the requests that are not answered."""
+        self.trace: list[RolloutProgress] = []
+        """Progress after each engine step since `begin`."""
+        self._responses: Iterator[Response] | None = None  # of the `generate` that is open
+        self._started = self._begun = 0.0
+        self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
+
+    def begin(self) -> None:
+        """Count progress from here on: from the engine's last step where it writes unread, else from now."""
+        self.trace, self._before = [], self._last
+        self._begun = self._last.elapsed if self.engine.runs_on else perf_counter() - self._started
+
+    def ask(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> None:
+        """Ask for responses; `sampling` and `seed` are those of the first ask of a `generate`.
+
+        Ranks that are one engine ask together, also for nothing.
+        """
+        self.open_ids |= {request.id for request in requests}
+        if self._responses is not None:
+            if requests:
+                self.engine.add(requests)
+        elif requests or self.engine.num_ranks > 1:
+            self._started, self._begun = perf_counter(), 0.0
+            self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
+            responses = self.engine.generate(requests, sampling, seed=seed, on_progress=self._follow)
+            self._responses = expected(responses, self.open_ids)
+
+    def __next__(self) -> Response:
+        response = None if self._responses is None else next(self._responses, None)
+        if response is None:
+            self._responses = None
+            if self.open_ids:
+                raise RuntimeError(f"The engine finished without answering requests {sorted(self.open_ids)!s:.200}.")
+            raise StopIteration
+        return response
+
+    def stop(self, ids: Collection[int]) -> None:
+        """Stop those of the requests that are open: what they have comes back as responses that are `unfinished`."""
+        if stopped := self.open_ids & {*ids}:
+            self.engine.stop(stopped)
+
+    def close(self) -> None:
+        """Give up what is open."""
+        self._responses, self.open_ids = None, set()
+
+    def _follow(self, progress: RolloutProgress) -> None:
+        self._last, before = progress, self._before
+        self.trace.append(
+            replace(
+                progress,
+                finished=progress.finished - before.finished,
+                tokens=progress.tokens - before.tokens,
+                elapsed=progress.elapsed - self._begun,
+            )
+        )
+        self.tell(self.trace[-1])
