@@ -11,7 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, load_prompts
+from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, load_prompts, turns_of
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import countdown, exact_match, math_equivalence
 from tlt_lightning.rollout import Prompt
@@ -342,7 +342,9 @@ def test_what_a_template_computes_anew_hangs_on_clock_and_seed_alone(policy_path
         clock = Clock(datetime(2026, 11, day, 12))
         source = PromptSource(rows=[{"prompt": "0"}] * 9, answer_column=None, chat_template=DATED)
         tokenizer = load_tokenizer(policy_path)
-        found = load_prompts(source, tokenizer, max_prompt_tokens=16, clock=clock, seed=seed)
+        found = load_prompts(
+            source, tokenizer, max_prompt_tokens=16, turns=turns_of(source, tokenizer, clock), seed=seed
+        )
         assert clock.was_read
         return [prompt.text for prompt in found]
 

@@ -21,7 +21,7 @@ FLOORS = [
     {"speculation"},
     {"rollout"},
     {"fused"},
-    {"policy", "model_files", "packed_pass", "sharding", "hidden_states", "objectives", "rewards"},
+    {"policy", "model_files", "packed_pass", "sharding", "hidden_states", "objectives", "rewards", "environments"},
     {"engine"},
     {"hooks", "metrics", "checks", "training", "schedules"},
     {"guard", "callbacks"},

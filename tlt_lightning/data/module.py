@@ -30,7 +30,15 @@ from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
-from tlt_lightning.data.prompts import Clock, PromptCursor, PromptSource, checksum, first_prompts, load_prompts
+from tlt_lightning.data.prompts import (
+    Clock,
+    PromptCursor,
+    PromptSource,
+    checksum,
+    first_prompts,
+    load_prompts,
+    turns_of,
+)
 from tlt_lightning.data.request_stream import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine
@@ -266,7 +274,8 @@ class RolloutDataModule(L.LightningDataModule):
         room, responses = self.max_prompt_tokens, (self.sampling.max_tokens, self._held_out_sampling.max_tokens)
         if room is None:
             room = (context_of(self._module.policy_path) or sys.maxsize) - max(responses)
-        prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, clock=self.clock, seed=run_seed())
+        turns = turns_of(source, self.tokenizer, cast("Clock", self.clock))
+        prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, turns=turns, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
         if name == "val":

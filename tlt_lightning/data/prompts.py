@@ -3,7 +3,7 @@
 import logging
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, lru_cache
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, plain, read_rows
+from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.rollout import Prompt
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-Message = dict[str, Any]
-"""A turn of a conversation: `role` and `content`, and whatever else the chat template reads."""
 
 
 @checked()
@@ -200,7 +198,7 @@ def load_prompts(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_prompt_tokens: int,
-    clock: Clock | None = None,
+    turns: Turns | None = None,
     seed: int = 0,
 ) -> list[Prompt]:
     """Read, template and tokenise the prompts of `source`; warn of those left out as too long.
@@ -211,24 +209,18 @@ def load_prompts(
         source: Where they are.
         tokenizer: The policy's.
         max_prompt_tokens: Longest prompt in tokens.
-        clock: Tells templates the time; None is now.
+        turns: Writes them; None writes them with the time of now.
         seed: Of random choices that a template makes.
     """
-    clock = clock or Clock(datetime.now())
-    template = chat_template_of(source, tokenizer)
-    variables = {"strftime_now": clock.strftime_now, **(source.chat_template_kwargs or {}), "chat_template": template}
+    turns = turns or turns_of(source, tokenizer, Clock(datetime.now()))
     prompts, num_dropped, longest = [], 0, 0
     known: dict[int, int] = {}  # of each token one number in memory, in tuples, which the garbage collector passes over
     rows = source.read()
     with isolate_rng(include_cuda=False):  # Jinja's filter `random` draws from Python's own generator
         random.seed(seed)
-        written = [_write(source, tokenizer, index, row, template, variables) for index, row in enumerate(rows)]
+        written = [_write(source, turns, index, row) for index, row in enumerate(rows)]
     for index, (row, (question, text)) in enumerate(zip(rows, written, strict=True)):
-        tokens = tokenizer(text, add_special_tokens=template is None)["input_ids"]
-        if template is None and tokens[-1:] == [tokenizer.eos_token_id]:
-            plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if tokens[-len(plain) :] != plain:  # the tokenizer appends it: a response would begin behind its own end
-                tokens.pop()
+        tokens = turns.ids(text)
         ids = tuple(map(known.setdefault, tokens, tokens))
         if not ids:
             raise ValueError(f"Row {index} of {source.name} (from 0) gives an empty prompt; leave it out of the data.")
@@ -254,18 +246,23 @@ def load_prompts(
     return prompts
 
 
-def _write(
+def turns_of(
     source: PromptSource,
     tokenizer: "PreTrainedTokenizerBase",
-    index: int,
-    row: Row,
-    template: str | None,
-    variables: dict[str, Any],
-) -> tuple[str, str]:
+    clock: Clock,
+    end_tokens: Collection[int] = (),
+    tools: Collection[Mapping[str, Any]] = (),
+) -> Turns:
+    """Return what writes conversations as the source wants them; `clock` tells templates the time."""
+    variables = {"strftime_now": clock.strftime_now, **(source.chat_template_kwargs or {})}
+    return Turns(tokenizer, chat_template_of(source, tokenizer), variables, end_tokens, [*tools])
+
+
+def _write(source: PromptSource, turns: Turns, index: int, row: Row) -> tuple[str, str]:
     """Return a row's question and its whole prompt; raise ValueError that names row and column."""
     try:
         messages = source.messages(row)
-        text = _plain_text(messages) if template is None else _templated(messages, tokenizer, variables)
+        text = turns.prompt(messages)
         text.encode()  # a lone surrogate has no bytes, and no tokens
     except Exception as error:  # a template raises whatever its filters and Python's methods raise
         column = "`template`" if source.template else f"`prompt_column` {source.prompt_column!r}"
@@ -323,16 +320,6 @@ def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
     if not number:
         raise MisconfigurationException(f"`Trainer(overfit_batches={kept})` leaves none of {len(prompts)} prompts.")
     return prompts[:number]
-
-
-def _templated(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", variables: dict[str, Any]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
-
-
-def _plain_text(messages: list[Message]) -> str:
-    if len(messages) > 1 or messages[0]["role"] != "user":
-        raise ValueError("holds a conversation, which needs a tokenizer with a chat template and `chat: true`")
-    return messages[0]["content"]
 
 
 class PromptCursor:

@@ -249,14 +249,17 @@ def run(call: Call, timeout: float) -> float | None:
     if inspect.isawaitable(value):
         value = asyncio.run(finish(value, timeout))
     value = call.term.score_of(value)
-    if value is None:
-        return None
+    return None if value is None else as_score(value, call.term.weight)
+
+
+def as_score(value: Any, weight: float = 1.0) -> float:
+    """Return a score as a number; raise TypeError or ValueError unless it is finite and of reasonable size."""
     if not isinstance(value, SupportsFloat):  # a str is not one
         raise TypeError(f"returned {value!r}, which is no number")
     if not math.isfinite(score := float(value)):
         raise ValueError(f"returned {value!r}, which is not finite")
-    if max(abs(score), abs(score * call.term.weight)) > MAX_SCORE:
-        raise ValueError(f"returned {value!r} with weight {call.term.weight}, which is beyond {MAX_SCORE:g}")
+    if max(abs(score), abs(score * weight)) > MAX_SCORE:
+        raise ValueError(f"returned {value!r} with weight {weight}, which is beyond {MAX_SCORE:g}")
     return score
 
 
