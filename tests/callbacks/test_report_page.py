@@ -48,6 +48,7 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
         "speculation/acceptance_length",
         "speculation/kept_sibling",
     ]
+    names += ["schedule/age", "schedule/age_max", "schedule/deferred", "mismatch/effective_sample_size"]
     names += ["drafter/acceptance_before", "drafter/acceptance_after", "drafter/published", "drafter/policy_drift"]
     history = {i: dict.fromkeys(names, 1.0 + i / 7) for i in range(1, iterations + 1)}
     history[2]["train/loss"] = float("nan")
@@ -58,6 +59,7 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
     detail = {
         "timeline": timeline.spans(),
         "ranks": [[("rollout", 2.0), ("idle, used", 0.25), ("idle", 0.5), ("rollout", 0.5)], [("rollout", 3.25)]],
+        "engines": {"engine 0": [("writing", 3.0), ("weights", 0.25)], "engine 1": [("waiting", 3.25)]},
         "completions": [hostile_completion(url, 0.5), hostile_completion(url, 1.5)],
     }
     return {
@@ -154,8 +156,20 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
         "Tokens that a drafter proposed",
         "Drift of the policy",
     } <= set(headings)
-    assert {"Requests running", "Seconds of each worker"} <= set(headings)
-    for text in ("own_stage", "worker 1", "p90", "pass@2", ">v1<", "from 25%", "interrupted by KeyboardInterrupt"):
+    assert {"Requests running", "Seconds of each worker and engine"} <= set(headings)
+    assert {"Age of what is learned from", "Effective sample", "Prompts that wait"} <= set(headings)
+    assert "Prompts answered anew" not in headings
+    assert 'title="weights: 0.250 s"' in main
+    for text in (
+        "engine 1",
+        "own_stage",
+        "worker 1",
+        "p90",
+        "pass@2",
+        ">v1<",
+        "from 25%",
+        "interrupted by KeyboardInterrupt",
+    ):
         assert text in main
     assert main.count("<path") > 20
     assert 'class="kept" title="drafted by a sibling, and kept" style="--who: var(--green);">&lt;/script' in main
@@ -184,9 +198,11 @@ def test_an_axis_of_time_is_labelled_in_whole_units() -> None:
 
 def test_a_browser_shows_details_that_an_older_page_of_the_run_had(tmp_path: Path) -> None:
     data = make_data()
-    data["details"] = {i: {**each, "ranks": [{"rollout": 2.0}, {"idle": 2.0}]} for i, each in data["details"].items()}
+    ranks = [{"rollout": 2.0}, {"idle": 2.0}]
+    data["details"] = {i: {**each, "ranks": ranks, "engines": None} for i, each in data["details"].items()}
     write(tmp_path, data)
     dom = dom_of(tmp_path / "report.html", tmp_path / "profile")
+    assert "Seconds of each worker<" in dom
     assert "worker 1" in dom[dom.index("<main") : dom.index("</main>")]
 
 
@@ -194,6 +210,7 @@ SECTIONS = [
     "Learning",
     "Responses",
     "Time",
+    "Schedule",
     "Speculation",
     "Inside an iteration",
     "Completions",

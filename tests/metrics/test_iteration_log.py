@@ -131,5 +131,9 @@ def test_stages_are_known_in_the_order_in_which_they_passed_on_each_rank(clock: 
         log.lap(stage)
     clock[0] += 0.5
     log.lap("rollout")
-    log.close(trainer)
+    log.close(trainer, {"engine 3": [("writing", 8.0)]})
     assert log.laps_by_rank == [[("sync", 1.0), ("rollout", 3.0), ("update", 4.0), ("rollout", 0.5)]]
+    assert log.laps_by_engine == {"engine 3": [("writing", 8.0)]}
+    log.open()
+    log.close(trainer)
+    assert log.laps_by_engine == {}

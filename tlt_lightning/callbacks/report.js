@@ -188,7 +188,7 @@ section("Learning",
 section("Responses",
   chart("Length", [line("rollout/length_max", "orange", "longest"), line("rollout/length_p99", "yellow", "p99"), line("rollout/length_p90", "sky", "p90"), line("rollout/length_p50", "blue", "median")], { log: true, note: "tokens, log scale" }),
   chart("Cut off at the length limit", [line("rollout/truncated", "orange", "share of responses")], { zero: true, show: percent, latest: true }));
-const STAGES = { sync: "purple", rollout: "blue", "idle, used": "green", idle: "grey", reward: "pink", logprobs: "yellow", update: "orange", drafter: "green", validate: "sky", checkpoint: "brown", other: "soft" };
+const STAGES = { sync: "purple", rollout: "blue", "idle, used": "green", idle: "grey", reward: "pink", logprobs: "yellow", update: "orange", drafter: "green", validate: "sky", checkpoint: "brown", other: "soft", writing: "blue", weights: "purple", waiting: "grey" };
 const stages = [...Object.keys(STAGES), ...named("time/").map((name) => name.slice(5))].filter((name, i, all) => all.indexOf(name) === i && name !== "iteration" && has(`time/${name}`));
 const stageColor = (name) => STAGES[name] || "soft";
 const seconds = (name) => points(`time/${name}`).reduce((sum, point) => sum + point[1], 0), whole = stages.reduce((sum, name) => sum + seconds(name), 0);
@@ -197,6 +197,13 @@ section("Time",
   chart("Speed", [line("rollout/tokens_per_s", "blue", "rollout, tokens written"), line("train/tokens_per_s", "orange", "update, tokens read")], { zero: true, latest: true, note: "per second of one worker" }),
   chart("Use of the GPU in the update", [line("train/mfu", "orange", "share of its peak in bfloat16")], { zero: true, show: percent, latest: true, height: 130 }),
   chart("Most memory held on the GPU", named("memory/peak_").map((name) => line(name, stageColor(name.slice(12)), name.slice(12))), { zero: true, latest: true, note: "GiB, in each stage" }));
+
+// Schedule
+section("Schedule",
+  chart("Age of what is learned from", [line("schedule/age_max", "orange", "oldest token"), line("schedule/age", "blue", "mean")], { zero: true, latest: true, note: "iterations since a token was written" }),
+  chart("Effective sample", [line("mismatch/effective_sample_size", "green", "share of the tokens")].filter(() => has("schedule/age")), { zero: true, top: 1, show: percent, latest: true, note: "as good as all of them, whose weights make up for their age" }),
+  chart("Prompts that wait", [line("schedule/deferred", "purple", "after a rollout")], { zero: true, latest: true, height: 130 }),
+  chart("Prompts answered anew", [line("schedule/dropped", "orange", "share")].filter(() => some("schedule/dropped")), { zero: true, show: percent, latest: true, height: 130 }));
 
 // Speculation
 const WHO = { learned: ["blue", "the head"], mixed: ["sky", "head and look-ups"], sibling: ["green", "a sibling"], earlier: ["yellow", "an earlier answer"], ngram: ["purple", "an own look-up"], off: ["grey", "off"] };
@@ -223,14 +230,15 @@ function inside(number) {
     cards.push(chart("Draft length, and what a step brings", [{ name: "tokens drafted", color: "blue", points: at(timeline.k), thin: true }, { name: "tokens per request and engine step", color: "orange", points: at(timeline.tokens), thin: true }], { bar: width, zero: true, wide: true, height: 140 }));
   }
   if (ranks.length) {
+    const beside = Object.entries(details[number].engines || {}), bars = [...ranks.map((rank, i) => [`worker ${i}`, rank]), ...beside];
     const spent = (rank, name) => rank.reduce((sum, [stage, value]) => sum + (!name || stage === name ? value : 0), 0);
-    const longest = Math.max(...ranks.map((rank) => spent(rank)));
-    const used = stages.concat("idle, used").filter((name) => ranks.some((rank) => spent(rank, name) > 0));
+    const longest = Math.max(...bars.map(([, rank]) => spent(rank)));
+    const used = [...new Set([...stages, "idle, used", "writing", "weights", "waiting"])].filter((name) => bars.some(([, rank]) => spent(rank, name) > 0));
     const order = Object.keys(STAGES).filter((name) => used.includes(name)).concat(used.filter((name) => !(name in STAGES)));
-    cards.push(h("div", { class: "card wide" }, h("h3", {}, ranks.length > 1 ? "Seconds of each worker" : "Seconds of the iteration"),
+    cards.push(h("div", { class: "card wide" }, h("h3", {}, beside.length ? "Seconds of each worker and engine" : ranks.length > 1 ? "Seconds of each worker" : "Seconds of the iteration"),
       h("div", { class: "soft" }, `from the iteration's first second to its last, after ${duration(longest)}`),
-      h("div", { class: "legend" }, ...order.map((name) => h("span", {}, key(stageColor(name)), name, ranks.length > 1 ? null : h("b", {}, ` ${duration(spent(ranks[0], name))}`)))),
-      ...ranks.map((rank, i) => h("div", { class: "rank" }, ranks.length > 1 ? h("span", {}, `worker ${i}`) : null,
+      h("div", { class: "legend" }, ...order.map((name) => h("span", {}, key(stageColor(name)), name, bars.length > 1 ? null : h("b", {}, ` ${duration(spent(ranks[0], name))}`)))),
+      ...bars.map(([who, rank]) => h("div", { class: "rank" }, bars.length > 1 ? h("span", {}, who) : null,
         h("div", { class: "bar" }, ...rank.map(([name, value]) => h("i", { title: `${name}: ${duration(value)}`, style: { background: color(stageColor(name)), width: `${(100 * value) / longest}%` } })))))));
   }
   return cards;

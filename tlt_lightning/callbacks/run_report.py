@@ -49,10 +49,11 @@ History = Mapping[int, Mapping[str, float]]
 class RunReport(RolloutCallback):
     """Writes `report.html` after every iteration, `summary.json` at the end, and says where files lie.
 
-    The page is one file that opens from disk: reward, accuracy, lengths, where each second went, speculation, and of
-    up to 24 iterations the rollout from inside and some completions, whose tokens show who drafted them. An interrupted
-    run is reported too; a resumed run reports from its beginning, as everything is in the checkpoint. Another run's
-    report in the folder is kept in `earlier_0`. `summary.json` has these keys, null where nothing was measured:
+    The page is one file that opens from disk: reward, accuracy, lengths, where each second went, how old the text is
+    that is learned from, speculation, and of up to 24 iterations the rollout from inside, the seconds of each worker
+    and engine, and some completions, whose tokens show who drafted them. An interrupted run is reported too; a resumed
+    run reports from its beginning, as everything is in the checkpoint. Another run's report in the folder is kept in
+    `earlier_0`. `summary.json` has these keys, null where nothing was measured:
 
     - `seed`: Of `seed_everything`.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
@@ -142,8 +143,9 @@ class RunReport(RolloutCallback):
             worker_timeline(laps, numbers.get("drafter/idle_seconds_used", 0.0))
             for laps, numbers in zip(books.laps_by_rank, books.by_rank, strict=True)
         ]
-        timeline = self._timeline.spans()
-        self.details[iteration] = {"timeline": timeline, "ranks": ranks, "completions": self._completions}
+        engines = {name: worker_timeline(laps, 0.0) for name, laps in books.laps_by_engine.items()}
+        shown = {"timeline": self._timeline.spans(), "ranks": ranks, "engines": engines}
+        self.details[iteration] = {**shown, "completions": self._completions}
         self.details = {number: self.details[number] for number in sorted(kept_details(self.details))}
         self._timeline.clear()
         self._completions = []

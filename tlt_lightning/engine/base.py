@@ -153,6 +153,13 @@ class RolloutEngine(ABC):
         """Return scalars of the last rollout under metric names (`speculation/...`)."""
         return {}
 
+    def take_laps(self) -> Mapping[str, Sequence[tuple[str, float]]]:
+        """Return the stages, with seconds, that engines beside this process went through since the last call, by name.
+
+        `writing`, `waiting` for requests, `weights` being loaded. Empty for an engine in this process.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the engine learned (a selector's statistics), as tensors and primitives."""
         return {}

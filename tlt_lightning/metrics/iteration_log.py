@@ -16,7 +16,7 @@ from tlt_lightning.ranks.reduce import gather_over_ranks
 Numbers = Mapping[str, tuple[str, float]]
 """By name, how a number is reduced and its value."""
 
-Laps = list[tuple[str, float]]
+Laps = Sequence[tuple[str, float]]
 """Stages in the order in which they passed, and the seconds of each."""
 
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -47,13 +47,15 @@ class IterationLog:
         """Numbers of each rank in the iteration that was closed last."""
         self.laps_by_rank: list[Laps] = []
         """Stages of each rank in that iteration, one after the other."""
+        self.laps_by_engine: dict[str, Laps] = {}
+        """Stages of engines beside the ranks meanwhile, by name."""
         self.peak_memory = PeakMemory()
         self.clear()
 
     def clear(self) -> None:
         """Drop everything and begin with an iteration now."""
         self._numbers: dict[str, tuple[str, list[float | Tensor]]] = {}
-        self._laps: Laps = []
+        self._laps: list[tuple[str, float]] = []
         self._peaks: dict[str, float] = {}
         self.peak_memory.take()
         self._last = time.perf_counter()
@@ -107,16 +109,20 @@ class IterationLog:
         peaks = {f"memory/peak_{stage}": ("max", value / 2**30) for stage, value in self._peaks.items()}
         return numbers | peaks | {f"time/{stage}": ("mean", value) for stage, value in seconds.items()}
 
-    def close(self, trainer: L.Trainer) -> dict[str, float]:
-        """Return the iteration's metrics over all ranks, in one collective; `open` begins the next."""
-        of_rank = self.read(), self._laps
+    def close(self, trainer: L.Trainer, engines: Mapping[str, Laps] | None = None) -> dict[str, float]:
+        """Return the iteration's metrics over all ranks, in one collective; `open` begins the next.
+
+        `engines` has the stages of this rank's engines, if they are beside it.
+        """
+        of_rank = self.read(), self._laps, engines or {}
         self._numbers, self._laps, self._peaks, self._is_open = {}, [], {}, False
         if trainer.world_size > 1:
             # Lightning synchronises what others logged with `sync_dist` when it is first read. A progress bar may have
             # done so on rank zero, which now waits for the other ranks: they must read it before they meet it here.
             _ = trainer.callback_metrics
-        ranks, laps = zip(*gather_over_ranks(trainer, of_rank), strict=True)
+        ranks, laps, beside = zip(*gather_over_ranks(trainer, of_rank), strict=True)
         self.laps_by_rank = list(laps)
+        self.laps_by_engine = {name: own for each in beside for name, own in each.items()}
         self.by_rank = [{name: value for name, (_, value) in numbers.items()} for numbers in ranks]
         return combine(ranks)
 
