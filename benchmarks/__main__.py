@@ -21,6 +21,7 @@ BENCHMARKS = {
     "cold_head": "benchmarks.micro.cold_head",
     "block_drafts": "benchmarks.block_drafts.run",
     "warm_up": "benchmarks.micro.warm_up",
+    "stage_fusion": "benchmarks.micro.stage_fusion",
     "forecast": "benchmarks.micro.forecast",
     "schedules": "benchmarks.schedules.run",
 }
