@@ -111,8 +111,7 @@ class RLModule(L.LightningModule):
     @override
     def configure_callbacks(self) -> list[L.Callback]:
         check_has_data(self.trainer)
-        usual = usual_callbacks(self.trainer)
-        return [*usual, *lifecycle_callbacks(self.trainer, usual)]
+        return [*usual_callbacks(self.trainer), *lifecycle_callbacks(self.trainer)]
 
     @override
     def setup(self, stage: str) -> None:

@@ -212,7 +212,7 @@ def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(
         ("--data.max_prompt_tokens=0", "error: `max_prompt_tokens` must be at least 1, got 0."),
         ("--data.reward_timeout=0", "error: `reward_timeout` must be a positive number of seconds, got 0.0;"),
         ("--data.train.chat_template=nope.jinja", "error: `chat_template` 'nope.jinja' does not exist (from "),
-        ("--trainer.default_root_dir=pyproject.toml/below", "pyproject.toml' is no folder. Give a folder that"),
+        ("--trainer.default_root_dir=pyproject.toml/below", "error: [Errno 20] Not a directory: "),
         ("--model.policy=my-polcy", "error: `model.policy` 'my-polcy' is no folder that `save_pretrained` wrote"),
         ("--model.policy=${nowhere}/policy", "error: `fit.model.policy` cannot be resolved: Interpolation key "),
         ("--model.policy=${trainer", "error: `fit.model.policy` cannot be resolved: "),

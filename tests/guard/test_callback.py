@@ -1,6 +1,5 @@
 import csv
 import multiprocessing
-import os
 import signal
 import threading
 from pathlib import Path
@@ -14,8 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.ranks.rank_processes import run_ranks
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
-from tlt_lightning.callbacks.completions_writer import CompletionsWriter
-from tlt_lightning.guard.callback import RunGuard, lifecycle_callbacks
+from tlt_lightning.guard.callback import RunGuard
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.hooks import RolloutCallback
@@ -86,24 +84,6 @@ def test_a_folder_in_which_another_run_writes_is_refused(tmp_path: Path) -> None
     owner.join()
     fit(tmp_path)
     fit(tmp_path)  # and a run that has ended keeps nothing
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    (tmp_path / "closed").mkdir(mode=0o555)
-    places = {"file": "is no folder", "link/below": "is a link to 'nowhere', which is missing"}
-    places |= {} if os.access(tmp_path / "closed", os.W_OK) else {"closed": "may not be written to"}  # root may
-    before = sorted(tmp_path.rglob("*"))
-    for place, reason in places.items():
-        writer, logger = CompletionsWriter(str(tmp_path / place)), CSVLogger(tmp_path / place)
-        for name, trainer in {
-            "CompletionsWriter.dirpath": make_trainer(tmp_path, [writer]),
-            "CSVLogger.save_dir": make_trainer(tmp_path, [], logger=[logger]),
-        }.items():
-            with pytest.raises(MisconfigurationException, match=rf"`{name}` '.*{place}' cannot be .* {reason}\."):
-                lifecycle_callbacks(trainer)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:

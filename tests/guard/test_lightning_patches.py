@@ -39,4 +39,7 @@ def test_a_fit_leaves_lightning_as_it_was_and_another_replaces_it_again(paths: P
     trainer.fit(module, data)
     assert failing.seen == NAMES
     assert replaced(trainer) == set()
+    left = {type(each).__name__ for each in trainer.callbacks}
+    assert not left & {"RunGuard", "CloseIteration", "Requeue"}
+    assert not trainer.fit_loop.min_epochs  # 0 is of Lightning
     assert [path.name for path in root.glob("*.ckpt")] == ["epoch=0.ckpt"]

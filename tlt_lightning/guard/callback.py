@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.interruption import Interruption
 from tlt_lightning.guard.lightning_patches import apply_patches, replace
 from tlt_lightning.guard.parts import save_with_parts
-from tlt_lightning.guard.writable import check_folders
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.ranks.liveness import SIGTERM_STATUS, Liveness
 from tlt_lightning.training.iteration_end import CloseIteration
@@ -35,16 +33,8 @@ def _skip(name: str | None = None) -> None:
     """Replace a barrier: wait for no other rank."""
 
 
-def lifecycle_callbacks(trainer: L.Trainer, others: Sequence[L.Callback] = ()) -> list[L.Callback]:
-    """Return the callbacks that a run of this package needs and its Trainer has not; check the folders of the run.
-
-    The Trainer asks for them before its loggers make folders, and before a data module loads anything.
-
-    Args:
-        trainer: Of the run.
-        others: Callbacks that the Trainer gets besides those it has.
-    """
-    check_folders(trainer, others)
+def lifecycle_callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    """Return the callbacks that a run of this package needs and its Trainer has not; they leave it with the run."""
     has = {type(callback) for callback in trainer.callbacks}  # type: ignore[attr-defined]
     return [kind() for kind in (RunGuard, CloseIteration, Requeue) if kind not in has]
 
@@ -103,6 +93,7 @@ class RunGuard(RolloutCallback):
             trainer.strategy.checkpoint_io = WholeCheckpointIO(trainer.global_rank)
             trainer.strategy.save_checkpoint = partial(save_with_parts, trainer)  # type: ignore[method-assign]
         apply_patches(trainer, self._patches)
+        replace(self._patches, trainer.fit_loop, "min_epochs", trainer.fit_loop.min_epochs)  # which RLModule raises
         self._liveness = getattr(trainer.datamodule, "liveness", None)  # type: ignore[attr-defined]
         if self._liveness is not None:
             self._interruption = Interruption(self._liveness)
@@ -199,6 +190,8 @@ class RunGuard(RolloutCallback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._release()
         self._patches.close()
+        hidden, callbacks = RunGuard | CloseIteration | Requeue, trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [each for each in callbacks if not isinstance(each, hidden)]  # type: ignore[attr-defined]
 
     def _release(self) -> None:
         for lock in self._locks.values():

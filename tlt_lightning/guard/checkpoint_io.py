@@ -161,6 +161,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 checkpoint = torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
             else:
                 checkpoint = super().load_checkpoint(path, map_location, weights_only)
+            if "pytorch-lightning_version" not in checkpoint:
+                raise RuntimeError("no Trainer has written it; a model to begin with is `model.policy`")
             part = read_part(path, checkpoint[TOKEN], self._rank) if self._rank and TOKEN in checkpoint else None
             if SHARDS in checkpoint:
                 checkpoint = put_together(checkpoint, self._shards_of(path, checkpoint))
@@ -182,7 +184,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def check_readable(path: Any) -> None:
-    """Raise FileNotFoundError or ValueError if a checkpoint is missing, not whole or no Trainer's; name others."""
+    """Raise FileNotFoundError or ValueError if a checkpoint is missing or not whole; name others."""
     file = Path(path)
     if "://" in str(path):
         return
@@ -199,21 +201,6 @@ def check_readable(path: Any) -> None:
             f"`ckpt_path` {str(path)!r} is not a complete checkpoint (cut off while written, or another kind of file)"
             f"{_others(file)}"
         )
-    if not _is_of_a_trainer(file):
-        raise ValueError(
-            f"`ckpt_path` {str(path)!r} is a file of torch that no Trainer has written, for example weights alone: "
-            f"give a checkpoint that `fit` wrote. A model to begin with is `model.policy`{_others(file)}"
-        )
-
-
-def _is_of_a_trainer(file: Path) -> bool:
-    """Return True if a file of torch has the entry that marks Lightning's checkpoints; its tensors are not read."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            pickles = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
-            return not pickles or any(b"pytorch-lightning_version" in archive.read(name) for name in pickles)
-    except zipfile.BadZipFile:  # torch says what is damaged
-        return True
 
 
 def replace_link(filepath: str, linkpath: str) -> None:

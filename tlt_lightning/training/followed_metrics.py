@@ -19,23 +19,23 @@ def is_of_iteration(metric: str | None) -> bool:
 
 
 def watch_iteration_end(trainer: L.Trainer, callback: L.Callback) -> None:
-    """Let a ModelCheckpoint or EarlyStopping look where an iteration ends, unless it follows a validation.
+    """Let a ModelCheckpoint or EarlyStopping look where its metric is new: at an iteration's end, or at a validation.
 
     Left to Lightning, it looks behind a validation wherever not every iteration has one, at what the iteration before
     logged.
 
     Raises:
-        MisconfigurationException: Its metric is not known where it is to look, or it takes a lower reward for better.
+        MisconfigurationException: It follows no validation, saves within iterations or takes a lower reward for better.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which has neither
         return
+    metric: str | None
     if isinstance(callback, EarlyStopping):
-        argument, is_plain, metrics = "check_on_train_epoch_end", False, [callback.monitor]
+        attribute, is_plain, metric = "_check_on_train_epoch_end", False, callback.monitor
         has_limit = callback.stopping_threshold is not None or callback.divergence_threshold is not None
     elif isinstance(callback, ModelCheckpoint):
-        argument, has_limit = "save_on_train_epoch_end", False
-        is_plain = callback.monitor is None and "{val/" not in str(callback.filename)
-        metrics = [] if callback.monitor is None else [callback.monitor]
+        attribute, has_limit, metric = "_save_on_train_epoch_end", False, callback.monitor
+        is_plain = metric is None and "{val/" not in str(callback.filename)
         for other in ("every_n_train_steps", "train_time_interval"):
             if given := getattr(callback, f"_{other}"):
                 raise MisconfigurationException(
@@ -44,23 +44,13 @@ def watch_iteration_end(trainer: L.Trainer, callback: L.Callback) -> None:
                 )
     else:
         return
-    at_end = getattr(callback, f"_{argument}")
-    if at_end is None and (is_plain or any(map(is_of_iteration, metrics))):
-        setattr(callback, f"_{argument}", True)  # in a validation, too: EarlyStopping settles it in the first `setup`
-    name = type(callback).__name__
-    for metric in metrics if trainer.state.fn == "fit" else ():
-        check_followed(trainer, f"{name}(monitor={metric!r})", metric, callback.mode, has_limit=has_limit)
-        if at_end is False and is_of_iteration(metric):
-            raise MisconfigurationException(
-                f"`{name}({argument}=False)` looks behind a validation, where `{metric}` is that of the iteration "
-                f"before; leave `{argument}` out."
-            )
-        validates_always = trainer.check_val_every_n_epoch == 1 and validates_by_iteration(trainer)
-        if at_end and metric.startswith("val/") and not validates_always:
-            raise MisconfigurationException(
-                f"`{name}({argument}=True)` looks where each iteration ends, and `{metric}` is not known in all of "
-                f"them: leave `{argument}` out, or set `Trainer(check_val_every_n_epoch=1)`."
-            )
+    if is_of_iteration(metric) or (is_plain and getattr(callback, attribute) is None):
+        setattr(callback, attribute, True)  # in a validation, too: EarlyStopping settles it in the first `setup`
+    elif metric is not None and metric.startswith("val/"):
+        setattr(callback, attribute, None)  # Lightning then looks where there is one
+    if metric is not None and trainer.state.fn == "fit":
+        who = f"{type(callback).__name__}(monitor={metric!r})"
+        check_followed(trainer, who, metric, callback.mode, has_limit=has_limit)
 
 
 def check_followed(trainer: L.Trainer, who: str, metric: str, mode: str, *, has_limit: bool = False) -> None:
