@@ -20,7 +20,7 @@ from benchmarks.common.shapes import SHAPES
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.commands.starter import RECIPES, read_recipes
 from tlt_lightning.training.memory.forecast import GIB
-from tlt_lightning.training.memory.pass_size import candidates_of, choose, pass_sizes, planner
+from tlt_lightning.training.memory.pass_size import choose_passes, pass_sizes, run_passes
 
 GPU_GIB = {80: 79.6, 141: 139.8}
 
@@ -55,9 +55,11 @@ def forecast_of(case: Case, folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(SHAPES[case.shape]))
     longest = data.max_prompt_tokens + data.sampling.max_tokens
     sizes = pass_sizes(data.micro_batch_tokens, longest, on_gpu=True)
-    candidates = candidates_of(cli.trainer, module, sizes, longest=longest)
+    candidates = run_passes(cli.trainer, module, sizes, longest=longest)
     engine = data.engine.planned_memory(str(folder), max_model_len=longest, device_bytes=room)
-    passes, planned = choose(candidates, planner(module, engine, engine_sleeps=data.engine.sleeps), room)
+    sleeps = data.engine.sleeps
+    passes, planned = choose_passes(module, candidates, room, free=room, engine=engine, engine_sleeps=sleeps)
+    assert planned is not None
     return {
         **case._asdict(),
         "micro_batch_tokens": passes.micro_batch_tokens,

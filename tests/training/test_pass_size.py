@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.architectures import save_architecture
 from tests.support.rl_runs import make_module
-from tlt_lightning import VLLMEngine
-from tlt_lightning.training.memory.forecast import GIB, MemoryForecast, check_fits
-from tlt_lightning.training.memory.pass_size import choose, choose_on_device, choose_passes, pass_sizes
+from tlt_lightning import RLModule, VLLMEngine
+from tlt_lightning.training.memory import pass_size
+from tlt_lightning.training.memory.forecast import GIB, MemoryForecast
+from tlt_lightning.training.memory.pass_size import choose_on_device, choose_passes, pass_sizes
 from tlt_lightning.training.memory.passes import Passes
 
 
@@ -26,14 +27,23 @@ def candidates(longest: int, given: int | None = None) -> list[Passes]:
     ]
 
 
-def planner(*, engine_gib: float = 0.0, engine_sleeps: bool = True) -> Callable[[Passes], MemoryForecast]:
-    """Plan 8 GiB, and 1 GiB for each 1,024 tokens: 16, 24 and 40 GiB for the three sizes."""
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    passes: list[Passes],
+    device_gib: float,
+    *,
+    engine_gib: float = 0.0,
+    engine_sleeps: bool = True,
+) -> Passes:
+    """Choose where 8 GiB are held, and 1 GiB for each 1,024 tokens: 16, 24 and 40 GiB for the three sizes."""
 
-    def plan(passes: Passes) -> MemoryForecast:
+    def plan(models: Any, passes: Passes, *_: Any) -> MemoryForecast:
         held, kept = {"gradients": 3.0 * GIB, "optimizer": 5.0 * GIB}, passes.micro_batch_tokens / 1024 * GIB
-        return MemoryForecast(held, {"activations": kept}, 0.0, {"cache": engine_gib * GIB}, engine_sleeps)
+        return MemoryForecast(held, {"activations": kept}, 0.0)
 
-    return plan
+    monkeypatch.setattr(pass_size, "forecast", plan)
+    free, engine = device_gib * GIB, {"cache": engine_gib * GIB}
+    return choose_passes(RLModule("any"), passes, inf, free=free, engine=engine, engine_sleeps=engine_sleeps)[0]
 
 
 @pytest.mark.parametrize(
@@ -54,39 +64,35 @@ def planner(*, engine_gib: float = 0.0, engine_sleeps: bool = True) -> Callable[
         (40000, 1, 40000),
     ],
 )
-def test_the_largest_pass_that_leaves_a_fifth_of_the_device(longest: int, device_gib: float, tokens: int) -> None:
-    passes, plan = choose(candidates(longest), planner(), device_gib * GIB)
+def test_the_largest_pass_that_leaves_a_fifth_of_the_device(
+    longest: int, device_gib: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = chosen(monkeypatch, candidates(longest), device_gib)
     assert passes == replace(passes, micro_batch_tokens=tokens, longest=longest)
-    assert plan == planner()(passes)
 
 
 @pytest.mark.parametrize(("engine_sleeps", "tokens"), [(True, 32768), (False, 16384)])
-def test_an_engine_that_does_not_sleep_takes_room(engine_sleeps: bool, tokens: int) -> None:
-    plan = planner(engine_gib=10, engine_sleeps=engine_sleeps)
-    assert choose(candidates(1536), plan, 55 * GIB)[0].micro_batch_tokens == tokens
+def test_an_engine_that_does_not_sleep_takes_room(
+    engine_sleeps: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = chosen(monkeypatch, candidates(1536), 55, engine_gib=10, engine_sleeps=engine_sleeps)
+    assert passes.micro_batch_tokens == tokens
 
 
 @pytest.mark.parametrize("given", [2048, 8192, 65536])
-def test_a_size_that_was_given_is_taken(given: int) -> None:
-    assert choose(candidates(1536, given), planner(), 1.0)[0].micro_batch_tokens == given
-
-
-def test_what_not_even_the_smallest_pass_fits_is_refused_with_numbers() -> None:
-    passes, plan = choose(candidates(1536), planner(), 12 * GIB)
-    message = r"would take 16\.0 GiB, and the device has 12\.0 GiB\. Set `data.micro_batch_tokens` \d+ instead of 8192"
-    with pytest.raises(MisconfigurationException, match=message):
-        check_fits(plan, 12 * GIB, passes)
+def test_a_size_that_was_given_is_taken(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, candidates(1536, given), 1).micro_batch_tokens == given
 
 
 def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:
     module, alone = make_module(policy_path), {"free": 80 * GIB, "engine": {}, "engine_sleeps": True}
     with caplog.at_level("INFO"):
-        chosen = choose_passes(module, candidates(64), 80 * GIB, **alone)
-    assert chosen.micro_batch_tokens == 32768
+        passes, _ = choose_passes(module, candidates(64), 80 * GIB, **alone)
+    assert passes.micro_batch_tokens == 32768
     assert caplog.text.count("passes of 32,768 tokens:\n| device memory | GiB |") == 1
     assert caplog.text.count("device memory") == 1
     module.callback_bytes["drafter, trained"] = 63.5 * GIB
-    assert choose_passes(module, candidates(64), 80 * GIB, **alone).micro_batch_tokens == 8192
+    assert choose_passes(module, candidates(64), 80 * GIB, **alone)[0].micro_batch_tokens == 8192
     module.callback_bytes["drafter, trained"] = 100 * GIB
     with pytest.raises(MisconfigurationException, match=r"An update would take 10\d\.\d GiB"):
         choose_passes(module, candidates(64), 80 * GIB, **alone)
@@ -94,8 +100,8 @@ def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pyt
 
 def test_passes_of_a_mixture_of_experts_are_the_smallest(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     module = make_module(save_architecture("qwen3_moe", tmp_path))
-    chosen = choose_passes(module, candidates(9000), 80 * GIB, free=80 * GIB, engine={}, engine_sleeps=True)
-    assert chosen.micro_batch_tokens == 9000
+    passes, _ = choose_passes(module, candidates(9000), 80 * GIB, free=80 * GIB, engine={}, engine_sleeps=True)
+    assert passes.micro_batch_tokens == 9000
     assert "a pass has at most 9,000 tokens: experts are chosen by values" in caplog.text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, log2
 from typing import Any
 
 from lightning.pytorch.cli import OptimizerCallable
@@ -34,7 +33,6 @@ class MemoryForecast:
         step: Temporary bytes of an optimizer step.
         engine: What the rollout engine takes, by name; beside all else unless the engine sleeps during updates.
         engine_sleeps: True if the engine gives its memory back during updates.
-        whole: Bytes of `held` that more GPUs do not share: CUDA's context and callbacks' part.
     """
 
     held: Mapping[str, float]
@@ -42,7 +40,6 @@ class MemoryForecast:
     step: float
     engine: Mapping[str, float] = field(default_factory=dict)
     engine_sleeps: bool = True
-    whole: float = CONTEXT
 
     @property
     def update(self) -> float:
@@ -123,28 +120,17 @@ def check_fits(plan: MemoryForecast, available: float, passes: Passes) -> None:
         available: Bytes of the device.
         passes: Passes that the forecast is of.
     """
-    excess = plan.update - available / (1 - ERROR)
-    if excess <= 0:
+    if plan.update <= available / (1 - ERROR):
         return
-    passing, gradients = sum(plan.activations.values()), plan.held["gradients"]
-    per_token = plan.activations["activations"] / passes.micro_batch_tokens
-    tokens = int(passes.micro_batch_tokens - excess / per_token) // 128 * 128
-    spread = (sum(plan.held.values()) - plan.whole) * passes.num_shards
-    left = spread / passes.num_shards - excess
-    num_gpus = 2 ** ceil(log2(spread / left)) if left > 0 else 0
     remedies = {
-        f"`data.micro_batch_tokens` {tokens} instead of {passes.micro_batch_tokens}": (
-            passing - excess > plan.step and tokens >= passes.longest
-        ),
-        f"`model.gradient_checkpointing: true`, for most of {plan.activations['activations'] / GIB:.1f} GiB": (
-            not passes.is_checkpointed
-        ),
-        f"`model.lora`, for most of {(gradients + plan.held['optimizer']) / GIB:.1f} GiB": gradients > excess / 4,
-        f"`trainer.strategy: fsdp2` on {num_gpus} GPUs": num_gpus > passes.num_shards,
-        f"`data.engine.sleep: true`, for {sum(plan.engine.values()) / GIB:.1f} GiB": not plan.engine_sleeps,
+        f"lower `data.micro_batch_tokens`, {passes.longest} at least": passes.micro_batch_tokens > passes.longest,
+        "set `model.gradient_checkpointing: true`": not passes.is_checkpointed,
+        "set `data.engine.sleep: true`": not plan.engine_sleeps,
+        "train adapters (`model.lora`)": plan.held["gradients"] > plan.update / 8,
+        "shard over more GPUs (`trainer.strategy: fsdp2`)": True,
     }
-    helpful = [remedy for remedy, helps in remedies.items() if helps][:2]
+    helpful = [remedy for remedy, helps in remedies.items() if helps]
     raise MisconfigurationException(
-        f"An update would take {plan.update / GIB:.1f} GiB, and the device has {available / GIB:.1f} GiB. "
-        f"Set {' or '.join(helpful) or '`model.policy` to a smaller model'}.\n{plan.table()}"
+        f"An update would take {plan.update / GIB:.1f} GiB, and the device has {available / GIB:.1f} GiB: "
+        f"{', or '.join(helpful)}.\n{plan.table()}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def pass_sizes(given: int | None, longest: int, *, on_gpu: bool) -> list[int]:
     return sorted({max(size, longest) for size in sizes}, reverse=True) if given is None else [given]
 
 
-def candidates_of(trainer: L.Trainer, module: Any, sizes: Sequence[int], *, longest: int) -> list[Passes]:
+def run_passes(trainer: L.Trainer, module: Any, sizes: Sequence[int], *, longest: int) -> list[Passes]:
     """Return the passes of these sizes that a run's update would make.
 
     Args:
@@ -54,47 +54,6 @@ def candidates_of(trainer: L.Trainer, module: Any, sizes: Sequence[int], *, long
     ]
 
 
-def choose(
-    candidates: Sequence[Passes], plan: Callable[[Passes], MemoryForecast], free: float
-) -> tuple[Passes, MemoryForecast]:
-    """Return the first passes whose update takes at most `ROOM` of free memory, else the last, and their forecast.
-
-    Args:
-        candidates: Passes to choose from, largest first.
-        plan: Forecasts an update of such passes.
-        free: Bytes of a device that no other process holds.
-    """
-    for passes in candidates:
-        planned = plan(passes)
-        if planned.update <= ROOM * free:
-            break
-    return passes, planned
-
-
-def planner(module: Any, engine: Mapping[str, float], *, engine_sleeps: bool) -> Callable[[Passes], MemoryForecast]:
-    """Return what forecasts the memory of a run by its update's passes.
-
-    Args:
-        module: The `RLModule`, nothing of it loaded.
-        engine: What the rollout engine takes, by name.
-        engine_sleeps: The engine gives its memory back during updates.
-    """
-    models = {"policy": TrainedModel(module.policy_path, module.lora)}
-    critic, frozen = module.critic_config, {}
-    if module.objective.needs_critic and critic is not None and critic.path is not None:
-        models["critic"] = TrainedModel(critic.path, critic.lora)
-    if module.objective.needs_reference and (module.reference_path or module.lora is None):
-        frozen["reference"] = module.reference_path or module.policy_path
-    own: dict[str, float] = module.callback_bytes
-
-    def plan(passes: Passes) -> MemoryForecast:
-        alone = forecast(models, passes, module.optimizer, frozen)
-        held, whole = {**alone.held, **own}, alone.whole + sum(own.values())
-        return replace(alone, held=held, whole=whole, engine=engine, engine_sleeps=engine_sleeps)
-
-    return plan
-
-
 def choose_passes(
     module: Any,
     candidates: Sequence[Passes],
@@ -103,12 +62,13 @@ def choose_passes(
     free: float,
     engine: Mapping[str, float],
     engine_sleeps: bool,
-) -> Passes:
-    """Choose an update's passes, log the memory that a run takes of each device, and refuse a run that cannot fit.
+) -> tuple[Passes, MemoryForecast | None]:
+    """Choose an update's passes and return them with their forecast, which is logged; refuse a run that cannot fit.
 
     Args:
         module: The `RLModule`, nothing of it loaded.
-        candidates: Passes to choose from, largest first. The last ones are chosen if there is no forecast.
+        candidates: Passes to choose from, largest first; chosen are the first whose update takes at most `ROOM` of the
+            free memory, else the last, and without a forecast these.
         available: Bytes of the device.
         free: Those of them that no other process holds.
         engine: What the rollout engine takes, by name.
@@ -117,15 +77,25 @@ def choose_passes(
     Raises:
         MisconfigurationException: An update of the smallest passes cannot fit.
     """
-    plan = planner(module, engine, engine_sleeps=engine_sleeps)
+    models = {"policy": TrainedModel(module.policy_path, module.lora)}
+    critic, frozen = module.critic_config, {}
+    if module.objective.needs_critic and critic is not None and critic.path is not None:
+        models["critic"] = TrainedModel(critic.path, critic.lora)
+    if module.objective.needs_reference and (module.reference_path or module.lora is None):
+        frozen["reference"] = module.reference_path or module.policy_path
     try:
-        passes, planned = choose(candidates, plan, free)
+        for passes in candidates:
+            planned = forecast(models, passes, module.optimizer, frozen)
+            held = {**planned.held, **module.callback_bytes}
+            planned = replace(planned, held=held, engine=engine, engine_sleeps=engine_sleeps)
+            if planned.update <= ROOM * free:
+                break
     except (RuntimeError, AttributeError) as error:
         log.warning(
             "What the run will hold in memory is not forecast for `policy` %r, and a pass has at most %s tokens: %s",
             *(module.policy_path, f"{candidates[-1].micro_batch_tokens:,}", error),
         )
-        return candidates[-1]
+        return candidates[-1], None
     rank_zero_info("An update in passes of %s tokens:\n%s", f"{passes.micro_batch_tokens:,}", planned.table())
     if planned.rollout > available:
         log.warning(
@@ -134,7 +104,7 @@ def choose_passes(
             *(planned.rollout / GIB, available / GIB),
         )
     check_fits(planned, available, passes)
-    return passes
+    return passes, planned
 
 
 def choose_on_device(
@@ -156,9 +126,9 @@ def choose_on_device(
     strategy = trainer.strategy
     if strategy.root_device.type != "cuda":
         return sizes[-1]
-    candidates = candidates_of(trainer, module, sizes, longest=longest)
+    candidates = run_passes(trainer, module, sizes, longest=longest)
     free, total = torch.cuda.mem_get_info(strategy.root_device)
     free += torch.cuda.memory_reserved(strategy.root_device)  # by this process: an earlier run may have left it some
     planned = engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
-    passes = choose_passes(module, candidates, total, free=free, engine=planned, engine_sleeps=engine.sleeps)
+    passes, _ = choose_passes(module, candidates, total, free=free, engine=planned, engine_sleeps=engine.sleeps)
     return passes.micro_batch_tokens
