@@ -37,7 +37,7 @@ def run(model: Any, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     max_tokens = 10_000 if hasattr(causal_lm(model).base_model, "norm") else 0
     tap = BatchTap(model, HiddenStateRequest((0, 1), max_tokens), batch, 0)
     with tap.over(range(len(batch))):
-        logps, entropy, _, _ = response_logps(model, batch)
+        logps, entropy, *_ = response_logps(model, batch)
     (logps.square().sum() + entropy.sum()).backward()
     results = {"logps": logps.detach(), "entropy": entropy.detach()}
     results |= {f"states {number}": text.states.float() for number, text in enumerate(tap.texts)}

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.model_files import read_config
-from tlt_lightning.policy import load_shapes
+from tlt_lightning.policy import load_shapes, load_tokenizer
 from tlt_lightning.training.followed_metrics import watch_iteration_end
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
@@ -141,8 +141,22 @@ def check_models(wanted: NetworkSettings) -> None:
     for argument, path in (("policy", wanted.policy), ("reference", wanted.reference), ("critic.path", critic)):
         if path is not None:
             read_config(path, f"model.{argument}")
+    if wanted.reference is not None:
+        _check_same_tokens(wanted.policy, wanted.reference)
     if wanted.lora is not None:  # its adapters fit, which takes no memory to ask
         load_shapes(wanted.policy, wanted.lora)
+
+
+def _check_same_tokens(policy: str, reference: str) -> None:
+    """Raise ValueError unless two models mean the same tokens by the same numbers."""
+    ids, others = (load_tokenizer(path).get_vocab() for path in (policy, reference))
+    if differing := sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)):
+        token = differing[0]
+        raise ValueError(
+            f"`model.reference` {reference!r} has other tokens than `model.policy` {policy!r}: {token!r} is "
+            f"{others.get(token)} there and {ids.get(token)} here, and {len(differing) - 1} more differ. Its log-probs "
+            "would be of other texts; choose a model of the policy's family."
+        )
 
 
 def check_engine_ranks(num_ranks: int, trainer: L.Trainer) -> None:

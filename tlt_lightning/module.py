@@ -52,7 +52,8 @@ class RLModule(L.LightningModule):
             1e-6, for LoRA 1e-5.
         lr_scheduler: Builds a scheduler from the optimizer; stepped once per optimizer step.
         lora: Train LoRA adapters; None trains all weights.
-        reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off).
+        reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off). Of
+            `Distillation` it is the teacher, of any size and with the policy's tokens, and has to be given.
         critic: How values are predicted, for objectives that need them (PPO).
         gradient_checkpointing: Recompute activations in the backward pass: a quarter slower, frees most of them.
         attn_implementation: Attention of Hugging Face: `sdpa`, `eager` or `flash_attention_2`.
@@ -86,6 +87,11 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."
             )
+        if objective.divergence is not None and reference is None:
+            raise ValueError(
+                f"`objective` {type(objective).__name__} learns from a teacher: name it by `reference`. The policy "
+                "itself would teach it nothing."
+            )
         self.policy_path, self.reference_path, self.objective = policy, reference, objective
         self.optimizer, self.lr_scheduler, self.lora, self.critic_config = optimizer, lr_scheduler, lora, critic
         self.gradient_checkpointing, self.attn_implementation = gradient_checkpointing, attn_implementation
@@ -115,7 +121,8 @@ class RLModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        self.held_out = HeldOutMetrics()  # anew: an earlier run may have ended within a validation
+        rewards = self.trainer.datamodule.rewards  # type: ignore[attr-defined]
+        self.held_out = HeldOutMetrics(has_rewards=bool(rewards))  # anew: an earlier run may have ended within one
         if stage == "fit":
             self._saved_settings = None  # read by a run that ended before it began to train
 
@@ -158,7 +165,7 @@ class RLModule(L.LightningModule):
     def networks(self) -> Networks:
         """Return the networks that read the batches."""
         assert self.policy is not None, "`networks` before `configure_model`"
-        return Networks(self.policy, self.critic, self._reference, self._tap)
+        return Networks(self.policy, self.critic, self._reference, self.objective.divergence, self._tap)
 
     @property
     def network_settings(self) -> NetworkSettings:
@@ -200,6 +207,7 @@ class RLModule(L.LightningModule):
             self.device,
             self.trainer.precision_plugin.forward_context,
             largest_counts(self.trainer),
+            scores_reference=self.objective.needs_reference,
             scores_policy=needs_old_logps or self.critic is not None or self.objective.needs_old_logps,
         )
 
@@ -221,10 +229,11 @@ class RLModule(L.LightningModule):
 
     def _loss(self, batch: RolloutBatch) -> Tensor:
         wanted = self.objective.needs_entropy_grad
-        logps, entropy, values = self.networks.forward(batch, needs_entropy_grad=wanted)
+        tokens, values = self.networks.forward(batch, needs_entropy_grad=wanted)
+        batch = replace(batch, divergence=tokens.divergence)
         if batch.old_logps is None:  # nobody has asked for earlier ones: the only update's are its own
-            batch = replace(batch, old_logps=logps.detach())
-        output = self.objective.loss(batch, logps, entropy, values)
+            batch = replace(batch, old_logps=tokens.logps.detach())
+        output = self.objective.loss(batch, tokens.logps, tokens.entropy, values)
         self._parts.append({"train/loss": output.loss.detach(), **output.metrics})
         return output.loss
 

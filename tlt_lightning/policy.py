@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear, rows_per_chunk
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.model_files import load_whole
+from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.rollout import RolloutBatch
-from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, named_units
+from tlt_lightning.sharding.units import Sharding, as_forward, gathered, is_sharded, named_units, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -209,6 +210,43 @@ def response_states(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tens
     return states, batch.input_ids[rows, positions], (rows, columns)
 
 
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Holds what a frozen model makes of the tokens of a pass, with which the policy is compared chunk by chunk.
+
+    Args:
+        states: Its hidden states that predict the response tokens, in the policy's order. (N, H')
+        weight: Of its head. (V', H')
+        bias: Of its head, if that has one. (V',)
+        divergence: How far from it the policy is.
+    """
+
+    states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    divergence: Divergence
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, batch: RolloutBatch, divergence: Divergence) -> "Teacher":
+        """Run a frozen model over a batch.
+
+        Of a sharded one the head is put together once, for the backward pass, too: chunks are computed again there, and
+        ranks have different numbers of them.
+        """
+        network = causal_lm(model)
+        states, *_ = as_forward(network, lambda: response_states(model, batch))
+        head: Any = network.get_output_embeddings()
+        kind = states.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+        weight, bias = (None if each is None else whole(each.to(dtype)) for each in (head.weight, head.bias))
+        return cls(states.to(dtype), cast("Tensor", weight), bias, divergence)
+
+    def compare(self, logits: Tensor, states: Tensor, temperature: float) -> Tensor:
+        """Return the divergence of a chunk of the policy's logits, (N,), from what the head makes of its own states."""
+        return self.divergence(logits, nn.functional.linear(states, self.weight, self.bias), temperature)
+
+
 def token_logps(
     head: nn.Module,
     states: Tensor,
@@ -217,8 +255,9 @@ def token_logps(
     temperature: float,
     chunk_size: int,
     needs_entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return (N,) log-probs of `targets` and entropies of softmax(head(states) / temperature).
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (N,) log-probs of `targets`, entropies of softmax(head(states) / temperature), divergences from a teacher.
 
     Args:
         head: The output embedding, (N, H) to (N, V).
@@ -227,23 +266,29 @@ def token_logps(
         temperature: Positive.
         chunk_size: Rows that meet the vocabulary at a time; memory is `chunk_size * V * 4` bytes a few times over.
         needs_entropy_grad: Let entropies carry a gradient, too.
+        teacher: Whom the policy is compared with, with gradient; None compares it with nobody.
     """
     is_grad_wanted = torch.is_grad_enabled() and states.requires_grad
-    if is_grad_wanted and not needs_entropy_grad and is_frozen_linear(head):
-        return chosen_logps_of_states(cast("nn.Linear", head), states, targets, temperature, chunk_size)
+    if is_grad_wanted and not needs_entropy_grad and teacher is None and is_frozen_linear(head):
+        return *chosen_logps_of_states(cast("nn.Linear", head), states, targets, temperature, chunk_size), None
 
-    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logps, entropy = chosen_logps(head(states), targets, temperature)
-        return logps, entropy if needs_entropy_grad else entropy.detach()
+    def chunk(states: Tensor, targets: Tensor, teacher_states: Tensor | None = None) -> tuple[Tensor, ...]:
+        logits = head(states)
+        logps, entropy = chosen_logps(logits, targets, temperature)
+        found = logps, entropy if needs_entropy_grad else entropy.detach()
+        if teacher is None or teacher_states is None:
+            return found
+        return *found, teacher.compare(logits, teacher_states, temperature)
 
     results = []
-    for part, part_targets in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
+    rows = (states, targets) if teacher is None else (states, targets, teacher.states)
+    for parts in zip(*(each.split(chunk_size) for each in rows), strict=True):
         if torch.is_grad_enabled():
-            results.append(checkpoint(chunk, part, part_targets, use_reentrant=False))
+            results.append(checkpoint(chunk, *parts, use_reentrant=False))
         else:
-            results.append(chunk(part, part_targets))
-    logps, entropies = zip(*results, strict=True)
-    return torch.cat(logps), torch.cat(entropies)
+            results.append(chunk(*parts))
+    logps, entropy, *compared = (torch.cat(each) for each in zip(*results, strict=True))
+    return logps, entropy, compared[0] if compared else None
 
 
 def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
@@ -251,31 +296,49 @@ def scatter(values: Tensor, index: tuple[Tensor, Tensor], like: Tensor) -> Tenso
     return torch.zeros_like(like, dtype=values.dtype).index_put(index, values)
 
 
-def response_logps(
-    model: nn.Module, batch: RolloutBatch, *, chunk_size: int | None = None, needs_entropy_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return log-probs and entropies of the response tokens, (B, T) each.
+class ResponseTokens(NamedTuple):
+    """Holds what a pass computes of the response tokens: (B, T) each, but for states (N, H) and their places in it."""
 
-    Both at the batch's temperature, entropies with a gradient only if `needs_entropy_grad`. Also returns the states
-    (N, H) and their index in (B, T), for a critic.
+    logps: Tensor
+    entropy: Tensor
+    divergence: Tensor | None
+    states: Tensor
+    places: tuple[Tensor, Tensor]
+
+
+def response_logps(
+    model: nn.Module,
+    batch: RolloutBatch,
+    *,
+    chunk_size: int | None = None,
+    needs_entropy_grad: bool = False,
+    teacher: Teacher | None = None,
+) -> ResponseTokens:
+    """Compute log-probs, entropies and divergences of the response tokens, at the batch's temperature.
+
+    Entropies carry a gradient only if `needs_entropy_grad`; there are no divergences without a teacher.
     """
 
-    def compute() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def compute() -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor]]:
         states, targets, index = response_states(model, batch)
         head = causal_lm(model).get_output_embeddings()
-        logps, entropy = token_logps(
+        vocab_size, num_heads = head.weight.shape[0], 1 if teacher is None else 2
+        found = token_logps(
             head,
             states,
             targets,
             temperature=batch.temperature,
-            chunk_size=chunk_size or rows_per_chunk(head.weight.shape[0]),
+            chunk_size=chunk_size or rows_per_chunk(vocab_size, num_heads),
             needs_entropy_grad=needs_entropy_grad,
+            teacher=teacher,
         )
-        return logps, entropy, states, index
+        return *found, states, index
 
-    logps, entropy, states, index = as_forward(causal_lm(model), compute)
+    logps, entropy, divergence, states, places = as_forward(causal_lm(model), compute)
     like = batch.rollout_logps
-    return scatter(logps, index, like), scatter(entropy, index, like), states, index
+    if divergence is not None:
+        divergence = scatter(divergence, places, like)
+    return ResponseTokens(scatter(logps, places, like), scatter(entropy, places, like), divergence, states, places)
 
 
 class PolicyWeights(Iterable[tuple[str, Tensor]]):

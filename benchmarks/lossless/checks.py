@@ -39,7 +39,7 @@ def score(
     for first in range(0, len(order), micro_batch):
         rows = order[first : first + micro_batch]
         batch = as_batch([prompts[i] for i in rows], [written[i] for i in rows], device)
-        logps, entropy, _, _ = response_logps(model, batch, chunk_size=2048)
+        logps, entropy, *_ = response_logps(model, batch, chunk_size=2048)
         kept = batch.response_mask.bool()
         parts.append([batch.rollout_logps[kept].cpu(), logps[kept].cpu(), entropy[kept].cpu()])
     engine, trainer, entropy = (torch.cat(column).double() for column in zip(*parts, strict=True))

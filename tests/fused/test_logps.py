@@ -61,7 +61,7 @@ def test_before_a_frozen_head_values_and_gradients_are_those_of_the_formula(bias
     head, targets = frozen_head(bias=bias), torch.randint(50, (9,))
     states, weights, results = 4 * torch.randn(9, 6), torch.randn(9), []
     settings = {"temperature": TEMPERATURE, "chunk_size": 4}
-    for compute in (lambda x: token_logps(head, x, targets, **settings), lambda x: textbook(head(x), targets)):
+    for compute in (lambda x: token_logps(head, x, targets, **settings)[:2], lambda x: textbook(head(x), targets)):
         x = states.clone().requires_grad_()
         logps, entropy = compute(x)
         (logps * weights).sum().backward()
@@ -78,7 +78,7 @@ def test_under_autocast_a_frozen_head_computes_as_one_that_is_trained(weights: t
         head.requires_grad_(is_trained)
         x = states.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            logps, entropy = token_logps(head, x, targets, temperature=TEMPERATURE, chunk_size=40)
+            logps, entropy, _ = token_logps(head, x, targets, temperature=TEMPERATURE, chunk_size=40)
         logps.square().sum().backward()
         results.append((logps.detach(), entropy, x.grad))
     (*values, gradient), (*expected, other) = results
@@ -93,7 +93,7 @@ def test_before_a_frozen_head_the_backward_pass_meets_no_vocabulary() -> None:
     rows = []
     for is_trained in (False, True):
         head = frozen_head().requires_grad_(is_trained)
-        logps, _ = token_logps(head, states, targets, temperature=1.0, chunk_size=4)
+        logps, *_ = token_logps(head, states, targets, temperature=1.0, chunk_size=4)
         with LargestOfWidth(50) as largest:
             logps.sum().backward()
         rows.append(largest.rows)

@@ -43,7 +43,7 @@ def check_gradients(policy_path: str, out: Path, *passes: list[int]) -> None:
     model, objective = load_policy(policy_path), ReinforcePlusPlus()
     for batch in batches:
         whole = replace(batch, num_loss_tokens=counts[0], num_loss_sequences=counts[1], num_shares=1)
-        logps, entropy, _, _ = response_logps(model, whole)
+        logps, entropy, *_ = response_logps(model, whole)
         old_logps = logps.detach() if whole.old_logps is None else whole.old_logps
         objective.loss(replace(whole, old_logps=old_logps), logps, entropy, None).loss.backward()
     for name, parameter in model.named_parameters():

@@ -48,6 +48,8 @@ KL = objectives.KLPenalty(coef=0.1)
         objectives.ReinforcePlusPlus(),
         objectives.ReinforcePlusPlusBaseline(),
         objectives.PPO(),
+        objectives.Distillation(),
+        objectives.Distillation(divergence=None, loss_kl=KL, reward_coef=0.5),
     ],
     ids=lambda objective: type(objective).__name__,
 )

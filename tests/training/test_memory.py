@@ -207,7 +207,7 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
         with torch.autocast("cuda", torch.bfloat16):
             states = packed_states(causal_lm(model).base_model, pack)
             head = causal_lm(model).get_output_embeddings()
-            logps, _ = token_logps(head, states, ids, temperature=1.0, chunk_size=rows_per_chunk(32000))
+            logps, *_ = token_logps(head, states, ids, temperature=1.0, chunk_size=rows_per_chunk(32000))
         logps.mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -181,7 +181,7 @@ section("Learning",
   chart("On held-out prompts", [{ name: "accuracy", color: "green", points: [...before, ...points("val/accuracy")] },
     ...named("val/pass@").map((name, i) => line(name, PALETTE[3 + (i % 5)], name.slice(4), { thin: true }))], { latest: true, zero: true, show: percent, note: before.length ? "iteration 0 is before training" : "" }),
   chart("Groups whose answers all earn the same", [line("reward/zero_std_groups", "grey", "share of groups: they teach nothing")], { zero: true, top: 1, show: percent, latest: true, height: 130 }),
-  chart("How far the policy moves", [["train/kl", "purple", "KL to the reference"], ["train/approx_kl", "sky", "KL of an update"]].filter(([name]) => some(name)).map((one) => line(...one)), { zero: true, latest: true, height: 130 }),
+  chart("How far the policy moves", [["train/kl", "purple", "KL to the reference"], ["train/divergence", "orange", "divergence from the teacher"], ["train/approx_kl", "sky", "KL of an update"]].filter(([name]) => some(name)).map((one) => line(...one)), { zero: true, latest: true, height: 130 }),
   chart("Engine against trainer", [line("mismatch/kl", "grey", "KL of their log-probs: rounding, unless it grows")].filter(() => some("mismatch/kl")), { zero: true, latest: true, height: 130 }));
 
 // Responses, time

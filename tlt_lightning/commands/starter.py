@@ -27,7 +27,10 @@ MINE = """\
 {train}  rewards+:                            # added to the recipe's; `rewards:` would replace them
     - {{function: my_reward.brevity, weight: 0.0}}   # 0 only logs it
 """
-OVERLAYS = ("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml", "tail_batching.yaml", "partial_rollout.yaml")
+OVERLAYS = (
+    *("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml"),
+    *("tail_batching.yaml", "partial_rollout.yaml", "distillation.yaml"),
+)
 """Files of recipes that go on top of any other, to be named before `mine.yaml`."""
 LATER = (
     "For faster rollouts put `-c recipes/speculation.yaml` before `-c mine.yaml`, and on a GPU between the two\n"

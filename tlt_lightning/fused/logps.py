@@ -19,13 +19,13 @@ _FEWEST = 1024
 _LOGITS = 160_000_000  # at a time: 305 MiB in 16 bit
 
 
-def rows_per_chunk(vocab_size: int) -> int:
+def rows_per_chunk(vocab_size: int, num_heads: int = 1) -> int:
     """Return how many hidden states meet a vocabulary at a time.
 
-    A large vocabulary limits them by the memory of logits. Each chunk launches all kernels once, so that a small one
-    has few chunks.
+    A large vocabulary limits them by the memory of logits, of two heads together where a teacher's are compared. Each
+    chunk launches all kernels once, so that a small one has few chunks.
     """
-    return max(_FEWEST, _LOGITS // vocab_size // _FEWEST * _FEWEST)
+    return max(_FEWEST, _LOGITS // (vocab_size * num_heads) // _FEWEST * _FEWEST)
 
 
 def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ from tlt_lightning.objectives.aggregation import (
 from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective, Reduce
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.correction import MaskedImportance, MismatchCorrection, TruncatedImportance
+from tlt_lightning.objectives.distillation import Distillation
+from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty, StraightThrough
 from tlt_lightning.objectives.named import (
     CISPO,

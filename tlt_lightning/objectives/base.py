@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.rollout import RolloutBatch
 
 Reduce = Callable[[Tensor], Tensor]
@@ -44,10 +45,23 @@ class PolicyObjective(ABC):
     needs_critic: ClassVar[bool] = False
     """True if `advantages` reads `batch.values` and `loss` is given `values`."""
 
+    divergence: Divergence | None = None
+    """Fills in `batch.divergence` in the update's own pass, with gradient; its teacher is the reference network."""
+
     @property
     def needs_reference(self) -> bool:
         """True if `batch.ref_logps` must be filled in, which costs a frozen copy of the policy."""
         return False
+
+    @property
+    def uses_reference(self) -> bool:
+        """True if a frozen model runs beside the policy: for `batch.ref_logps`, or as the teacher."""
+        return self.needs_reference or self.divergence is not None
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True if it learns from rewards; a run of an objective that does not may have none."""
+        return True
 
     @property
     def needs_old_logps(self) -> bool:

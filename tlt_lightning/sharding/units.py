@@ -120,6 +120,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor put together, a collective that is not differentiated, and others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of tensors together, over all ranks that hold rows of them."""
     norm = nn.utils.get_total_norm(tensors)

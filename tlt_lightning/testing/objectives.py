@@ -78,6 +78,7 @@ def _scored_batch(objective: PolicyObjective) -> RolloutBatch:
     batch.rollout_logps = -mask * _noise(batch, 1).abs()
     batch.old_logps = _policy_logps(batch) if objective.needs_old_logps else None
     batch.ref_logps = batch.rollout_logps - mask * _noise(batch, 2) / 10 if objective.needs_reference else None
+    batch.divergence = mask * _noise(batch, 5).abs() if objective.divergence is not None else None
     batch.values = mask * _noise(batch, 3) if objective.needs_critic else None
     return batch
 
@@ -108,6 +109,8 @@ def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], 
     logps = (cast("Tensor", part.old_logps) + shift * (1 - part.response_mask)).requires_grad_()
     entropy = (part.response_mask * 0.5).requires_grad_()
     values = None if part.values is None else (part.values * 1.1 + 0.01).detach().requires_grad_()
+    if part.divergence is not None:
+        part.divergence = (part.divergence + shift * (1 - part.response_mask)).requires_grad_()
     output = _called(objective, "loss", part, logps, entropy, values)
     metrics = {"loss": output.loss.detach(), **{name: torch.as_tensor(each) for name, each in output.metrics.items()}}
     for name, value in metrics.items():
@@ -115,9 +118,12 @@ def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], 
         assert is_number, f"{who} returned `{name}` {shown(value)}: return a finite scalar, metrics by `detach()`."
     if output.loss.requires_grad:
         output.loss.backward()
-    is_learned, is_entropy_learned = (each.grad is not None and bool(each.grad.any()) for each in (logps, entropy))
+    *learned, is_entropy_learned = (
+        each is not None and each.grad is not None and bool(each.grad.any())
+        for each in (logps, part.divergence, entropy)
+    )
     remedy = "compute it from `logps`, without `detach`, `item` or `no_grad`"
-    assert is_learned, f"{who} returned a loss without gradient, from which nothing is learned: {remedy}."
+    assert any(learned), f"{who} returned a loss without gradient, from which nothing is learned: {remedy}."
     remedy = "which has a gradient only where `needs_entropy_grad` is True: set it in the class, or use `entropy_coef`"
     assert objective.needs_entropy_grad or not is_entropy_learned, f"{who} learns from `entropy`, {remedy}."
     return metrics

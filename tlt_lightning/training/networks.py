@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from tlt_lightning.hidden_states import BatchTap
 from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.packed_pass import can_pack
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_logps
+from tlt_lightning.policy import LoRA, ResponseTokens, Teacher, causal_lm, load_policy, response_logps
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
@@ -46,6 +47,11 @@ class Reference:
         with policy.disable_adapter():  # type: ignore[operator]
             return response_logps(policy, batch)[0]
 
+    def teach(self, batch: RolloutBatch, divergence: Divergence) -> Teacher:
+        """Return what the model makes of the response tokens, for a pass of the policy."""
+        assert self.model is not None, "`RLModule` refuses a teacher that is the policy itself"
+        return Teacher.of(self.model.to(batch.input_ids.device), batch, divergence)
+
 
 @dataclass(frozen=True, slots=True)
 class Networks:
@@ -54,13 +60,15 @@ class Networks:
     Args:
         policy: The policy.
         critic: Predicts values; None where the objective needs none.
-        reference: What a KL penalty is measured from; None likewise.
+        reference: What a KL penalty is measured from, or the teacher; None likewise.
+        divergence: How far the policy is from the reference as its teacher; None where it learns from none.
         tap: Around the policy's passes, if somebody asked for their states.
     """
 
     policy: nn.Module
     critic: Critic | None = None
     reference: Reference | None = None
+    divergence: Divergence | None = None
     tap: BatchTap | None = None
 
     @property
@@ -75,12 +83,15 @@ class Networks:
         others = (getattr(self.critic, "trunk", None), getattr(self.reference, "model", None))
         return not all(can_pack(causal_lm(each).base_model) for each in (self.policy, *others) if each is not None)
 
-    def forward(self, batch: RolloutBatch, *, needs_entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probs, entropies and values of the response tokens, (B, T) each."""
+    def forward(self, batch: RolloutBatch, *, needs_entropy_grad: bool = False) -> tuple[ResponseTokens, Tensor | None]:
+        """Return what a pass computes of the response tokens, and values, (B, T). The teacher needs gradients."""
+        teacher = None  # first, while the policy has kept nothing for its backward pass
+        if self.divergence is not None and self.reference is not None and torch.is_grad_enabled():
+            teacher = self.reference.teach(batch, self.divergence)
         # Not around the reference's pass, which may be one of the same network.
         with nullcontext() if self.tap is None else self.tap.over(batch.rows):
-            logps, entropy, states, index = response_logps(self.policy, batch, needs_entropy_grad=needs_entropy_grad)
-        return logps, entropy, None if self.critic is None else self.critic(batch, states, index)
+            tokens = response_logps(self.policy, batch, needs_entropy_grad=needs_entropy_grad, teacher=teacher)
+        return tokens, None if self.critic is None else self.critic(batch, tokens.states, tokens.places)
 
 
 @torch.no_grad()
@@ -93,6 +104,7 @@ def score(
     largest_counts: LargestCounts | None = None,
     *,
     scores_policy: bool,
+    scores_reference: bool,
 ) -> RolloutBatch:
     """Return a rank's batch with what must be known before the update: log-probs, reference log-probs and values.
 
@@ -103,9 +115,10 @@ def score(
         device: Where the networks are.
         context: Made around each pass.
         largest_counts: As in `cut_alike`.
-        scores_policy: Run policy and critic, too, and not the reference alone.
+        scores_policy: Run policy and critic.
+        scores_reference: Run the reference, which otherwise teaches alone.
     """
-    reference, scores = networks.reference, dict[str, Tensor]()
+    reference, scores = networks.reference if scores_reference else None, dict[str, Tensor]()
     if not scores_policy and reference is None:
         return batch
     rows_of_all, is_padded = [torch.arange(len(batch))], networks.is_padded
@@ -115,7 +128,8 @@ def score(
         part, found = move_data_to_device(batch.select(rows), device), dict[str, Tensor | None]()
         with context():
             if scores_policy:
-                found["old_logps"], _, found["values"] = networks.forward(part)
+                tokens, found["values"] = networks.forward(part)
+                found["old_logps"] = tokens.logps
             if reference is not None:
                 found["ref_logps"] = reference.logps(networks.policy, part)
         for name, result in found.items():
@@ -148,7 +162,7 @@ class NetworkSettings:
         critic = reference = None
         if objective.needs_critic and self.critic is not None:
             critic = Critic(self.critic, causal_lm(model).config.hidden_size, sharding)
-        if objective.needs_reference:
+        if objective.uses_reference:
             path = self.reference or (self.policy if self.lora is None else None)
             reference = Reference(path, self.attn_implementation, sharding)
         for name, loaded in (("critic", critic), ("reference", reference)):
@@ -167,8 +181,8 @@ class NetworkSettings:
         for name in (item.name for item in fields(self)):
             if (now := getattr(self, name)) != (before := getattr(loaded, name)):
                 raise ValueError(f"`model.{name}` was {before!r} and is {now!r}. {remedy}")
-        for name in ("critic", "reference"):
-            if getattr(objective, f"needs_{name}") and getattr(networks, name) is None:
+        for name, is_needed in (("critic", objective.needs_critic), ("reference", objective.uses_reference)):
+            if is_needed and getattr(networks, name) is None:
                 raise ValueError(
                     f"`model.objective` {type(objective).__name__} needs a {name}, which was not loaded. {remedy}"
                 )

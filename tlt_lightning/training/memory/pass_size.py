@@ -81,7 +81,7 @@ def choose_passes(
     critic, frozen = module.critic_config, {}
     if module.objective.needs_critic and critic is not None and critic.path is not None:
         models["critic"] = TrainedModel(critic.path, critic.lora)
-    if module.objective.needs_reference and (module.reference_path or module.lora is None):
+    if module.objective.uses_reference and (module.reference_path or module.lora is None):
         frozen["reference"] = module.reference_path or module.policy_path
     try:
         for passes in candidates:
