@@ -60,21 +60,25 @@ class WhyNothingIsLearned(RolloutCallback):
     ) -> None:
         """Say what this iteration has made certain."""
         before, self._weights = self._weights, sample_of(self._trained)
-        causes = self.causes(metrics, change_of(before, self._weights), pl_module.objective.min_group_size > 1)
+        objective, change = pl_module.objective, change_of(before, self._weights)
+        causes = self.causes(metrics, change, objective.min_group_size > 1, learns_from_rewards=objective.needs_rewards)
         for cause in causes if trainer.is_global_zero else ():
             log.warning("Iteration %d: why nothing is learned: %s", iteration, cause)
 
-    def causes(self, metrics: Mapping[str, float], change: float, is_grouped: bool) -> list[str]:
+    def causes(
+        self, metrics: Mapping[str, float], change: float, is_grouped: bool, *, learns_from_rewards: bool = True
+    ) -> list[str]:
         """Return the causes that an iteration makes certain, each with its remedy.
 
         Args:
             metrics: Of the iteration.
             change: What it has changed of the weights, relative to their norm.
             is_grouped: Advantages compare the responses to one prompt.
+            learns_from_rewards: Equal rewards are a cause.
         """
         self._has_moved |= change >= LEAST_CHANGE
         found = {
-            "rewards": _of_rewards(metrics, is_grouped),
+            "rewards": _of_rewards(metrics, is_grouped) if learns_from_rewards else ("", ""),
             "rate": self._of_rate(metrics, change),
             "course": self._of_course(metrics),
         }

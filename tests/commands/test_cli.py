@@ -328,7 +328,7 @@ def test_a_place_that_cannot_be_written_to_needs_no_traceback(error: OSError, se
         (["drafter", "predict"], "invalid choice: 'predict' (choose from 'fit', 'validate')\n"),
         (
             ["fit"],
-            "error: the following arguments are required: model.policy, data.rewards\n",
+            "error: the following arguments are required: model.policy\n",
         ),
     ],
 )

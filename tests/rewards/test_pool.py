@@ -258,7 +258,6 @@ def test_of_two_responses_with_one_key_the_newer_counts(make_pool) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"terms": []}, "`rewards` is empty"),
         ({"terms": [length, length]}, "`rewards` holds 2 of the name 'length'"),
         ({"timeout": float("nan")}, "`timeout` must be a positive"),
         ({"timeout": float("inf")}, "`timeout` must be a positive"),

@@ -194,11 +194,9 @@ def test_functions_of_a_list_become_terms() -> None:
     assert as_terms([slow_judge, term]) == [RewardTerm(function=slow_judge), term]
 
 
-def test_no_rewards_and_two_of_one_name_are_refused() -> None:
+def test_what_is_no_reward_and_two_of_one_name_are_refused() -> None:
     with pytest.raises(TypeError, match="`function` must be a function or a class"):
         as_terms(["exact_match"])
-    with pytest.raises(ValueError, match="`rewards` is empty"):
-        as_terms([])
     with pytest.raises(ValueError, match=r"`rewards` holds 2 of the name 'exact_match'.*; set `name`"):
         as_terms([exact_match, exact_match])
 

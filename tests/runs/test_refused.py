@@ -32,6 +32,7 @@ from tlt_lightning.rewards import exact_match
         ({"max_prompt_tokens": 2}, "No prompt"),
         ({"max_prompt_tokens": 250, "micro_batch_tokens": 300}, "context of 256"),
         ({"val_sampling": Sampling(temperature=0)}, r"16 plus `data\.val_sampling\.max_tokens` 1024 .* context of 256"),
+        ({"rewards": []}, "`rewards` is empty, and `objective` GRPO goes by them"),
         ({"num_minibatches": 3}, "16 responses .* not divisible by `data.num_minibatches` 3"),
         ({"micro_batch_tokens": 23}, "`data.micro_batch_tokens` 23 is less .* set it to at least 24"),
     ],
@@ -53,7 +54,6 @@ def test_prompts_that_ranks_cannot_share_are_refused_with_the_nearest_number(num
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rewards": []}, "rewards"),
         ({"sampling": Sampling(temperature=0)}, "temperature"),
     ],
 )

@@ -197,7 +197,8 @@ class PolicyIteration:
         """Log all rollouts, and show them to callbacks, which may change their rewards."""
         self._log_age(rollouts)
         call_rollout_hook(self.trainer, "on_rollout_end", tuple(rollouts))
-        log_rollouts(self.log, rollouts, partial(gather_over_ranks, self.trainer))
+        gather, has_rewards = partial(gather_over_ranks, self.trainer), bool(self.collector.rewards.terms)
+        log_rollouts(self.log, rollouts, gather, has_rewards=has_rewards)
         self.log.update(self.collector.metrics)
 
     def _begin(self, demand: RolloutDemand) -> list[PendingGroup]:

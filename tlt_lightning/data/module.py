@@ -78,7 +78,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     Args:
         rewards: Reward functions and their weights; in Python also plain functions. The first one that applies to a
-            response decides whether `val/accuracy` and pass@k count it as correct: a score above one half.
+            response decides whether `val/accuracy` and pass@k count it as correct: a score above one half. None only if
+            the objective learns from none.
         train: Prompts to learn from; in Python also a path, a `datasets.Dataset` or a list of rows.
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         engine: Writes the responses; None is a `VLLMEngine` in the type that suits the machine, or, where vLLM is not
@@ -110,7 +111,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        rewards: list[RewardTerm | RewardFunction],
+        rewards: list[RewardTerm | RewardFunction] | None = None,
         train: PromptSource | str | None = None,
         val: PromptSource | str | None = None,
         engine: RolloutEngine | None = None,
@@ -245,6 +246,7 @@ class RolloutDataModule(L.LightningDataModule):
         settings = self._settings
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if is_fit:
+            self._check_rewards()
             settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
@@ -253,6 +255,13 @@ class RolloutDataModule(L.LightningDataModule):
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):
             self.engine.check_sampling(sampling)
+
+    def _check_rewards(self) -> None:
+        """Raise ValueError if there are none to learn from, or to draw prompts by."""
+        objective = self._module.objective
+        if not self.rewards and (objective.needs_rewards or self.dynamic_sampling is not None):
+            who = f"`objective` {type(objective).__name__}" if objective.needs_rewards else "`dynamic_sampling`"
+            raise ValueError(f"`rewards` is empty, and {who} goes by them; give at least one reward function.")
 
     def _fit_sampling(self) -> None:
         """Let responses take at most half of a short context, where nobody has said how long they may be."""

@@ -62,10 +62,11 @@ class PassAtK(Metric):
 
 
 class HeldOutMetrics(nn.Module):
-    """Computes accuracy, pass@k, mean reward and mean length over held-out prompts."""
+    """Computes mean length over held-out prompts, and if there are rewards, these, accuracy and pass@k."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_rewards: bool = True) -> None:
         super().__init__()
+        self.has_rewards = has_rewards
         self.accuracy, self.reward, self.length = PassAtK(), MeanMetric(), MeanMetric()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
@@ -76,8 +77,9 @@ class HeldOutMetrics(nn.Module):
 
     def read(self, stage: str) -> dict[str, float]:
         """Return the metrics under `stage`/ over all ranks, and start over."""
-        means = {"reward": self.reward.compute(), "length": self.length.compute()}
-        metrics = {f"{stage}/{name}": float(value) for name, value in {**self.accuracy.compute(), **means}.items()}
+        found = {**self.accuracy.compute(), "reward": self.reward.compute()} if self.has_rewards else {}
+        found["length"] = self.length.compute()
+        metrics = {f"{stage}/{name}": float(value) for name, value in found.items()}
         for metric in (self.accuracy, self.reward, self.length):
             metric.reset()
         return metrics

@@ -28,8 +28,10 @@ Gather = Callable[[_Measured], Sequence[_Measured]]
 """Returns what all ranks have; a collective."""
 
 
-def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout], gather: Gather = lambda own: [own]) -> None:
-    """Log lengths, kept drafts, truncation, rewards and the share of groups without a learning signal.
+def log_rollouts(
+    log: IterationLog, rollouts: Sequence[Rollout], gather: Gather = lambda own: [own], *, has_rewards: bool = True
+) -> None:
+    """Log lengths, kept drafts and truncation; if there are rewards, these and the share of groups that teach nothing.
 
     Means, deviation and quantiles are those of all ranks' rollouts together, as one rank would have them.
     """
@@ -57,6 +59,8 @@ def log_rollouts(log: IterationLog, rollouts: Sequence[Rollout], gather: Gather 
         log.mean(f"rollout/length_p{percent}", float(np.quantile(lengths, percent / 100)))
     log.mean("rollout/length_max", max(lengths))
     log.mean("rollout/truncated", fmean(truncated))
+    if not has_rewards:
+        return
     log.mean("reward/mean", fmean(rewards))
     log.mean("reward/std", float(np.std(rewards)))
     log.mean("reward/zero_std_groups", 1 - fmean(spreads))

@@ -107,13 +107,11 @@ def ends_in(value: Any, prompt: str) -> bool:
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
-    """Return rewards as terms; raise ValueError if there are none, or two have one name."""
-    if not rewards:
-        raise ValueError("`rewards` is empty; give at least one reward function.")
-    terms = [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards]
-    name, count = Counter(term.name for term in terms).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"`rewards` holds {count} of the name {name!r}, under which each is logged; set `name`.")
+    """Return rewards as terms; raise ValueError if two have one name."""
+    terms = [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards or ()]
+    for name, count in Counter(term.name for term in terms).most_common(1):
+        if count > 1:
+            raise ValueError(f"`rewards` holds {count} of the name {name!r}, under which each is logged; set `name`.")
     return terms
 
 
