@@ -38,7 +38,7 @@ def check_objective(objective: PolicyObjective) -> None:
     assert is_zero, f"{who} returned others than 0 where `batch.response_mask` is 0: multiply them by it."
     batch.old_logps, who = _policy_logps(batch), named(objective, "loss")
     if isinstance(objective, ComposedObjective):
-        _check_ratio(objective.surrogate, batch.old_logps, batch.advantages, mask.bool())
+        _check_ratio(objective.surrogate, batch.old_logps, mask * _noise(batch, 6), mask.bool())
     whole = _loss(objective, batch, range(len(batch)))
     masked = _loss(objective, batch, range(len(batch)), shift=-3.0)
     halves = [_loss(objective, batch, range(start, len(batch), 2)) for start in (0, 1)]
