@@ -13,19 +13,6 @@ class EngineRanks:
 
     num_ranks, index = 1, 0
     """Ranks of the engine, and which of them this is."""
-    in_rollout = False
-    """True while the ranks meet at every step, so that none may part from the others."""
-
-    def enter_rollout(self) -> None:
-        """Note that all ranks are in a rollout from now on."""
-        self.in_rollout = True
-
-    def begin_step(self) -> None:
-        """Note that this rank begins an engine step, in which it waits for the others."""
-
-    def leave_rollout(self) -> None:
-        """Note that this rank has left the rollout; safe to call twice."""
-        self.in_rollout = False
 
     @property
     def is_first(self) -> bool:

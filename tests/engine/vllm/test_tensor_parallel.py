@@ -1,11 +1,8 @@
 """An engine over two ranks writes what an engine of one writes, whatever their clocks say."""
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +23,6 @@ from tests.support.speculation_engines import (
     siblings,
 )
 from tlt_lightning.engine.architectures import check_split
-from tlt_lightning.engine.vllm.request_writer import RequestWriter
-from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.rollout import Sampling
 
 pytestmark = pytest.mark.vllm
@@ -99,52 +94,9 @@ def test_ranks_that_part_are_an_error_without_a_comparison_of_every_step(ranks: 
     assert "Rank 1 has scheduled or written other tokens" in ranks[1]["decided apart"]
 
 
-def test_a_rank_that_waits_for_another_at_a_step_names_it(ranks: list[dict[str, Any]]) -> None:
-    """A rank ends a response, the other goes on: in the model's step it is released once the first has ended."""
-    assert re.search(r"Rank 1 has waited \d s between two steps of its engine for rank 0", ranks[1]["left"])
-    assert ranks[0]["left"] != "nothing was raised"
-
-
-def test_a_rank_that_is_held_up_between_steps_is_waited_for(ranks: list[dict[str, Any]]) -> None:
-    late, other = ranks[1]["late"], ranks[0]["late"]
-    assert late["texts"] + other["texts"] == 2 * [ranks[0]["expected"]["greedy"][0]]
-    assert late["warnings"] == []
-    assert len(other["warnings"]) == 1
-    assert re.search(r"Rank 0 has waited \d s between two steps .* held up", other["warnings"][0])
-
-
 def test_closed_engines_leave_no_sockets_behind(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["open sockets"] == 2, "where vLLM makes them"
     assert ranks[0]["sockets"] == []
-
-
-class Meetings(EngineRanks):
-    """The meetings of one of four ranks, and which of them none may be late to."""
-
-    num_ranks = 4
-
-    def __init__(self) -> None:
-        self.held: list[tuple[str, bool]] = []
-
-    def decide(self, choose: Callable[[], Any]) -> Any:
-        self.held.append(("decide", self.in_rollout))
-        return choose()
-
-    def is_any(self, flag: bool) -> bool:
-        self.held.append(("is_any", self.in_rollout))
-        return flag
-
-
-def test_a_rank_may_be_late_to_a_rollout_but_not_to_its_steps() -> None:
-    """Gloo broadcasts along a tree: a late rank holds up the one before it; the others go on to the next meeting."""
-    config = SimpleNamespace(use_v2_model_runner=False, scheduler_config=SimpleNamespace(async_scheduling=False))
-    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(running=[])))
-    engine: Any = SimpleNamespace(vllm_config=config, engine_core=core, has_unfinished_requests=lambda: False)
-    meetings = Meetings()
-    writer = RequestWriter(engine, None, meetings)
-    assert list(writer.steps([], lambda request: pytest.fail("none is asked for"), seed=0, policy_version=0)) == []
-    assert meetings.held == [("decide", False), ("is_any", False), ("is_any", True)]
-    assert not meetings.in_rollout
 
 
 def test_every_text_is_as_likely_as_it_should_be(tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ def _note(group: JoinedRanks, output: SchedulerOutput) -> None:
     """Note the tokens of a step that begins by request, and which of them are drafts."""
     drafts = output.scheduled_spec_decode_tokens.values()
     group.note((*output.num_scheduled_tokens.values(), *map(len, drafts)))
-    group.begin_step()
 
 
 class StepComparison:
@@ -141,7 +140,6 @@ class StepComparison:
                 f"request {name}: {count} tokens, {verified} of them drafts, after {len(known)} to {known[-1]}"
             )
         self._group.check_same("next engine step", facts)
-        self._group.begin_step()
 
     def end(self) -> None:
         """Compare that a rollout is over."""

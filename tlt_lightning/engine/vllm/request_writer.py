@@ -96,7 +96,6 @@ class RequestWriter:
             self._speculative.begin_rollout()
         try:
             self._compare()  # waits for all: a broadcast of `decide` may leave out ranks that are not here yet
-            engine_ranks.enter_rollout()
             self.pool.add(requests)
             self._order = RequestOrder()
             # Before every step, on all ranks of the engine alike:
@@ -181,7 +180,6 @@ class RequestWriter:
 
     def _leave(self) -> None:
         """End a rollout, also one that the caller gave up or an exception passed through."""
-        self.pool.engine_ranks.leave_rollout()
         if self._running:
             self._engine.abort_request([str(number) for number in self._running])
         for held in (self.pool, self._running, self._before, self._cuts, self._drained):

@@ -1,6 +1,5 @@
 """Run by test_tensor_parallel.py, once per rank: one engine over two processes, whose clocks disagree."""
 
-import ctypes
 import json
 import os
 import sys
@@ -16,11 +15,10 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
-from tlt_lightning.engine import RolloutProgress, VLLMEngine
+from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import request_writer
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
-from tlt_lightning.ranks import joined_ranks
 from tlt_lightning.ranks.engine_ranks import ALONE
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
 from tlt_lightning.rollout import Sampling
@@ -107,8 +105,6 @@ def part(policy: str, rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         found["written apart"] = str(error)
     engine.close()
-    found["late"] = be_late(policy, rank)
-    found["left"] = leave(policy, rank)
     group = JoinedRanks(torch.distributed.group.WORLD)
     group.note([rank])
     try:
@@ -116,41 +112,6 @@ def part(policy: str, rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         found["decided apart"] = str(error)
     return found
-
-
-def be_late(policy: str, rank: int) -> dict[str, Any]:
-    """Hold rank 1's interpreter between two steps, as a long garbage collection does."""
-    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
-    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.update_weights(PolicyWeights(load_policy(policy)), 0)
-    joined_ranks._STEP_SECONDS = 1.0
-    warnings = list[str]()
-    joined_ranks.log.warning = lambda message, *values: warnings.append(message % values)  # type: ignore[method-assign]
-    held = iter([rank == 1])
-
-    def hold(progress: RolloutProgress) -> None:
-        if progress.longest == 31 and next(held, False):  # the ranks compare what they have written in each 32nd step
-            ctypes.PyDLL(None).sleep(4)  # with the lock of the interpreter
-
-    texts = [list(response.token_ids) for response in engine.generate(siblings()[:1], GREEDY, seed=0, on_progress=hold)]
-    engine.close()
-    return {"texts": texts, "warnings": warnings}
-
-
-def leave(policy: str, rank: int) -> str:
-    """Let rank 1 end its responses a step before rank 0 does, which then waits for it in the model's next step."""
-    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=16, enforce_eager=True, tensor_parallel=2)
-    engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
-    engine.update_weights(PolicyWeights(load_policy(policy)), 0)
-    joined_ranks._STEP_SECONDS = 1.0
-    request_writer.tokens_left = lambda request, sampling: 9 - rank
-    try:
-        write(engine, siblings()[:1])
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "nothing was raised"
 
 
 def main(policy: str, other_policy: str, head: str, better_head: str, out: str) -> None:
