@@ -393,6 +393,7 @@ def warmer(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
             {"attach": lambda self, model: setattr(self, "_model", self._model or model)},
             "generate` gave `logps` .* after `update_weights` has",
         ),
+        ({"updates_running": True}, "generate` wrote .* where `update_weights`"),
     ],
 )
 def test_an_engine(members: dict[str, Any], message: str, policy_path: str) -> None:

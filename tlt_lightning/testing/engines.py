@@ -100,7 +100,11 @@ class EngineCase:
 
     def check_logps(self, when: str, temperature: float = 1.0) -> None:
         """Write, and check the log-probs against the policy's own."""
-        pairs = zip(self.requests, self.write(temperature=temperature), strict=True)
+        self.check_those_of(self.requests, self.write(temperature=temperature), when, temperature)
+
+    def check_those_of(self, requests: Any, responses: Any, when: str, temperature: float = 1.0) -> None:
+        """Check the log-probs of responses against the policy's own."""
+        pairs = zip(requests, responses, strict=True)
         differences = [self.logps(*pair, temperature)[0] - torch.tensor(pair[1].logps) for pair in pairs]
         mean, dtype = float(torch.cat(differences).abs().mean()), self.engine.compute_dtype
         assert mean <= TOLERANCES[dtype], (
@@ -166,10 +170,39 @@ def progress_counts_every_request_and_token(case: EngineCase) -> None:
     )
 
 
+def running_responses_go_on_with_new_weights(case: EngineCase) -> None:
+    """With `updates_running`, a response has a segment of each version, and what begins then is the new weights'."""
+    if not case.engine.updates_running:
+        return
+    limits = [2, *[24] * 11]
+    *asked, late = [replace(each, max_tokens=limit) for each, limit in zip(case.requests, limits, strict=True)]
+    found: dict[int, Response] = {}
+    before, old, new = case.model, case.engine.policy_version, case.engine.policy_version + 1
+    for response in case.engine.generate(asked, Sampling(max_tokens=24), seed=0):
+        if not found:
+            case.push(change=0.05)
+            case.engine.add([late])
+        found[response.request_id] = response
+    both = [request for request in asked if found[request.id].policy_versions == (old, new)]
+    assert both and found[late.id].policy_versions == (new,), (
+        f"{case.who} wrote {[each.policy_versions for each in found.values()]} where `update_weights` and `add` came "
+        f"after its first response: give {(old, new)} to those that were running, and {(new,)} to those added."
+    )
+    case.check_those_of([late], [found[late.id]], "where it began after `update_weights`")
+    case.model, starts = before, [found[request.id].version_tokens[0] for request in both]
+    first = [
+        replace(found[each.id], token_ids=found[each.id].token_ids[:n], logps=found[each.id].logps[:n])
+        for each, n in zip(both, starts, strict=True)
+    ]
+    case.check_those_of(both, first, "before `update_weights` came, by `version_tokens`")
+    case.push()
+
+
 DUTIES: tuple[Callable[[EngineCase], None], ...] = (
     responses_end_where_they_must,
     logps_are_those_of_the_distribution_sampled_from,
     the_seed_decides_the_text,
     new_weights_write_the_next_response,
     progress_counts_every_request_and_token,
+    running_responses_go_on_with_new_weights,
 )

@@ -66,7 +66,7 @@ REQUIRED: dict[str, str] = {
     ),
     "v1.engine.FinishReason": "ABORT",
     "v1.engine.core_client.InprocClient": "engine_core; shutdown(timeout)",
-    "v1.engine.core.EngineCore": "scheduler; model_executor",
+    "v1.engine.core.EngineCore": "scheduler; model_executor; batch_queue",
     "v1.executor.uniproc_executor.UniProcExecutor": (
         "driver_worker; vllm_config; shutdown(); _distributed_args(); execute_model(scheduler_output, non_block); "
         "determine_available_memory(); get_kv_cache_specs()"
@@ -84,6 +84,7 @@ REQUIRED: dict[str, str] = {
     "distributed.device_communicators.shm_broadcast.Handle": "local_subscribe_addr; local_notify_addr",
     "v1.core.sched.scheduler.Scheduler": (
         "running; waiting; requests; max_num_running_reqs; kv_cache_manager; block_size; dynamic_sd_lookup; "
+        "has_requests(); "
         "schedule(throttle_prefills); update_draft_token_ids(draft_token_ids); "
         "update_from_output(scheduler_output, model_runner_output); reset_prefix_cache(reset_running_requests, "
         "reset_connector)"
@@ -100,7 +101,7 @@ REQUIRED: dict[str, str] = {
     "v1.outputs.DraftTokenIds": "req_ids; draft_token_ids",
     "v1.request.Request": (
         "request_id; num_tokens; num_output_tokens; num_stale_output_tokens; drop_stale_output; is_prefill_chunk; "
-        "all_token_ids"
+        "all_token_ids; num_preemptions; cache_salt; block_hashes; update_block_hashes()"
     ),
     _LAYERWISE: (
         "initialize_layerwise_reload(model); finalize_layerwise_reload(args, kwargs); "
@@ -139,12 +140,11 @@ REQUIRED: dict[str, str] = {
     ),
     # The V1 runner and its drafter.
     "v1.worker.gpu_model_runner.GPUModelRunner": (
-        "drafter; input_batch; max_num_reqs; speculative_config; requests; discard_request_mask; _bookkeeping_sync; "
+        "drafter; input_batch; max_num_reqs; speculative_config; discard_request_mask; "
         "_get_spec_decode_draft_probs(spec_decode_metadata); _sample(logits, spec_decode_metadata); "
         "execute_model(scheduler_output, intermediate_tensors); sample_tokens(grammar_output)"
     ),
     "v1.worker.gpu_input_batch.InputBatch": "req_ids; req_id_to_index; num_reqs; generators",
-    "v1.worker.gpu_input_batch.CachedRequestState": "output_token_ids",
     "v1.utils.CpuGpuBuffer": "np",
     "v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer": (
         "model; block_size; _last_draft_probs; propose(num_speculative_tokens, target_token_ids, target_positions, "

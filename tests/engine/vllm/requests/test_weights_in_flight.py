@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import PROMPTS, ScriptedSelector, save_endless_policy
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
-from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.engine.vllm.speculation import Speculation, speculation_args
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.speculation.strategy import Strategy
@@ -139,6 +139,9 @@ def start(
     """A live engine; asynchronous as on a GPU where wanted, which vLLM's CPU build is not by itself."""
     from vllm.platforms import current_platform
 
+    from tlt_lightning.engine.vllm import engine as vllm_engine
+    from tlt_lightning.engine.vllm.scheduler import SteeredAsyncScheduler
+
     path, head = paths
     speculation = None
     if speculative:
@@ -169,8 +172,13 @@ def start(
         check(config)
         config.scheduler_config.async_scheduling = is_async
 
+    def ahead(*args: Any, **settings: Any) -> dict[str, Any]:
+        return {**speculation_args(*args, **settings), "scheduler_cls": SteeredAsyncScheduler, "async_scheduling": True}
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(current_platform, "check_and_update_config", check_and_schedule_ahead)
+        if is_async:
+            monkeypatch.setattr(vllm_engine, "speculation_args", ahead)
         engine.setup(path, max_model_len=192, seed=0)
     return Setup(engine, [changed(path, seed) for seed in range(3)], speculative)
 
@@ -191,7 +199,7 @@ def changed(path: str, seed: int) -> nn.Module:
     params=[
         pytest.param((kv, speculative, is_async), id=f"{kv}-{speculative or 'plain'}-{'async' if is_async else 'sync'}")
         for kv in ("keep", "recompute")
-        for speculative, is_async in (("", False), ("", True), ("ngram", False), ("learned", False))
+        for speculative, is_async in (("", False), ("", True), ("ngram", False), ("learned", False), ("learned", True))
     ],
 )
 def setup(request: pytest.FixtureRequest, paths: tuple[str, str]) -> Iterator[Setup]:
@@ -226,6 +234,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_wrote_it(setup: Setup)
     requests = asked()
     found = setup.write(requests, {9: lambda: setup.push(1), 14: lambda: setup.push(2)})
     assert sum(response.policy_versions == (0, 1, 2) for response in found.values()) > 3
+    assert any(response.drafts for response in found.values()) is bool(setup.speculative)
     setup.check(requests, found)
 
 
