@@ -35,6 +35,7 @@ _NAMES = {
     "ranks.idle_windows": "IdleWindow",
     "rewards": "RewardTerm",
     "rollout": "Prompt Request Response Rollout RolloutBatch Sampling",
+    "schedules.async_rollout": "AsyncRollout",
     "schedules.base": "PendingGroup RolloutDemand RolloutSchedule SynchronousSchedule",
     "schedules.history": "EarlierAnswers",
     "schedules.partial_rollout": "PartialRollout",

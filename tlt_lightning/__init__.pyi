@@ -31,6 +31,7 @@ from tlt_lightning.rollout import Response as Response
 from tlt_lightning.rollout import Rollout as Rollout
 from tlt_lightning.rollout import RolloutBatch as RolloutBatch
 from tlt_lightning.rollout import Sampling as Sampling
+from tlt_lightning.schedules.async_rollout import AsyncRollout as AsyncRollout
 from tlt_lightning.schedules.base import PendingGroup as PendingGroup
 from tlt_lightning.schedules.base import RolloutDemand as RolloutDemand
 from tlt_lightning.schedules.base import RolloutSchedule as RolloutSchedule

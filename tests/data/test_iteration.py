@@ -40,7 +40,7 @@ class Answers:
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
-        self.engine = SimpleNamespace(state_dict=dict)
+        self.engine, self.rewards = SimpleNamespace(state_dict=dict), SimpleNamespace(terms=["score"])
         self.requests: list[Request] = []
 
     def collect(

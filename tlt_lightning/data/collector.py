@@ -96,7 +96,10 @@ class RolloutCollector:
         """
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
         under_way = under_way or RolloutUnderWay.of_all(len(prompts), group_size, **ranks)
-        requests = under_way.requests([prompt.ids for prompt in prompts], has_seeds=self.engine.seeds_requests)
+        runs_on = under_way.schedule.is_asynchronous and self.stream.can_stay_open
+        ids, ahead = [prompt.ids for prompt in prompts], runs_on and self.engine.runs_on
+        asked = under_way.requests(ids, has_seeds=self.engine.seeds_requests, ahead=ahead)
+        requests = [request for request in asked if request.id not in self.stream.open_ids]
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
         is_alone = self.engine.num_ranks == 1 and not is_sharded(self.trainer)
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
@@ -109,10 +112,10 @@ class RolloutCollector:
             call_rollout_hook(self.trainer, "on_rollout_start")
         self.stream.begin()
         self.stream.ask(requests, sampling, seed=seed)
-        rollouts = self._take(prompts, under_way, first_group)
-        self._note_speed(has_requests=bool(requests))
+        rollouts = self._take(prompts, under_way, first_group, runs_on=runs_on)
+        self._note_speed(has_requests=bool(asked))
         self.log.lap("rollout")
-        if not sleeps_on:
+        if not sleeps_on and not runs_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
         self._wait_for_others()
         self._check_engine(rollouts.values(), sampling, is_first)
@@ -155,8 +158,13 @@ class RolloutCollector:
             self.rewards.check()
         self.log.lap("reward")
 
-    def _take(self, prompts: Sequence[Prompt], under_way: RolloutUnderWay, first_group: int) -> dict[int, Rollout]:
-        """Read responses until the schedule has enough; return ended rollouts by request, their rewards under way."""
+    def _take(
+        self, prompts: Sequence[Prompt], under_way: RolloutUnderWay, first_group: int, *, runs_on: bool
+    ) -> dict[int, Rollout]:
+        """Read responses until the schedule has enough; return ended rollouts by request, their rewards under way.
+
+        What is open then is stopped, unless it `runs_on`.
+        """
         rollouts: dict[int, Rollout] = {}
 
         def receive(response: Response, *, is_new: bool = True) -> None:
@@ -173,11 +181,13 @@ class RolloutCollector:
 
         for response in under_way.ended:
             receive(response, is_new=False)
-        for response in self.stream:
-            if under_way.add(response):
+        while not (runs_on and under_way.has_enough):
+            if (new := next(self.stream, None)) is None:
+                break
+            if under_way.add(new) and not runs_on:
                 self.stream.stop(under_way.open_ids)
-            if not response.is_unfinished:
-                receive(response)
+            if not new.is_unfinished:
+                receive(new)
         return rollouts
 
     def _decode(self, token_ids: Sequence[int]) -> str:

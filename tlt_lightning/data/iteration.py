@@ -11,8 +11,8 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
       |
     weights              WeightSync                  the last optimizer step         the engine has them, checked
       |
-    Response, as it ends RequestStream, from the     its last token                  the schedule has chosen: `stop`
-      |   \              engine's `generate`
+    Response, as it ends RequestStream, from the     its last token                  the schedule has chosen: what
+      |   \              engine's `generate`                          is left stops, or runs on
       |    score         RewardPool, in threads      a thread                        all scores, or the time limit
       |
     Rollout              RolloutCollector            the last rank (an IdleWindow:   all ranks have written, or one

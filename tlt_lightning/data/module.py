@@ -402,6 +402,7 @@ class RolloutDataModule(L.LightningDataModule):
         return self.val_prompts[self._trainer.global_rank :: self._trainer.world_size]
 
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
+        self.backlog.put_aside(self._stream.set_aside())  # what an asynchronous schedule lets run
         collector = self._collector(IterationLog())  # the iteration's own books all of this as validation
         rollouts = collector.collect(
             self._own_val_prompts[: num_held_out_batches(self._trainer)],

@@ -32,6 +32,11 @@ class RequestStream(Iterator[Response]):
         self._started = self._begun = 0.0
         self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
 
+    @property
+    def can_stay_open(self) -> bool:
+        """True if requests may run on while the policy learns: in an engine of one rank, with its memory."""
+        return self.engine.updates_running and not self.engine.sleeps and self.engine.num_ranks == 1
+
     def begin(self) -> None:
         """Count progress from here on: from the engine's last step where it writes unread, else from now."""
         self.trace, self._before = [], self._last
@@ -65,6 +70,11 @@ class RequestStream(Iterator[Response]):
         """Stop those of the requests that are open: what they have comes back as responses that are `unfinished`."""
         if stopped := self.open_ids & {*ids}:
             self.engine.stop(stopped)
+
+    def set_aside(self) -> list[Response]:
+        """Stop all that is open, and return what is written of it."""
+        self.stop(self.open_ids)
+        return list(self)
 
     def close(self) -> None:
         """Give up what is open."""

@@ -35,8 +35,7 @@ class Backlog:
         self.schedule = schedule or SynchronousSchedule()
         self.deferred: list[PendingGroup] = []
         self.written_in: dict[int, int] = {}
-        """Iteration in which each version of the weights wrote, of those that wrote what waits and that of now."""
-        self._rewritten: set[int] = set()  # draws whose responses were thrown away
+        """Iteration in which each version of the weights wrote: of that of now, and all since the oldest that waits."""
 
     def check(self, engine: RolloutEngine, sampling: Sampling, objective: PolicyObjective) -> None:
         """Raise ValueError if the schedule cannot work with these."""
@@ -77,8 +76,8 @@ class Backlog:
 
     def note_weights(self, version: int, iteration: int) -> None:
         """Note that an iteration writes with this version of the weights."""
-        held = {each for group in self.deferred for response in group.responses for each in response.policy_versions}
-        self.written_in = {each: self.written_in[each] for each in held & self.written_in.keys()} | {version: iteration}
+        oldest = min((group.begun_in for group in self.deferred), default=iteration)
+        self.written_in = {each: at for each, at in self.written_in.items() if at >= oldest} | {version: iteration}
 
     def begin(self, demand: RolloutDemand, log: IterationLog) -> tuple[list[PendingGroup], int]:
         """Take up groups as the schedule says; return them, and how many to draw besides."""
@@ -87,7 +86,6 @@ class Backlog:
         before = [group for group in self.deferred if group.draw in taken_up]
         self.deferred = [group for group in self.deferred if group.draw not in taken_up]
         thrown_away = [group for group in before if group.responses and not taken_up[group.draw].responses]
-        self._rewritten = {group.draw for group in thrown_away}
         if any(group.responses for group in before):
             log.sum("schedule/tokens_thrown_away", sum(group.num_tokens for group in thrown_away))
             log.sum("schedule/tokens_read_again", sum(group.num_unfinished_tokens for group in groups))
@@ -109,10 +107,16 @@ class Backlog:
             group = rollout.groups[place]
             log.max("schedule/deferrals", group.deferrals)
             log.max("schedule/waited", rollout.demand.iteration - group.drawn_in)
-            if self.schedule.continues:
-                log.mean("schedule/dropped", float(group.draw in self._rewritten))
         for number in rollout.taken if self.schedule.continues else ():
             log.mean("schedule/continued", float(len(rollout.responses[number].segments) > 1))
+
+    def put_aside(self, responses: Sequence[Response]) -> None:
+        """Take what has been written of groups that wait, from a stream that was stopped."""
+        found = {response.request_id: response for response in responses}
+        self.deferred = [
+            replace(group, responses=tuple(found.get(each.request_id, each) for each in group.responses))
+            for group in self.deferred
+        ]
 
     def state_dict(self, deferred: Sequence[PendingGroup] | None = None) -> dict[str, Any]:
         """Return `deferred`, None those deferred now, and `written_in`, as tensors and primitives."""
@@ -138,6 +142,9 @@ class Backlog:
             responses = group.responses[:group_size]
             is_outgrown = any(len(each.token_ids) + each.is_unfinished > max_tokens for each in responses)
             self.deferred.append(replace(group, responses=() if is_outgrown else responses))
+        held = [response for group in self.deferred for response in group.responses]
+        if num_lost := sum(each.is_unfinished and not each.token_ids for each in held):
+            log.info("%d responses were being written when the run was saved, and are begun anew.", num_lost)
 
 
 # In a checkpoint tokens are tensors: lists of them would hold a run up, copying and reading takes seconds a million.

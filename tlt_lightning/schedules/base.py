@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from typing_extensions import override
 
@@ -74,17 +73,18 @@ class RolloutSchedule(ABC):
     ones. What waits has to hang on what is known before the text, or to keep what was written.
     """
 
-    defers: ClassVar[bool] = True
+    defers: bool = True
     """True if prompts may wait for a later rollout."""
 
-    stops: ClassVar[bool] = True
+    stops: bool = True
     """True if rollouts may end with requests unfinished, which the engine must be able to stop."""
 
-    continues: ClassVar[bool] = True
+    continues: bool = True
     """True if what older weights wrote of a group may be gone on with; without a correction that is refused."""
 
     is_asynchronous: bool = False
-    """True if texts are older than the policy as a rule; objectives then clip against the policy that wrote them."""
+    """True if requests run on while the policy learns, in engines that can. Texts are older than the policy as a rule,
+    and objectives clip against the policy that wrote them."""
 
     @abstractmethod
     def begin(self, demand: RolloutDemand, deferred: Sequence[PendingGroup]) -> tuple[list[PendingGroup], int]:
@@ -113,9 +113,9 @@ class SynchronousSchedule(RolloutSchedule):
     On-policy. Groups that another schedule of the resumed run has deferred come first, and are written anew.
     """
 
-    defers: ClassVar[bool] = False
-    stops: ClassVar[bool] = False
-    continues: ClassVar[bool] = False
+    defers: bool = False
+    stops: bool = False
+    continues: bool = False
 
     @override
     def begin(self, demand: RolloutDemand, deferred: Sequence[PendingGroup]) -> tuple[list[PendingGroup], int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil
 from statistics import fmean
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from typing_extensions import override
 
@@ -29,7 +29,7 @@ class TailBatching(SynchronousSchedule):
             Each rank rounds up: where one needs 2 prompts, 0.25 is as much as 0.5.
     """
 
-    defers: ClassVar[bool] = True
+    defers = True
 
     @checked("schedule.")
     def __init__(self, extra: Annotated[float, Bound(0.01, 1)] = 0.25) -> None:

@@ -40,6 +40,7 @@ class RolloutUnderWay:
             for place, group in enumerate(groups)
             for number, response in zip(self._ids(place), group.responses, strict=False)
         }
+        self._asked: set[int] = set()
         self.complete: list[int] = []
         self.chosen: list[int] | None = None
         for place in range(len(groups)):
@@ -72,12 +73,15 @@ class RolloutUnderWay:
         everything = [number for place in range(len(self.groups)) for number in self._ids(place)]
         return [i for i in everything if i not in self.responses or self.responses[i].is_unfinished]
 
-    def requests(self, prompts: Sequence[Sequence[int]], *, has_seeds: bool = False) -> list[Request]:
+    def requests(
+        self, prompts: Sequence[Sequence[int]], *, has_seeds: bool = False, ahead: bool = False
+    ) -> list[Request]:
         """Return the requests to the engine; `prompts` are the groups' token ids.
 
-        With `has_seeds` each request has noise of its own, whatever the schedule.
+        With `has_seeds` each request has noise of its own, whatever the schedule. Where what was deferred is enough
+        there are none, but with `ahead`, for an engine that writes on.
         """
-        if self.chosen is not None:  # what was deferred is enough
+        if self.chosen is not None and not ahead:
             return []
         # Beside earlier answers, what has ended of a group that goes on; each response has noise of its own.
         ended = [[each.token_ids for each in group.responses if not each.is_unfinished] for group in self.groups]
@@ -96,6 +100,7 @@ class RolloutUnderWay:
                 earlier_answers=texts[place],
             )
             requests.append(request)
+        self._asked = {request.id for request in requests}
         return requests
 
     def add(self, response: Response) -> bool:
@@ -104,6 +109,11 @@ class RolloutUnderWay:
         had_enough = self.chosen is not None
         self._close(self.place_of(response.request_id))
         return self.schedule.stops and self.chosen is not None and not had_enough
+
+    @property
+    def has_enough(self) -> bool:
+        """True if the schedule has chosen, or nothing is wanted."""
+        return self.chosen is not None or not self.groups
 
     def _close(self, place: int) -> None:
         """Count a group whose responses have all ended, and ask the schedule whether there is enough."""
@@ -134,12 +144,13 @@ class RolloutUnderWay:
         return [(self.groups[self.place_of(each.request_id)].prompt, len(each.token_ids)) for each in self.ended]
 
     def deferred(self) -> list[PendingGroup]:
-        """Return the groups that wait, with what is written of them."""
+        """Return the groups that wait, with what is written of them; of a response that runs on nothing is known."""
         taken, waiting = {*(self.chosen or ())}, []
         for place, group in enumerate(self.groups):
             if place not in taken:
                 # None of a group that was drawn while what was deferred is enough.
-                written = [self.responses[number] for number in self._ids(place) if number in self.responses]
+                numbers = [number for number in self._ids(place) if number in self.responses or number in self._asked]
+                written = [self.responses.get(i, Response(i, [], [], "unfinished", (-1,))) for i in numbers]
                 waiting.append(replace(group, deferrals=group.deferrals + 1, responses=tuple(written)))
         return waiting
 
