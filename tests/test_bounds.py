@@ -63,7 +63,6 @@ BOUNDS: list[tuple[Callable[..., Any], str, Sequence[Any], Sequence[Any]]] = [
     (check_num_tokens, "num_tokens", [128, 256], [0, 127, 129, -128]),
     (Teaching, "num_steps", [None, 1], [0]),
     (Teaching, "decay", [TINY, 1], [0, 1 + TINY]),
-    (Teaching, "regression_weight", [0, 5], [-TINY]),
     (DynamicSampling, "max_rounds", [2], [1]),
     (LoRA, "alpha", [1], [0, -1]),
     (TailBatching, "extra", [0.01, 1], [0, 1.01]),

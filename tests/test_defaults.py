@@ -40,7 +40,7 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.TailBatching: {"extra": 0.25},
     tlt.DrafterDataModule: {"num_tokens": 4096, "val_share": 0.1, "seed": 0},
     AcceptanceRule: {"samples_drafts": False, "temperature": 1.0, "shares_noise": False},
-    Teaching: {"decay": 1.0, "regression_weight": 0.0},
+    Teaching: {"decay": 1.0},
     AdaptiveBudget: {"most": 1.0, "trial": 0.5, "overhead": 0.005, "horizon": 50},
     FixedBudget: {"share": 0.1, "every_n_iterations": 1},
     rewards.PythonTests: {"time_limit": 5.0, "memory_mb": 1024},

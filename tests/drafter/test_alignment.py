@@ -128,7 +128,7 @@ def check_alignment(setup: Setup, policy: Any) -> None:
     plan = plan_packs([len(sequence) for sequence in sequences], 1024)
     for batch, pieces in zip(pack(sequences, 1024), plan, strict=True):
         with torch.no_grad():
-            logits = draft_logits(head, unroll(head, batch, NUM_DRAFTS)[0])
+            logits = draft_logits(head, unroll(head, batch, NUM_DRAFTS))
         for number, piece in enumerate(pieces):
             is_here = (batch.document_ids[0] == number) & (batch.position_ids[0] == lengths[piece.sequence] - 2)
             expected = torch.stack(drafts[piece.sequence].logits)

@@ -344,7 +344,7 @@ def test_teaching_and_losses_are_chosen_in_yaml(policy: str, completions: str) -
         options = [f"--{name}={value}" for name, value in {**given, **more}.items()]
         return run_drafter_cli(options, run=False).model
 
-    eagle = parse(**{"model.teaching.num_steps": 1, "model.teaching.regression_weight": 0.5, "model.loss": "tv"})
-    assert (eagle.teaching, eagle.loss_spec) == (Teaching(num_steps=1, regression_weight=0.5), "tv")
+    single = parse(**{"model.teaching.num_steps": 1, "model.teaching.decay": 0.5, "model.loss": "tv"})
+    assert (single.teaching, single.loss_spec) == (Teaching(num_steps=1, decay=0.5), "tv")
     mixed = parse(**{"model.loss": '{"ce": 0.1, "nla": 0.9}'})
     assert json.loads(mixed.loss_spec) == {"ce": 0.1, "nla": 0.9}

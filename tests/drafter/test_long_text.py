@@ -45,9 +45,9 @@ def test_every_entry_of_a_piece_has_the_features_that_it_has_in_the_whole_text(
 ) -> None:
     monkeypatch.setattr(training_time_test, "_ROWS", rows)  # a context is read at once, or in parts
     whole, packs = cut()
-    expected, _ = unroll(drafter.head, whole, STEPS)
+    expected = unroll(drafter.head, whole, STEPS)
     for number, batch in enumerate(packs):
-        features, _ = unroll(drafter.head, batch, STEPS)
+        features = unroll(drafter.head, batch, STEPS)
         here = batch.document_ids[0] == 1
         entries = batch.position_ids[0, here]
         assert entries[0] == 90 * number
@@ -87,11 +87,11 @@ def test_pieces_are_read_in_mixed_precision(drafter: DrafterModule) -> None:
 
 def test_without_what_is_before_them_pieces_differ(drafter: DrafterModule) -> None:
     whole, packs = cut()
-    expected, _ = unroll(drafter.head, whole, 1)
+    expected = unroll(drafter.head, whole, 1)
     batch = packs[2]
     batch.contexts = (None, None)
     here = batch.document_ids[0] == 1
-    features, _ = unroll(drafter.head, batch, 1)
+    features = unroll(drafter.head, batch, 1)
     assert not torch.allclose(features[0, here], expected[0, batch.position_ids[0, here]], atol=1e-3)
 
 

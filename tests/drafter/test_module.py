@@ -272,7 +272,7 @@ def test_heads_of_other_makers_keep_their_own_output(is_pickled: bool, tmp_path:
     sequence = random_sequence(22)
     sequence.input_ids[1:21] = torch.arange(2, 22)
     sequence.states[:20] = torch.linalg.lstsq(foreign.fc.weight.double(), hidden[0].double().T).solution.T.float()
-    features, _ = unroll(drafter.head, alone(sequence), 1)
+    features = unroll(drafter.head, alone(sequence), 1)
     expected = foreign.lm_head(foreign(embedded, hidden))
     torch.testing.assert_close(draft_logits(drafter.head, features)[:, :20], expected, atol=1e-4, rtol=1e-4)
     check_tensors(dict(drafter.trainable_tensors()), read_head(head).tensors, shares_head=False)

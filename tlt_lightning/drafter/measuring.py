@@ -31,7 +31,7 @@ def measure_pack(
         rule: How the engine drafts and accepts.
         loss: Losses to sum up, as `terms_of` reads them.
     """
-    features, _ = unroll(head, batch, num_draft_tokens)
+    features = unroll(head, batch, num_draft_tokens)
     masks = step_masks(batch, num_draft_tokens, head.t2d)
     weights = masks.float()
     rates, matches = torch.zeros_like(weights), torch.zeros_like(weights)

@@ -23,7 +23,7 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
 from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import regress, step_masks, unroll
+from tlt_lightning.drafter.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.policy import end_token_ids, load_tokenizer
@@ -209,9 +209,9 @@ class DrafterModule(L.LightningModule):
 
         No Trainer is needed. Metrics of agreement with the target take time, and are there with `compares` alone.
         """
-        head, regression_weight = self._built, self.teaching.regression_weight
+        head = self._built
         num_steps = min(self.num_steps, self.most_steps or self.num_steps)
-        features, fused = unroll(head, batch, num_steps)
+        features = unroll(head, batch, num_steps)
         masks = step_masks(batch, num_steps, head.t2d)
         positions = masks.sum(-1).clamp(min=1)
         decay = self.teaching.decay ** torch.arange(num_steps, device=masks.device)
@@ -220,12 +220,7 @@ class DrafterModule(L.LightningModule):
         predictions, loss = chunked_loss.predict(
             head, features, batch.last_states[0], terms, weights, compares=compares
         )
-        metrics = {}
-        if regression_weight:
-            regression = regress(features, fused, batch.document_ids[0], masks, decay)
-            metrics["drafter/regression"] = regression.detach()
-            loss = loss + regression_weight * regression
-        metrics["drafter/loss"] = loss.detach()
+        metrics = {"drafter/loss": loss.detach()}
         if compares:
             agreement = (predictions.top1 & masks).sum(-1) / positions
             metrics |= {f"drafter/top1_pos_{k}": value for k, value in enumerate(agreement, start=1)}

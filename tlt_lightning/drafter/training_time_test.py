@@ -1,7 +1,7 @@
 """Run the head over a pack: several drafts an entry, each from features of the last.
 
 This is the pass of `speculators`' `Eagle3DraftModel.forward` (training-time test); tests compare the two. It is written
-out because regression needs the features, the vocabulary comes in chunks, and that forward is compiled wherever a GPU
+out because the vocabulary comes in chunks, and that forward is compiled wherever a GPU
 is visible, which takes longer than an idle window lasts. Attention keeps documents apart (`document_attention`), and a
 piece of a sequence attends to all that is before it.
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _ROWS = 1024  # of a context, read at a time
 
 
-def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-    """Return the head's features before its norm, (num_steps, T, H), and the fused ones, (T, H).
+def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> Tensor:
+    """Return the head's features before its norm, (num_steps, T, H).
 
     In step `k` an entry reads the token that the text has there (a draft that differs is rejected, so what follows it
     never counts), attends to the first step's entries of its document up to itself, and to its own earlier steps.
@@ -47,7 +47,7 @@ def unroll(head: Eagle3DraftModel, batch: PackedBatch, num_steps: int) -> tuple[
             position_embeddings=(cosines[step, None], sines[step, None]),
         )
         per_step.append(features[0])
-    return torch.stack(per_step), fused[0]
+    return torch.stack(per_step)
 
 
 @torch.no_grad()
@@ -92,23 +92,3 @@ def step_masks(batch: PackedBatch, num_steps: int, t2d: Tensor | None) -> Tensor
         counts = counts & t2d[batch.next_ids[0]]
     documents = batch.document_ids[0]
     return torch.stack([shifted(counts, step) & (shifted(documents, step) == documents) for step in range(num_steps)])
-
-
-def regress(features: Tensor, fused: Tensor, documents: Tensor, masks: Tensor, decay: Tensor) -> Tensor:
-    """Measure how far the head's features are from the fused ones of the next position, which they stand in for.
-
-    The distance is relative to the size of the fused features, which the head is free to choose. Its gradient pulls on
-    both: the head's features must also predict a token, which a mere projection of the target's states does not.
-
-    `features` are (num_steps, T, H), `fused` (T, H), `documents` the number of each entry's document (T,), `masks`
-    where the loss counts (num_steps, T), and `decay` the weight of each step (num_steps,).
-    """
-    features, fused = features.float(), fused.float()
-    scale = fused.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
-    total = features.new_zeros(())
-    for step, mask in enumerate(masks):
-        goal, its_scale = (F.pad(x[step + 1 :], (0, 0, 0, step + 1)) for x in (fused, scale))
-        counts = mask & (shifted(documents, step + 1) == documents)
-        distance = F.smooth_l1_loss(features[step] * its_scale, goal * its_scale, reduction="none").mean(-1)
-        total = total + decay[step] * (distance * counts).sum() / counts.sum().clamp(min=1)
-    return total
