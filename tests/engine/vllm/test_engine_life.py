@@ -152,6 +152,20 @@ def test_a_sleeping_engine_refuses_weights(
 
 
 @pytest.mark.vllm
+def test_ranks_that_are_one_engine_take_weights_between_rollouts_alone(
+    engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert VLLMEngine().updates_running
+    monkeypatch.setattr(engine, "updates_running", VLLMEngine(tensor_parallel=2).updates_running)
+    responses = engine.generate(siblings(), Sampling(max_tokens=16), seed=0)
+    next(responses)
+    with pytest.raises(RuntimeError, match=r"writing with `tensor_parallel` .* end `generate`, first"):
+        engine.update_weights(PolicyWeights(policy), 1)
+    responses.close()
+    engine.update_weights(PolicyWeights(policy), 1)
+
+
+@pytest.mark.vllm
 def test_a_second_setup_must_ask_for_the_same(engine: VLLMEngine, policy_path: str) -> None:
     engine.setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
     with pytest.raises(RuntimeError, match=r"asks for .* 64, 0\) .*set up for .* 128, 0\); call `close` first"):

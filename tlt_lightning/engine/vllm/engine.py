@@ -88,6 +88,7 @@ class VLLMEngine(RolloutEngine):
         self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = quantization if isinstance(quantization, Quantization) else Quantization(quantization)
         self.speculation, self.num_ranks, self.kv_on_update = speculation, tensor_parallel, kv_on_update
+        self.updates_running = tensor_parallel == 1  # a rank cannot know between which steps the others are
         self._speculative: SpeculativeRunner | None = None
         self._undone_by_close = ExitStack()
         self._engine: LLMEngine | None = None
@@ -271,14 +272,15 @@ class VLLMEngine(RolloutEngine):
 
     # Weights
 
-    updates_running = True
-
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         engine, writer = self._live, self._writer
         assert writer is not None
-        if self._asleep:
-            raise RuntimeError("`update_weights` found the engine asleep, its memory unmapped: call `wake` first.")
+        if self._asleep or (engine.has_unfinished_requests() and not self.updates_running):
+            raise RuntimeError(
+                f"`update_weights` found the engine asleep, or writing with `tensor_parallel` {self.num_ranks}, whose "
+                "ranks need not be between the same two steps: call `wake`, or end `generate`, first."
+            )
         tensors = checked_weights(named_tensors, self._shapes)
         writer.end_step()
         self.policy_version = _NO_WEIGHTS  # were the update to break half-way, nothing may claim to be current

@@ -136,9 +136,8 @@ class RequestWriter:
             self._leave()
 
     def end_step(self) -> None:
-        """End the step that is under way, if any, by the weights it began with; on all ranks before the same step."""
+        """End the step that is under way, if any, by the weights it began with."""
         if self._running:
-            self._compare()
             self._drained += self._step(partial(drain, self._engine))
             self._step_ended = 0.0
 
