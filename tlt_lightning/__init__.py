@@ -17,6 +17,7 @@ _NAMES = {
     "data.iteration_settings": "DynamicSampling",
     "data.module": "RolloutDataModule",
     "data.prompts": "PromptSource",
+    "data.supervised": "SupervisedDataModule",
     "drafter.data": "DrafterDataModule",
     "drafter.module": "DrafterModule",
     "engine.base": "RolloutEngine RolloutProgress",

@@ -5,6 +5,7 @@ from tlt_lightning.commands.export import export_policy as export_policy
 from tlt_lightning.data.iteration_settings import DynamicSampling as DynamicSampling
 from tlt_lightning.data.module import RolloutDataModule as RolloutDataModule
 from tlt_lightning.data.prompts import PromptSource as PromptSource
+from tlt_lightning.data.supervised import SupervisedDataModule as SupervisedDataModule
 from tlt_lightning.drafter.data import DrafterDataModule as DrafterDataModule
 from tlt_lightning.drafter.module import DrafterModule as DrafterModule
 from tlt_lightning.engine.base import RolloutEngine as RolloutEngine

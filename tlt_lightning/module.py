@@ -40,7 +40,7 @@ from tlt_lightning.training.throughput import log_work
 
 
 class RLModule(L.LightningModule):
-    """Trains a policy by reinforcement on the rollouts that a `RolloutDataModule` yields.
+    """Trains a policy: by reinforcement on a `RolloutDataModule`, or on the texts of a `SupervisedDataModule`.
 
     Automatic optimization: gradient clipping, precision and schedulers are the Trainer's. One of its
     batches is an optimizer step, whose micro-batches the module runs by itself.
@@ -49,7 +49,7 @@ class RLModule(L.LightningModule):
         policy: Path or hub name of a Hugging Face causal language model.
         objective: What is maximised; None is `GRPO()`.
         optimizer: Builds the optimizer from parameter groups; None is AdamW without weight decay, at a learning rate of
-            1e-6, for LoRA 1e-5.
+            1e-6, for LoRA 1e-5; of `SFT` 2e-5 and 2e-4.
         lr_scheduler: Builds a scheduler from the optimizer; stepped once per optimizer step.
         lora: Train LoRA adapters; None trains all weights.
         reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off). Of
@@ -82,7 +82,7 @@ class RLModule(L.LightningModule):
         if reference is not None:
             reference = text_of("reference", reference, "Give a folder or hub name, or leave it out.")
         objective = GRPO() if objective is None else objective
-        optimizer = optimization.usual_optimizer(lora) if optimizer is None else optimizer
+        optimizer = optimization.usual_optimizer(objective.usual_rates, lora) if optimizer is None else optimizer
         if objective.needs_critic and critic is None:
             raise ValueError(
                 f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."
@@ -101,6 +101,7 @@ class RLModule(L.LightningModule):
         self.critic: Critic | None = None
         self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
         self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
+        self._is_single_update = False  # of the batch that was scored last
         self._reference: Reference | None = None
         self._loaded_with: NetworkSettings | None = None  # once the networks are there
         self._is_stopped = False  # the policy has moved by `objective.stop_at_kl`, and moves no more in this iteration
@@ -200,6 +201,7 @@ class RLModule(L.LightningModule):
         policy, step = self.networks.policy, self.trainer.global_step
         needs_old_logps = not (single_update or self.objective.clips_behaviour(asynchronous=batch.asynchronous))
         self._tap = None if request is None else BatchTap(policy, request, batch, step)
+        self._is_single_update = single_update
         return score(
             self.networks,
             batch,
@@ -239,7 +241,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: list[RolloutBatch], batch_idx: int) -> None:
-        if self._tap is None or not self.trainer.is_last_batch:
+        if self._tap is None or not (self._is_single_update or self.trainer.is_last_batch):
             return
         texts, self._tap = self._tap.texts, None
         if self.device.type == "cuda":
@@ -301,8 +303,12 @@ class RLModule(L.LightningModule):
     # Evaluation
 
     @override
-    def validation_step(self, batch: list[Rollout], batch_idx: int) -> None:
-        self.held_out.add(batch)
+    def validation_step(self, batch: list[Rollout] | list[RolloutBatch], batch_idx: int) -> None:
+        for part in batch:
+            if isinstance(part, RolloutBatch):
+                tokens, _ = self.networks.forward(part)
+                self.held_out.add_losses(-tokens.logps[part.response_mask.bool()])
+        self.held_out.add([part for part in batch if isinstance(part, Rollout)])
 
     test_step = validation_step
 

@@ -125,6 +125,5 @@ class IterationCheckpoint(ModelCheckpoint):
 def _is_resumable_alone(trainer: L.Trainer) -> bool:
     """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
     backlog = getattr(trainer.datamodule, "backlog", None)  # type: ignore[attr-defined]
-    if trainer.world_size == 1 or backlog is None:
-        return True  # ranks that warm a drafter up keep nothing of their own
-    return not (is_sharded(trainer) or backlog.schedule.defers)  # each rank has its own that wait
+    waits = backlog is not None and backlog.schedule.defers  # each rank has its own that wait
+    return trainer.world_size == 1 or not (is_sharded(trainer) or waits)

@@ -177,6 +177,7 @@ const some = (name) => points(name).some((point) => point[1] !== 0);
 const parts = named("reward/").filter((name) => !["reward/mean", "reward/std", "reward/zero_std_groups"].includes(name) && (some(name) || !/_(errors|timeouts)$/.test(name)));
 const before = data.before === null ? [] : [[0, data.before]];
 section("Learning",
+  has("reward/mean") ? null : chart("Loss of the texts", [line("train/loss", "blue", "learned from"), line("val/loss", "green", "held out")], { latest: true, note: "nats per token" }),
   chart("Reward of the rollouts", [line("reward/mean", "blue", "mean"), ...parts.filter((name) => parts.length > 1).map((name, i) => line(name, PALETTE[1 + (i % 7)], name.slice(7), { thin: true }))], { latest: true }),
   chart("On held-out prompts", [{ name: "accuracy", color: "green", points: [...before, ...points("val/accuracy")] },
     ...named("val/pass@").map((name, i) => line(name, PALETTE[3 + (i % 5)], name.slice(4), { thin: true }))], { latest: true, zero: true, show: percent, note: before.length ? "iteration 0 is before training" : "" }),

@@ -57,6 +57,10 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
     if "reward/mean" in metrics:
         spread = f" ± {metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
         parts.append(f"reward {metrics['reward/mean']:.3f}{spread}{_rewards_by_name(metrics)}")
+    elif "train/loss" in metrics:
+        parts.append(f"loss {metrics['train/loss']:.4f}")
+    if "val/loss" in metrics:
+        parts.append(f"val loss {metrics['val/loss']:.4f}")
     if "val/accuracy" in metrics:
         parts.append(f"val accuracy {metrics['val/accuracy']:.3f}")
     if "rollout/length_p50" in metrics and "rollout/length_max" in metrics:

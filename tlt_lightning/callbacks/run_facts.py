@@ -26,7 +26,7 @@ def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
     lines = {
         "policy": getattr(module, "policy_path", None),
         "objective": getattr(module, "objective", None),
-        "engine": type(data.engine).__name__ if hasattr(data, "engine") else None,
+        "engine": None if getattr(data, "engine", None) is None else type(data.engine).__name__,
         "hardware": f"{_device(trainer)}, {trainer.world_size} worker{'s' if trainer.world_size > 1 else ''}",
         "versions": ", ".join(_versions()),
         "seed": given_seed(),

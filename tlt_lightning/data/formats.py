@@ -102,12 +102,12 @@ class RowReader:
             others = tuple((start + at, start + at + length) for at, length in row.get("observed") or ())
             return [self._cut(Text(ids, start, others))]
         if "messages" in columns:
-            return self._conversation(turns_of(row["messages"]))
+            return self._conversation(as_turns(row["messages"]))
         if "conversations" in columns:
-            return self._conversation(turns_of(row["conversations"]))
+            return self._conversation(as_turns(row["conversations"]))
         if columns >= {"prompt", "completion"}:
             prompt, completion = row["prompt"], row["completion"]
-            return self._conversation([*turns_of(prompt, "user"), *turns_of(completion, "assistant")])
+            return self._conversation([*as_turns(prompt, "user"), *as_turns(completion, "assistant")])
         has = f"has {', '.join(sorted(columns)) or 'nothing'}" if isinstance(row, Mapping) else f"is {row!r:.80}"
         raise ValueError(f"{has}; a row must have {FORMATS}")
 
@@ -221,7 +221,7 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def turns_of(value: Any, role: str = "") -> list[Turn]:
+def as_turns(value: Any, role: str = "") -> list[Turn]:
     """Return turns with `role` and `content`; text alone is a turn of `role`."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]

@@ -32,7 +32,7 @@ All of it runs on the main thread, but for the rewards.
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ from tlt_lightning.schedules.history import Answered, AnswerHistory, deal
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.fsdp2 import largest_counts
-from tlt_lightning.training.micro_batches import plan_minibatches
+from tlt_lightning.training.micro_batches import counted_steps, plan_minibatches
 from tlt_lightning.training.trainer_settings import check_settings
 
 if TYPE_CHECKING:
@@ -268,18 +268,7 @@ class PolicyIteration:
                 is_padded=self.module.networks.is_padded,
                 largest_counts=largest_counts(self.trainer),
             )
-            of_rank = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
-            counts = self._sum(torch.tensor(of_rank))
-            for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
-                yield [
-                    replace(
-                        batch.select(rows),
-                        num_loss_tokens=num_tokens,
-                        num_loss_sequences=num_sequences,
-                        num_shares=self.trainer.world_size,
-                    )
-                    for rows in step
-                ]
+            yield from counted_steps(batch, plan, self._sum, self.trainer.world_size)
 
     def _sum(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.trainer, value)

@@ -11,7 +11,6 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -25,6 +24,7 @@ from tlt_lightning.checks import (
     context_of,
     warn_of_filters,
 )
+from tlt_lightning.data.base import PolicyDataModule
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.iteration import PolicyIteration
@@ -59,17 +59,15 @@ from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
-from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes
+from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes, warn_of_lost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tlt_lightning.module import RLModule
-
 log = logging.getLogger(__name__)
 
 
-class RolloutDataModule(L.LightningDataModule):
+class RolloutDataModule(PolicyDataModule):
     """Rolls out the policy on prompts, scores the responses, yields an iteration's minibatches.
 
     A batch of validation is one held-out prompt with its responses, so `limit_val_batches` counts prompts of each rank.
@@ -105,6 +103,7 @@ class RolloutDataModule(L.LightningDataModule):
         reward_timeout: Seconds one call of a reward function may take.
     """
 
+    engine: RolloutEngine
     rewards: list[RewardTerm]
     train: PromptSource | None
     val: PromptSource | None
@@ -140,7 +139,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         self._read_arguments()
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
-        self.liveness: Liveness | None = None
         self.cursor: PromptCursor | None = None
         self.clock: Clock | None = None
         self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
@@ -294,22 +292,9 @@ class RolloutDataModule(L.LightningDataModule):
         return prompts
 
     @override
-    def teardown(self, stage: str) -> None:
-        self.close()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.liveness is not None:
-            self.liveness.report(exception)
-        try:
-            self.close()  # Lightning runs no teardown after an exception
-        except Exception:  # a broken device must not hide the error that broke it
-            log.exception("The engine could not be closed after the error that ended the run.")
-
     def close(self) -> None:
         """Free the engine and stop the reward workers; safe to call twice."""
-        if self.liveness is not None:
-            self.liveness.close()
+        super().close()
         if hasattr(self, "pool"):
             self.pool.close()
             self._stream.close()
@@ -361,13 +346,15 @@ class RolloutDataModule(L.LightningDataModule):
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
             self.history.load_state_dict(state_dict["answers"])
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
-        warn_of_changes(saved, now, ranks)
+        warn_of_lost(saved, now, ranks)
+        warn_of_changes(saved, now)
 
     # Loaders
 
+    @property
     @override
-    def train_dataloader(self) -> RolloutLoader[list[RolloutBatch]]:
-        return RolloutLoader(self._settings.num_steps, self._train_batches)
+    def num_steps(self) -> int:
+        return self._settings.num_steps
 
     @override
     def val_dataloader(self) -> RolloutLoader[list[Rollout]] | list[Any]:
@@ -384,7 +371,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     # Rolling out
 
-    def _train_batches(self) -> Iterator[list[RolloutBatch]]:
+    @override
+    def train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
         self._iteration = PolicyIteration(
             self._trainer,
@@ -427,12 +415,3 @@ class RolloutDataModule(L.LightningDataModule):
             probe=self._probe,
             peak_memory=self._module.iteration_log.peak_memory,
         )
-
-    @property
-    def _trainer(self) -> L.Trainer:
-        assert self.trainer is not None, "the data module is not attached to a Trainer"
-        return self.trainer
-
-    @property
-    def _module(self) -> RLModule:
-        return cast("RLModule", self._trainer.lightning_module)

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
+    from tlt_lightning.data.formats import Text
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @checked()
@@ -100,12 +104,7 @@ class PromptSource:
 
     def read(self) -> list[Row]:
         """Read all rows; raise ValueError if there are none or a column is missing."""
-        if self.rows is None:
-            rows = read_rows(str(self.path), self.config, self.split)
-        else:
-            rows = complete(cut("rows", {"train": self.rows}, self.split))
-        if not rows:
-            raise ValueError(f"`split` {self.split!r} of {self.name} holds no rows; choose one that does.")
+        rows = self.read_rows()
         for column in (None if self.template else self.prompt_column, self.answer_column):
             if column is not None and column not in rows[0]:
                 raise ValueError(
@@ -118,11 +117,25 @@ class PromptSource:
                 "would hide the column of that name: rename the column `answer` in the data, or set `answer_column` "
                 f"to null and read `row[{self.answer_column!r}]` in a reward of your own."
             )
+        return rows
+
+    def read_rows(self) -> list[Row]:
+        """Read all rows, whatever columns they have; raise ValueError if there are none."""
+        if self.rows is None:
+            rows = read_rows(str(self.path), self.config, self.split)
+        else:
+            rows = complete(cut("rows", {"train": self.rows}, self.split))
+        if not rows:
+            raise ValueError(f"`split` {self.split!r} of {self.name} holds no rows; choose one that does.")
         return [plain(row) for row in rows]
+
+    def asked(self, row: Row) -> Any:
+        """Return what a row asks: what `template` writes of it, or its prompt column."""
+        return _compiled(self.template).render(**row) if self.template else row[self.prompt_column]
 
     def messages(self, row: Row) -> list[Message]:
         """Return a row's conversation up to its question, untemplated; raise ValueError without one."""
-        prompt: Any = _compiled(self.template).render(**row) if self.template else row[self.prompt_column]
+        prompt = self.asked(row)
         if isinstance(prompt, str) and prompt.strip():
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
@@ -300,7 +313,7 @@ def _warn_of_missing_answers(source: PromptSource, prompts: list[Prompt]) -> Non
         )
 
 
-def checksum(prompts: Sequence[Prompt]) -> int:
+def checksum(prompts: "Sequence[Prompt | Text]") -> int:
     """Return a number that tells other token ids, or the same in another order, from these."""
     number = 0
     for prompt in prompts:
@@ -308,8 +321,8 @@ def checksum(prompts: Sequence[Prompt]) -> int:
     return number
 
 
-def first_prompts(prompts: list[Prompt], kept: float) -> list[Prompt]:
-    """Return the first prompts, in the number or share of `Trainer(overfit_batches=kept)`; 0 returns all.
+def first_prompts(prompts: list[T], kept: float) -> list[T]:
+    """Return the first prompts or texts, in the number or share of `Trainer(overfit_batches=kept)`; 0 returns all.
 
     Raises:
         MisconfigurationException: If nothing is left.

@@ -62,24 +62,37 @@ class PassAtK(Metric):
 
 
 class HeldOutMetrics(nn.Module):
-    """Computes mean length over held-out prompts, and if there are rewards, these, accuracy and pass@k."""
+    """Computes mean length over held-out prompts, and if there are rewards, these, accuracy and pass@k; or a loss.
+
+    The loss is that of held-out texts.
+    """
 
     def __init__(self, *, has_rewards: bool = True) -> None:
         super().__init__()
         self.has_rewards = has_rewards
         self.accuracy, self.reward, self.length = PassAtK(), MeanMetric(), MeanMetric()
+        self.loss = MeanMetric()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add whole groups."""
+        if not rollouts:
+            return
         self.accuracy.update([(rollout.group, rollout.is_correct) for rollout in rollouts])
         self.reward.update(torch.tensor([rollout.reward for rollout in rollouts]))
-        self.length.update(torch.tensor([float(rollout.response.num_written) for rollout in rollouts]))
+        self.length.update(torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts]))
+
+    def add_losses(self, losses: Tensor) -> None:
+        """Add the negative log-probs of tokens, (N,)."""
+        self.loss.update(losses.float())
 
     def read(self, stage: str) -> dict[str, float]:
         """Return the metrics under `stage`/ over all ranks, and start over."""
-        found = {**self.accuracy.compute(), "reward": self.reward.compute()} if self.has_rewards else {}
-        found["length"] = self.length.compute()
-        metrics = {f"{stage}/{name}": float(value) for name, value in found.items()}
-        for metric in (self.accuracy, self.reward, self.length):
+        metrics: dict[str, Tensor] = {}
+        if self.length.update_called:
+            rewarded = {**self.accuracy.compute(), "reward": self.reward.compute()} if self.has_rewards else {}
+            metrics = {**rewarded, "length": self.length.compute()}
+        if self.loss.update_called:
+            metrics |= {"loss": self.loss.compute(), "perplexity": self.loss.compute().exp()}
+        for metric in (self.accuracy, self.reward, self.length, self.loss):
             metric.reset()
-        return metrics
+        return {f"{stage}/{name}": float(value) for name, value in metrics.items()}

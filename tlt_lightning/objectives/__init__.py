@@ -3,6 +3,7 @@
 from tlt_lightning.objectives.advantages import (
     GAE,
     AdvantageEstimator,
+    BestOfGroup,
     GroupCentred,
     GroupNormalized,
     LeaveOneOut,
@@ -40,6 +41,7 @@ from tlt_lightning.objectives.named import (
 )
 from tlt_lightning.objectives.ppo import PPO, explained_variance
 from tlt_lightning.objectives.proximal import BehaviourPolicy, OldPolicy, ProximalPolicy
+from tlt_lightning.objectives.sft import SFT
 from tlt_lightning.objectives.surrogates import (
     CappedRatio,
     ClippedRatio,

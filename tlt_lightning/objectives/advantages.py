@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tlt_lightning.arguments import Probability, checked
+from tlt_lightning.arguments import Positive, Probability, checked
 from tlt_lightning.objectives.base import Advantages, Reduce, fill, require, upcast
 from tlt_lightning.rollout import RolloutBatch
 
@@ -161,6 +161,32 @@ class WhitenedGroupBaseline(GroupCentred):
     def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         advantages, _ = super().__call__(batch, rewards, token_rewards, reduce)
         return whiten(advantages, batch.response_mask.bool(), reduce), None
+
+
+@checked()
+@dataclass(frozen=True, kw_only=True)
+class BestOfGroup(AdvantageEstimator):
+    """Keeps the responses with the highest reward of their group, and drops all others: RAFT (arXiv 2304.06767).
+
+    With a `PlainPolicyGradient` and `TokenMean` the loss is `coef` times the mean cross-entropy of the tokens that are
+    kept, in the mean over an iteration's steps.
+
+    Args:
+        above: Rewards that are kept are larger: of a group that has none, nothing is.
+        coef: Weight of the loss.
+    """
+
+    above: float = 0.0
+    coef: Positive = 1.0
+
+    def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
+        """Return for each kept token the tokens of all ranks' responses, over those of them that are kept."""
+        scores, mask = upcast(rewards + token_rewards.sum(-1)), batch.response_mask.bool()
+        siblings = batch.groups[:, None] == batch.groups
+        best = torch.where(siblings, scores, -torch.inf).amax(-1)
+        kept = mask & ((scores == best) & (scores > self.above))[:, None]
+        total, num_kept = reduce(torch.stack([mask.sum(), kept.sum()]).to(scores.dtype)).unbind()
+        return torch.where(kept, self.coef * total / num_kept.clamp(min=1), 0.0), None
 
 
 @checked()

@@ -48,6 +48,12 @@ class PolicyObjective(ABC):
     divergence: Divergence | None = None
     """Fills in `batch.divergence` in the update's own pass, with gradient; its teacher is the reference network."""
 
+    learns_from_rows: ClassVar[bool] = False
+    """True if `loss` does without advantages, and so learns from given texts, which have no rewards."""
+
+    usual_rates: ClassVar[tuple[float, float]] = 1e-6, 1e-5
+    """Learning rates where nobody has given one: of all weights, and of adapters."""
+
     @property
     def needs_reference(self) -> bool:
         """True if `batch.ref_logps` must be filled in, which costs a frozen copy of the policy."""

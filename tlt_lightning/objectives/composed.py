@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.arguments import NotNegative, check_argument
-from tlt_lightning.objectives.advantages import AdvantageEstimator
+from tlt_lightning.objectives.advantages import AdvantageEstimator, BestOfGroup
 from tlt_lightning.objectives.aggregation import Aggregation, token_mean
 from tlt_lightning.objectives.base import (
     Advantages,
@@ -45,6 +45,7 @@ class ComposedObjective(PolicyObjective):
             two KLs it descends is the estimator's: K2 the reverse one, K3 the forward one, K1 none.
         reward_kl: KL penalty taken from the rewards, as in PPO for preferences; null is off.
         entropy_coef: Weight of the entropy bonus, the mean entropy per token whatever the aggregation; 0 is off.
+        imitation: Imitates the best responses of each group besides, by a small `coef`; null is off.
     """
 
     advantage: AdvantageEstimator
@@ -55,6 +56,7 @@ class ComposedObjective(PolicyObjective):
     loss_kl: KLPenalty | None = None
     reward_kl: KLPenalty | None = None
     entropy_coef: NotNegative = 0.0
+    imitation: BestOfGroup | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):  # a subclass's too, whose constructor is its own
@@ -112,7 +114,11 @@ class ComposedObjective(PolicyObjective):
             old_logps = require(batch.old_logps, "old_logps", "a KL in the reward compares it with the reference")
             ref_logps = require(batch.ref_logps, "ref_logps", "`reward_kl` is set")
             token_rewards = -self.reward_kl(fill(old_logps, mask), fill(ref_logps, mask))
-        return self.advantage(batch, self.shape_rewards(batch), token_rewards, reduce)
+        rewards = self.shape_rewards(batch)
+        advantages, returns = self.advantage(batch, rewards, token_rewards, reduce)
+        if self.imitation is not None:
+            advantages = advantages + self.imitation(batch, rewards, token_rewards, reduce)[0]
+        return advantages, returns
 
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
         """Return the loss of one micro-batch, with metrics of the policy and of the mismatch."""

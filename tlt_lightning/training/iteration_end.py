@@ -44,11 +44,13 @@ class CloseIteration(L.Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         pl_module.iteration_log.lap("update")
-        engine: RolloutEngine = trainer.datamodule.engine  # type: ignore[attr-defined]
-        pl_module.iteration_metrics = metrics = pl_module.iteration_log.close(trainer, engine.take_laps())
+        engine: RolloutEngine | None = trainer.datamodule.engine  # type: ignore[attr-defined]
+        pl_module.iteration_metrics = metrics = pl_module.iteration_log.close(
+            trainer, None if engine is None else engine.take_laps()
+        )
         metrics |= utilisation(metrics, trainer.world_size, peak_flops(pl_module.device))
         check_policy_is_whole(pl_module, metrics)
-        if not metrics.get("schedule/age"):  # tokens of older weights differ, as they should
+        if engine is not None and not metrics.get("schedule/age"):  # tokens of older weights differ, as they should
             warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1, engine.compute_dtype)
         warn_of_surprise(metrics, trainer.current_epoch + 1)
         judge_weights(metrics, trainer.current_epoch + 1)

@@ -102,13 +102,13 @@ def with_schedule(
 
 def warn_of_rise(scheduler: LRScheduler, trainer: L.Trainer) -> None:
     """Warn if a scheduler's rate rises again before a run's end."""
-    settings = getattr(trainer.datamodule, "_settings", None)  # type: ignore[attr-defined]
-    if settings is None or trainer.max_epochs in (None, -1):
+    of_epoch = getattr(trainer.datamodule, "num_steps", None)  # type: ignore[attr-defined]
+    if of_epoch is None or trainer.max_epochs in (None, -1):
         return
-    num_steps = trainer.max_epochs * settings.num_steps
+    num_steps = trainer.max_epochs * of_epoch
     taken = (
-        f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {settings.num_steps} each "
-        "(`data.num_minibatches` * `data.inner_epochs`)"
+        f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {of_epoch} each (of rollouts "
+        "`data.num_minibatches` * `data.inner_epochs`)"
     )
     if isinstance(scheduler, CosineAnnealingLR) and num_steps > scheduler.T_max:
         rank_zero_warn(

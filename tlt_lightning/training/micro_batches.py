@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from heapq import heapreplace
 from itertools import count, pairwise
@@ -10,6 +11,8 @@ from math import ceil
 
 import torch
 from torch import Tensor
+
+from tlt_lightning.rollout import RolloutBatch
 
 
 def cut_micro_batches(
@@ -127,6 +130,24 @@ def cut_alike(
         if largest_counts is None or torch.equal(most := largest_counts(counts), least):
             return plan
         least = most
+
+
+def counted_steps(
+    batch: RolloutBatch, plan: Sequence[list[list[int]]], sum_over_ranks: Callable[[Tensor], Tensor], num_ranks: int
+) -> Iterator[list[RolloutBatch]]:
+    """Yield the micro-batches of each step of a plan, with the step's counts over all ranks, by which losses divide."""
+    of_rank = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
+    counts = sum_over_ranks(torch.tensor(of_rank))
+    for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
+        yield [
+            replace(
+                batch.select(rows),
+                num_loss_tokens=num_tokens,
+                num_loss_sequences=num_sequences,
+                num_shares=num_ranks,
+            )
+            for rows in step
+        ]
 
 
 def end_step(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -24,9 +24,9 @@ Settings = dict[str, Any]
 """Of one parameter group of an optimizer, by name."""
 
 
-def usual_optimizer(lora: LoRA | None) -> Callable[[Any], Optimizer]:
-    """Return what builds AdamW at the field's usual learning rate, ten times as high for adapters."""
-    return partial(torch.optim.AdamW, lr=1e-6 if lora is None else 1e-5, weight_decay=0.0)
+def usual_optimizer(rates: tuple[float, float], lora: LoRA | None) -> Callable[[Any], Optimizer]:
+    """Return what builds AdamW at the first of an objective's usual learning rates, for adapters at the second."""
+    return partial(torch.optim.AdamW, lr=rates[lora is not None], weight_decay=0.0)
 
 
 def build_with(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:

@@ -127,11 +127,14 @@ def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mappin
         )
 
 
-def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of each changed setting, and of workers without a saved state, that make the resumed run go on otherwise.
+def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of each changed setting that makes the resumed run go on otherwise."""
+    if changes := _changes(saved, now):
+        log.warning(_OTHERWISE, changes)
 
-    `ranks` are the states of the workers.
-    """
+
+def warn_of_lost(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of prompts that wait no more in the resumed run, from its settings and the states of the workers."""
     if len(ranks) < saved["number of workers"]:
         log.warning(
             "The checkpoint was saved after an error, by %d of %d workers: what a schedule had deferred on the "
@@ -144,8 +147,6 @@ def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Seq
         log.warning(
             "%d prompts that a schedule had deferred are dropped, for the training prompts are others.", num_deferred
         )
-    if changes := _changes(saved, now):
-        log.warning(_OTHERWISE, changes)
 
 
 def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> None:
@@ -157,7 +158,7 @@ def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, da
         change
         for room, part in (("model", module), ("data", data))
         for name in _CHOICES[room]
-        if name in (saved := checkpoint.get(part.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        if name in (saved := checkpoint.get(part.CHECKPOINT_HYPER_PARAMS_KEY, {})) and name in part.hparams
         for change in _differences(f"{room}.{name}", saved[name], part.hparams[name])
     ]
     if changes:
@@ -178,14 +179,14 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 class Requeue(L.Callback):
-    """Holds SLURM's requeue back until a rollout begins: amid an update and while a run resumes, all is half."""
+    """Holds SLURM's requeue back until an iteration begins: amid an update and while a run resumes, all is half."""
 
     def __init__(self) -> None:
         self._is_busy = True
         self._waiting: Callable[[], None] | None = None
 
     def handle(self, save: Callable[[Any, Any], None], signum: Any, frame: Any) -> None:
-        """Let Lightning's handler save, now or when the next rollout begins."""
+        """Let Lightning's handler save, now or when the next iteration begins."""
         if self._is_busy:
             self._waiting = lambda: save(signum, frame)
         else:
@@ -196,10 +197,15 @@ class Requeue(L.Callback):
         if has_begun_update(trainer):  # and is being validated
             return
         self._is_busy = False
+        self._save()
+
+    def _save(self) -> None:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             waiting()
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if hasattr(pl_module, "iteration_log") and not batch_idx:  # given texts come without a rollout
+            self._save()
         self._is_busy = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
@@ -108,13 +108,13 @@ def choose_passes(
 
 
 def choose_on_device(
-    trainer: L.Trainer, engine: RolloutEngine, sizes: Sequence[int], *, longest: int, max_model_len: int
+    trainer: L.Trainer, engine: RolloutEngine | None, sizes: Sequence[int], *, longest: int, max_model_len: int = 0
 ) -> int:
     """Return the tokens of a pass that the device of a `fit` has room for; the fewest where there is no GPU.
 
     Args:
         trainer: Runs the fit, with an `RLModule`.
-        engine: The rollout engine, not loaded.
+        engine: The rollout engine, not loaded; None if nothing is written.
         sizes: Tokens of a pass to choose from, most first.
         longest: Tokens of the longest sequence to learn from.
         max_model_len: Tokens of the longest sequence that the engine writes.
@@ -129,6 +129,9 @@ def choose_on_device(
     candidates = run_passes(trainer, module, sizes, longest=longest)
     free, total = torch.cuda.mem_get_info(strategy.root_device)
     free += torch.cuda.memory_reserved(strategy.root_device)  # by this process: an earlier run may have left it some
-    planned = engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
-    passes, _ = choose_passes(module, candidates, total, free=free, engine=planned, engine_sleeps=engine.sleeps)
+    sleeps, planned = True, cast("Mapping[str, float]", {})
+    if engine is not None:
+        planned = engine.planned_memory(module.policy_path, max_model_len=max_model_len, device_bytes=total)
+        sleeps = engine.sleeps
+    passes, _ = choose_passes(module, candidates, total, free=free, engine=planned, engine_sleeps=sleeps)
     return passes.micro_batch_tokens

@@ -1,0 +1,85 @@
+"""Read the texts that a policy imitates: the rows of a source, each with its answers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cached_property
+
+from typing_extensions import override
+
+from tlt_lightning.data.formats import FORMATS, LeftOut, RowReader, Text, Turn, as_turns
+from tlt_lightning.data.prompts import PromptSource, chat_template_of
+from tlt_lightning.data.rows import Row
+
+log = logging.getLogger(__name__)
+
+
+class AnsweredRows(RowReader):
+    """Writes the rows of a source as texts with answers, prompts as `load_prompts` writes them for an engine.
+
+    Args:
+        source: Names the columns, and says how conversations are written. `answer_column` holds text or turns, which
+            follow the prompt; rows without it hold all in one column.
+        policy: Path or hub name, for the tokenizer.
+        max_tokens: Longest text; longer ones are cut there.
+    """
+
+    def __init__(self, source: PromptSource, policy: str, max_tokens: int) -> None:
+        super().__init__(policy, max_tokens)
+        self.variables |= source.chat_template_kwargs or {}
+        self.rows = source.read_rows()
+        columns = self.rows[0].keys()
+        self._answer_column = next((name for name in (source.answer_column, "completion") if name in columns), None)
+        asked = [source.prompt_column] if self._answer_column else []
+        known = [name for name in (*asked, "messages", "conversations", source.prompt_column) if name in columns]
+        self._holds_tokens = columns >= {"prompt_ids", "response_ids"}
+        if not (known or source.template or self._holds_tokens):
+            raise ValueError(
+                f"{source.name} has the columns {', '.join(columns)}; a row must have {FORMATS}, or what "
+                "`prompt_column` and `answer_column` name."
+            )
+        self.source = source if source.template or not known else replace(source, prompt_column=known[0])
+
+    @cached_property
+    @override
+    def template(self) -> str | None:
+        return chat_template_of(self.source, self.tokenizer)
+
+    def read(self) -> list[Text]:
+        """Return the texts of all rows; raise ValueError for a row of another format, or if there is no text.
+
+        Rows without an answer are left out with a warning.
+        """
+        texts: list[Text] = []
+        known: dict[int, int] = {}  # of each token one number in memory
+        left_out: list[str] = []
+        for index, row in enumerate(self.rows):
+            try:
+                found = super().texts(row) if self._holds_tokens else self._conversation(self._turns(row))
+            except LeftOut as reason:
+                left_out.append(f"row {index} (from 0), {reason}")
+                continue
+            except ValueError as error:
+                raise ValueError(f"Row {index} of {self.source.name} {error}.") from error
+            texts += [text._replace(ids=[*map(known.setdefault, text.ids, text.ids)]) for text in found]
+        if not texts:
+            raise ValueError(f"{self.source.name} holds no text to learn from: {left_out[0]}.")
+        if left_out:
+            log.warning("%d of %d rows are left out, the first: %s.", len(left_out), len(self.rows), left_out[0])
+        if num_cut := sum(len(text.ids) == self.max_tokens for text in texts):
+            log.warning(
+                "%d of %d texts of %s reach `max_tokens` %d, where they are cut: their ends are not learned.",
+                *(num_cut, len(texts), self.source.name, self.max_tokens),
+            )
+        return texts
+
+    def _turns(self, row: Row) -> list[Turn]:
+        turns = as_turns(self.source.asked(row), "user")
+        if self._answer_column is not None and turns[-1:] and turns[-1]["role"] != "assistant":
+            turns += as_turns(row[self._answer_column], "assistant")
+        if self.source.system_prompt is not None:
+            if turns[0]["role"] == "system":
+                raise ValueError("has a system message of its own; leave `system_prompt` out")
+            turns.insert(0, {"role": "system", "content": self.source.system_prompt})
+        return turns
