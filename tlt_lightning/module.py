@@ -40,7 +40,7 @@ from tlt_lightning.training.throughput import log_work
 
 
 class RLModule(L.LightningModule):
-    """Trains a policy: by reinforcement on a `RolloutDataModule`, or on the texts of a `SupervisedDataModule`.
+    """Trains a policy by reinforcement on a `RolloutDataModule`, or on the texts of a `SupervisedDataModule`.
 
     Automatic optimization: gradient clipping, precision and schedulers are the Trainer's. One of its
     batches is an optimizer step, whose micro-batches the module runs by itself.

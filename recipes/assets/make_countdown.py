@@ -272,6 +272,16 @@ def write_questions(path: Path, questions: Sequence[Question]) -> None:
             file.write(json.dumps(question.row) + "\n")
 
 
+def write_searches(path: Path, questions: Sequence[Question], seed: int) -> None:
+    """Write one JSON object per question: prompt, and a patient search for its answer that has found it."""
+    rng, rows = random.Random(seed), []
+    for question in questions:
+        words = sample_response(question, rng, hasty_share=0.0)
+        if words[-1] == EOS and HIT in words:
+            rows.append({"prompt": question.prompt, "answer": f" {' '.join(words[:-1])}"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def make_questions(args: argparse.Namespace) -> tuple[list[Question], list[Question], list[Question]]:
     """Draw the questions to pretrain on, to train on and to validate on; no validation question is in the others."""
     rng = random.Random(args.seed)
@@ -299,6 +309,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=60000, help="questions to draw, before duplicates go")
     parser.add_argument("--train", type=int, default=2048, help="rows of train.jsonl")
     parser.add_argument("--val", type=int, default=256, help="rows of val.jsonl")
+    parser.add_argument("--searches", type=int, default=400, help="questions whose patient searches may be imitated")
     return parser.parse_args()
 
 
@@ -315,6 +326,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.output / "policy")
     write_questions(args.output / "train.jsonl", train_questions)
     write_questions(args.output / "val.jsonl", val_questions)
+    write_searches(args.output / "searches.jsonl", pool[args.train : args.train + args.searches], args.seed)
     measure(model, tokenizer, val_questions * 4, args)
 
 

@@ -390,3 +390,20 @@ def test_the_hubs_warnings_are_said_once() -> None:
     code += "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.utils').warning('no hub')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == "no hub\n"
+
+
+@pytest.mark.slow
+def test_a_recipe_or_an_option_names_the_data_module(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    """What a run saves starts it again."""
+    recipe = tmp_path / "texts.yaml"
+    recipe.write_text(f"data: {{class_path: SupervisedDataModule, init_args: {{train: {{path: {prompts_path}}}}}}}")
+    root = tmp_path / "first"
+    common = ["--model.objective", "SFT", f"--model.policy={policy_path}", "--trainer.accelerator=cpu"]
+    common += ["--trainer.max_epochs=1", "--data.batch_size=3"]
+    run_cli(["fit", "-c", str(recipe), *common, f"--trainer.default_root_dir={root}"])
+    again = run_cli(["fit", f"-c={root}/csv/version_0/config.yaml", f"--trainer.default_root_dir={tmp_path / 'again'}"])
+    named = run_cli(["--data", "SupervisedDataModule", *common, f"--data.train.path={prompts_path}"], run=False)
+    for cli in (again, named):
+        assert isinstance(cli.datamodule, tlt_lightning.SupervisedDataModule)
+        assert cli.datamodule.batch_size == 3
+    assert again.trainer.global_step == 3

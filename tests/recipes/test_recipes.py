@@ -17,19 +17,22 @@ from tests.support.rows import (
     HUMANEVAL_BAD,
     HUMANEVAL_GOOD,
 )
+from tlt_lightning import SupervisedDataModule
 from tlt_lightning.checks import check_trainer
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.commands.starter import RECIPES as RECIPE_FILES
 from tlt_lightning.commands.starter import read_recipes, write_start
 from tlt_lightning.data.prompts import load_prompts
+from tlt_lightning.data.texts import AnsweredRows
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rewards import RewardPool
 
 pytestmark = pytest.mark.slow
 
 RECIPES = read_recipes()
-# Those of a policy run alone; a draft head's is tested in tests/drafter/test_data.py.
-POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1]]
+TEXTS = ["sft_quickstart", "sft_smollm2"]
+# Those of a rollout alone; a draft head's is tested in tests/drafter/test_data.py.
+POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1] and name not in TEXTS]
 FORMATS = {
     "grpo_qwen2.5-0.5b_1gpu": (GSM8K, GSM8K_GOOD, GSM8K_BAD),
     "grpo_qwen2.5-0.5b_lora_1gpu": (GSM8K, GSM8K_GOOD, GSM8K_BAD),
@@ -77,6 +80,20 @@ def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monk
     assert trainer.default_root_dir == str(tmp_path / "outputs")
     folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
     assert all(Path(folder).is_relative_to(tmp_path / "outputs") for folder in folders if folder is not None)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_recipe_of_texts_learns_from_them_and_holds_others_out(
+    name: str, policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = instantiate(name, tmp_path, monkeypatch)
+    data = cli.datamodule
+    assert isinstance(data, SupervisedDataModule)
+    assert data.batch_size == 32  # of mine.yaml
+    assert cli.model.objective.learns_from_rows
+    learned, held_out = ({row["prompt"] for row in source.read_rows()} for source in (data.train, data.val))
+    assert not learned & held_out
+    assert AnsweredRows(data.val, policy_path, 1024).read()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,11 +6,15 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
+import yaml
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
@@ -30,6 +34,7 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
     import tlt_lightning.schedules
     import tlt_lightning.speculation  # noqa: F401
     from tlt_lightning.data.module import RolloutDataModule
+    from tlt_lightning.data.supervised import SupervisedDataModule  # noqa: F401 - named by recipes
     from tlt_lightning.module import RLModule
 
     return _run("python -m tlt_lightning", RLModule, RolloutDataModule, args, run, _CLI)
@@ -54,11 +59,13 @@ def _run(
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # they are the command line's
     words = [*(sys.argv[1:] if args is None else args)]
     module, data = named_class(words, "--model", module), named_class(words, "--data", data)
+    is_named = any("class_path" in settings for settings in _settings_of(words, "data"))  # by a recipe
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     return cli(
         module,
-        data,
+        L.LightningDataModule if is_named else data,
+        subclass_mode_data=is_named,
         args=words,
         parser_class=_Parser,
         parser_kwargs={"parser_mode": "omegaconf+", "prog": prog, "allow_abbrev": False},
@@ -71,19 +78,33 @@ def _run(
 
 
 def named_class(words: list[str], option: str, base: type) -> type:
-    """Return the class that `option` names, as in `--model my.MyRL`, and take both words out; else return `base`."""
+    """Return the class that `option` names, as in `--model my.MyRL`, and take both words out; else return `base`.
+
+    A name without a module is one of this package's.
+    """
     for place, word in enumerate(words):
         name, equals, path = word.partition("=")
         module, _, kind = (path or "".join(words[place + 1 : place + 2])).rpartition(".")
         if name == option and kind[:1].isupper():  # else it names a file of settings
             del words[place : place + (1 if equals else 2)]
             try:
-                return getattr(import_module(module), kind)
+                return getattr(import_module(module or "tlt_lightning"), kind)
             except (ImportError, AttributeError) as error:
                 if lost := lost_name(error):
                     sys.exit(f"error: `{option}`: {lost}")
                 raise
     return base
+
+
+def _settings_of(words: Sequence[str], part: str) -> Iterator[Mapping[str, Any]]:
+    """Yield what each readable file of settings on a command line says of `part`; the parser reports on the others."""
+    for word, following in pairwise([*words, ""]):
+        option, _, path = word.partition("=")
+        if option in ("-c", "--config"):
+            with suppress(OSError, yaml.YAMLError):
+                whole = yaml.safe_load(Path(path or following).read_text())
+                if isinstance(whole, dict) and isinstance(whole.get(part), dict):
+                    yield whole[part]
 
 
 class _Parser(LightningArgumentParser):

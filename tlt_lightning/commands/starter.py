@@ -24,9 +24,15 @@ def brevity(prompt: str, response: str, row: dict) -> float:
 MINE = """\
 # Yours. It is read last, so what it says counts; every option: python -m tlt_lightning fit --help
 {policy}data:
-{train}  rewards+:                            # added to the recipe's; `rewards:` would replace them
-    - {{function: my_reward.brevity, weight: 0.0}}   # 0 only logs it
+{train}"""
+REWARDS = """\
+  rewards+:                            # added to the recipe's; `rewards:` would replace them
+    - {function: my_reward.brevity, weight: 0.0}   # 0 only logs it
 """
+TEXTS = """\
+  init_args:
+    batch_size: 32                     # texts of an optimizer step
+  """
 OVERLAYS = (
     *("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml"),
     *("tail_batching.yaml", "partial_rollout.yaml", "distillation.yaml"),
@@ -84,11 +90,13 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     shutil.copytree(CALLBACKS, folder / "callbacks", ignore=shutil.ignore_patterns("__pycache__"))
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
     train: dict[str, object] = {}
-    policy = ""
+    policy, has_rewards = "", True
     for name, text in texts.items():
         (folder / "recipes" / name).write_text(text)
         settings = yaml.safe_load(text)
-        train |= (settings.get("data") or {}).get("train") or {}
+        data = settings.get("data") or {}
+        has_rewards &= "class_path" not in data  # of texts that are imitated
+        train |= data.get("init_args", data).get("train") or {}
         policy = (settings.get("model") or {}).get("policy", policy)
     for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):
         copy = shutil.copytree if (RECIPES / asset).is_dir() else shutil.copy
@@ -101,8 +109,10 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     if "path" in train:
         prompts = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n"
     model = f"model: {{policy: {policy}}}   # a folder, or a name on the hub\n"
-    (folder / "mine.yaml").write_text(MINE.format(policy=model, train=prompts))
-    (folder / "my_reward.py").write_text(REWARD)
+    own = prompts + REWARDS if has_rewards else TEXTS + prompts
+    (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
+    if has_rewards:
+        (folder / "my_reward.py").write_text(REWARD)
     mine = re.compile("python -m tlt_lightning (?!drafter)")  # a draft head has neither prompts nor rewards
     return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
 
