@@ -206,13 +206,11 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: VLLMEngine(gpu_memory_utilization="half"), "gpu_memory_utilization"),  # type: ignore[arg-type]
         (lambda: VLLMEngine(enforce_eager="no"), "enforce_eager"),  # type: ignore[arg-type]
         (lambda: VLLMEngine(sleep="no"), "sleep"),  # type: ignore[arg-type]
-        (lambda: VLLMEngine(compare_steps="no"), "compare_steps"),  # type: ignore[arg-type]
         (lambda: PromptSource(path=3), "path"),  # type: ignore[arg-type]
         (lambda: speculation(siblings="no"), "speculation.siblings"),
         (lambda: speculation(steps_per_choice=1.5), "speculation.steps_per_choice"),
         (lambda: speculation(graph_pool=3), "speculation.graph_pool"),
         (lambda: LongTailIdleCallback("my-head"), "drafter"),  # type: ignore[arg-type]
-        (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), offload="no"), "offload"),  # type: ignore[arg-type]
         (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), dirpath=3), "dirpath"),  # type: ignore[arg-type]
     ],
 )

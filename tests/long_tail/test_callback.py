@@ -128,16 +128,6 @@ class Loop:
         return self.module.hidden_state_request is not None
 
 
-def test_a_drafter_that_waits_in_host_memory_holds_nothing_of_the_device() -> None:
-    held = {}
-    for offload in (False, True):
-        loop = Loop(make_callback(offload=offload, buffer_gib=0.5))
-        held[offload] = loop.module.callback_bytes["drafter, trained"]
-        assert (loop.callback.training._residence is not None) is offload
-        assert loop.callback.buffer.max_bytes == 2**29
-    assert held[False] > held[True] == 0
-
-
 def test_the_drafter_is_trained_and_judged_as_the_engine_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     callback = make_callback()
     engine = make_engine(ScriptedSelector(longest=5), draft_sampling="probabilistic", max_draft_tokens=7)

@@ -69,8 +69,6 @@ class LongTailIdleCallback(RolloutCallback):
         budget: Decides how many of an iteration's tokens are trained on; None is an `AdaptiveBudget`, which trains as
             much as pays.
         max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
-        offload: Keep the drafter's weights and optimizer in host memory but while they train or are judged: moving them
-            takes time, and leaves the rollout and the update the memory.
         dirpath: Where the finished drafter goes; None is `drafter` in the Trainer's `default_root_dir`.
 
     Example:
@@ -86,7 +84,6 @@ class LongTailIdleCallback(RolloutCallback):
         buffer_gib: Positive = 1.0,
         budget: TrainingBudget | None = None,
         max_passes: Positive = 2.0,
-        offload: bool = False,
         dirpath: str | None = None,
     ) -> None:
         check_num_tokens(pack_tokens, "pack_tokens")
@@ -95,7 +92,6 @@ class LongTailIdleCallback(RolloutCallback):
         self.pack_tokens = pack_tokens
         self.budget = AdaptiveBudget() if budget is None else budget
         self.max_passes = max_passes
-        self.offload = offload
         self.dirpath = None if dirpath is None else Path(text_of("dirpath", dirpath, "Give a folder."))
         self._served = ServedHead(drafter)
         self._trainer: DrafterTrainer | None = None
@@ -112,8 +108,7 @@ class LongTailIdleCallback(RolloutCallback):
         """Build the drafter, and set it as the head that the engine loads."""
         start = self._folder(trainer) / f"start-{trainer.global_rank}"  # one per rank: none waits for another
         self._served.attach(engine, pl_module.policy_path, start)
-        held = 0.0 if self.offload else training_bytes(self.drafter, self.drafter.optimizer)
-        pl_module.callback_bytes["drafter, trained"] = held
+        pl_module.callback_bytes["drafter, trained"] = training_bytes(self.drafter, self.drafter.optimizer)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -127,7 +122,6 @@ class LongTailIdleCallback(RolloutCallback):
                 self.buffer,
                 pack_tokens=self.pack_tokens,
                 device=trainer.strategy.root_device,
-                offload=self.offload,
                 num_workers=trainer.world_size,
             )
             self._publisher = DrafterPublisher(self._trainer, self._served.expected_speedup)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf, sqrt
 from pathlib import Path
@@ -108,22 +108,17 @@ class DrafterPublisher:
     def publish_if_better(self) -> PublishDecision | None:
         """Publish the trained weights if they draft better; a collective.
 
-        None if nothing was trained since the last decision, if there is no held-out text to decide by, or if a worker's
-        device has no room for the drafter.
+        None if nothing was trained since the last decision, or if there is no held-out text to decide by.
         """
         if not self.trainer.num_pending:
             return None
-        with ExitStack() as stay:
-            is_short = torch.tensor(not self.trainer.finds_room(stay), dtype=torch.int64)
-            if self.trainer.sum_over_ranks(is_short):
-                return None
-            held_out = held_out_sample(self.trainer.buffer.held_out)
-            clusters = prompt_clusters(held_out, self.trainer.sum_over_ranks)
-            after = self._measure(held_out, clusters)
-            if after[:, 1].sum():
-                with self.loaded():
-                    before = self._measure(held_out, clusters)
-                return self._decide(before, after)
+        held_out = held_out_sample(self.trainer.buffer.held_out)
+        clusters = prompt_clusters(held_out, self.trainer.sum_over_ranks)
+        after = self._measure(held_out, clusters)
+        if after[:, 1].sum():
+            with self.loaded():
+                before = self._measure(held_out, clusters)
+            return self._decide(before, after)
         log.warning("There is no held-out text to judge the drafter by: its weights wait for the next iteration.")
         return None
 

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -27,7 +26,6 @@ from tlt_lightning.drafter.packing import PACK_MULTIPLE, PackedBatch, fill_pack,
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.curriculum import Curriculum
-from tlt_lightning.long_tail.host_residence import HostResidence
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.training.optimization import apply_changed, fuse_on_gpu, settings_of
 
@@ -83,7 +81,6 @@ class DrafterTrainer:
         device: Device to train on.
         num_workers: Workers that train, each of which calls what is a collective.
         sum_over_ranks: Returns the sum of all workers' tensors, on the device of this one's; a collective.
-        offload: Keep weights and optimizer in host memory while they are not used.
     """
 
     def __init__(
@@ -95,12 +92,10 @@ class DrafterTrainer:
         device: torch.device,
         num_workers: int = 1,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
-        offload: bool = False,
     ) -> None:
-        self.drafter = drafter.to("cpu" if offload else device)
+        self.drafter = drafter.to(device)
         self._is_mixed = device.type == "cuda"
         drafter.compute_on(device, is_mixed=self._is_mixed)
-        self._residence = HostResidence(self.drafter, device) if offload else None
         self.buffer = buffer
         self.pack_tokens = pack_tokens
         """Tokens of a pack; halved wherever the device has no memory for one."""
@@ -127,21 +122,6 @@ class DrafterTrainer:
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
         rising = CURRICULUM.rising_steps if self.drafter.head_path is None else WARMUP_STEPS
         self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / rising))
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """Bring weights and optimizer to the device, if they are in host memory, until it is left."""
-        return nullcontext() if self._residence is None else self._residence.on_device(self.optimizer)
-
-    def finds_room(self, stay: ExitStack) -> bool:
-        """Bring weights and optimizer to the device until `stay` is closed; False, with a warning, without memory."""
-        try:
-            stay.enter_context(self.on_device())
-            return True
-        except torch.OutOfMemoryError as error:
-            message = str(error)
-        torch.cuda.empty_cache()  # here, not in the handler: its traceback holds what had come
-        log.warning("The drafter had no memory to come to the device, and stays away for now: %s", message)
-        return False
 
     def weights(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, live."""
@@ -180,14 +160,7 @@ class DrafterTrainer:
         self._packs, self._ahead = self._draw(), None
 
     def train(self, may_go_on: Callable[[], bool]) -> TrainingStretch:
-        """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`.
-
-        Without memory for the drafter on the device nothing is trained.
-        """
-        with ExitStack() as stay:
-            return self._train(may_go_on) if self.finds_room(stay) else TrainingStretch(num_out_of_memory=1)
-
-    def _train(self, may_go_on: Callable[[], bool]) -> TrainingStretch:
+        """Train until `may_go_on()`, asked before each micro-step, is False; after data and `begin`."""
         stretch, started = TrainingStretch(), time.perf_counter()
         asked = started
         while may_go_on():
@@ -224,11 +197,10 @@ class DrafterTrainer:
         """
         num_tokens = self.step_tokens if self._is_mixed else PACK_MULTIPLE
         try:
-            with self.on_device():
-                if self._is_mixed:
-                    self._try(self.pack_tokens)
-                self.drafter.most_steps = self._draft_length
-                step, judging = self._try(num_tokens)
+            if self._is_mixed:
+                self._try(self.pack_tokens)
+            self.drafter.most_steps = self._draft_length
+            step, judging = self._try(num_tokens)
         except torch.OutOfMemoryError as error:
             raise MisconfigurationException(
                 f"`LongTailIdleCallback(pack_tokens={self.pack_tokens})`: a training step of the drafter does not fit "
