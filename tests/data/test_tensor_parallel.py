@@ -29,7 +29,7 @@ def samples(ranks: list[dict[str, Any]]) -> list[list[Any]]:
 
 @pytest.mark.vllm
 def test_two_ranks_learn_from_what_one_engine_writes(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    ended = run(policy_path, prompts_path, tmp_path / "together", 2, "compare")
+    ended = run(policy_path, prompts_path, tmp_path / "together", 2, "ddp")
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     first, second = read(tmp_path / "together")
     assert first["weights"] == second["weights"]

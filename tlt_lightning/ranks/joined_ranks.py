@@ -100,8 +100,7 @@ class JoinedRanks(EngineRanks):
     def _parted(self) -> RuntimeError:
         return RuntimeError(
             f"Rank {self.members[self.index]} has scheduled or written other tokens than the ranks with which it is "
-            f"one engine (`tensor_parallel` {self.num_ranks}). Set `engine.compare_steps` to hear at which step they "
-            "part, and report this."
+            f"one engine (`tensor_parallel` {self.num_ranks}): report this, with the settings of the run."
         )
 
     def check_same(self, what: str, facts: Sequence[Any]) -> None:

@@ -37,7 +37,6 @@ def main(policy: str, prompts: str, out: str, tensor_parallel: str, mode: str, n
         max_num_seqs=16,
         enforce_eager=True,
         tensor_parallel=int(tensor_parallel),
-        compare_steps=mode == "compare",
     )
     data = make_data(prompts, engine, val=None, num_minibatches=1)
     observer = Observer(dies=mode == "die")

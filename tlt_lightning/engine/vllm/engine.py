@@ -59,7 +59,6 @@ class VLLMEngine(RolloutEngine):
             `Quantization` says which of them. None leaves all as they are.
         tensor_parallel: Neighbouring ranks that are one engine, each with its part of every weight and of the cache,
             for policies that are too large or too slow on one device. It must divide the devices of a node.
-        compare_steps: Compare before every step what its ranks have scheduled, to find faults that hang an engine.
         kv_on_update: What `update_weights` does with keys and values of requests that run: `recompute` reads what they
             have so far anew, so that they go on as if the new weights had met it all; `keep` costs nothing, and goes on
             from a cache that older weights filled.
@@ -79,12 +78,11 @@ class VLLMEngine(RolloutEngine):
         speculation: Speculation | None = None,
         quantization: Literal["fp8"] | Quantization | None = None,
         tensor_parallel: Count = 1,
-        compare_steps: bool = False,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
     ) -> None:
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
-        self.enforce_eager, self.sleeps, self.compare_steps = enforce_eager, sleep, compare_steps
+        self.enforce_eager, self.sleeps = enforce_eager, sleep
         self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = quantization if isinstance(quantization, Quantization) else Quantization(quantization)
         self.speculation, self.num_ranks, self.kv_on_update = speculation, tensor_parallel, kv_on_update
@@ -173,7 +171,7 @@ class VLLMEngine(RolloutEngine):
         engine = self._live
         internals.reach(engine, "output_processor").tokenizer = self._tokenizer  # for stop strings
         self.compute_dtype = self.quantization.compute_dtype(engine)
-        engine_ranks, comparison = internals.live_executor(engine).join(engine, graphs, self.compare_steps)
+        engine_ranks = internals.live_executor(engine).join(engine, graphs)
         if self.speculation is not None:
             self._speculative = install(
                 self.speculation,
@@ -183,7 +181,7 @@ class VLLMEngine(RolloutEngine):
                 graphs=graphs,
                 engine_ranks=engine_ranks,
             )
-        self._writer = RequestWriter(engine, self._speculative, engine_ranks, comparison)
+        self._writer = RequestWriter(engine, self._speculative, engine_ranks)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:
         from vllm import EngineArgs

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tlt_lightning.engine.vllm.internals import is_cpu_build, live_scheduler, reach
+from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
 
@@ -62,24 +62,21 @@ class RankExecutor(UniProcExecutor):
                 Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         super().shutdown()
 
-    def join(
-        self, engine: LLMEngine, graphs: PlannedGraphs | None, compare: bool
-    ) -> tuple[EngineRanks, StepComparison | None]:
-        """Return the ranks of a started engine, and with `compare` what compares their steps.
+    def join(self, engine: LLMEngine, graphs: PlannedGraphs | None) -> EngineRanks:
+        """Return the ranks of a started engine.
 
         Raises:
             RuntimeError: The ranks have not equal caches and plans of CUDA graphs.
         """
         group = _group()
         if group.num_ranks == 1:
-            return ALONE, None
+            return ALONE
         planned = None if graphs is None else zlib.crc32(repr(graphs.plan).encode())
         blocks = reach(engine, "vllm_config.cache_config").num_gpu_blocks
         facts = (f"{blocks} blocks of cache", f"checksum of planned CUDA graphs {planned}")
         group.check_same("start of the engine", facts)
-        comparison = StepComparison(live_scheduler(engine), group) if compare else None
-        self.on_step = partial(_note, group) if comparison is None else comparison.step
-        return group, comparison
+        self.on_step = partial(_note, group)
+        return group
 
     def _usable_memory(self) -> list[int]:
         """Return free bytes for keys and values, at most what all requests at full length fill.
@@ -114,33 +111,3 @@ def _note(group: JoinedRanks, output: SchedulerOutput) -> None:
     """Note the tokens of a step that begins by request, and which of them are drafts."""
     drafts = output.scheduled_spec_decode_tokens.values()
     group.note((*output.num_scheduled_tokens.values(), *map(len, drafts)))
-
-
-class StepComparison:
-    """Compares what the ranks of an engine schedule, before any of them runs it.
-
-    Args:
-        scheduler: vLLM's on this rank.
-        group: The ranks.
-    """
-
-    def __init__(self, scheduler: Any, group: JoinedRanks) -> None:
-        self._group, self._scheduler = group, scheduler
-
-    def step(self, output: Any) -> None:
-        """Compare a step's strategy and, of each request, tokens to run, drafts among them and tokens known."""
-        record = getattr(output, "speculation", None)
-        facts: list[Any] = [None if record is None else record.plan.drafts]
-        requests, drafts = self._scheduler.requests, output.scheduled_spec_decode_tokens
-        for request_id, count in output.num_scheduled_tokens.items():
-            known = requests[request_id].all_token_ids
-            name = request_id.rpartition("-")[0]  # vLLM appends letters at random
-            verified = len(drafts.get(request_id, ()))
-            facts.append(
-                f"request {name}: {count} tokens, {verified} of them drafts, after {len(known)} to {known[-1]}"
-            )
-        self._group.check_same("next engine step", facts)
-
-    def end(self) -> None:
-        """Compare that a rollout is over."""
-        self._group.check_same("end of a rollout", ())

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from tlt_lightning.engine.vllm.executor import StepComparison
-
 
 _WAITING_PER_END = 1024  # requests that wait are ordered anew for each so many, a millisecond of the host
 _STEPS_PER_CHECK = 32  # of what the ranks of an engine have written; a check takes some 0.1 ms
@@ -41,19 +39,13 @@ class RequestWriter:
         engine: vLLM's own, with current weights whenever something is written.
         speculative: Runner of drafts in that engine; None writes plainly.
         engine_ranks: The ranks that are the engine: they write the requests of all their callers.
-        comparison: Compares what they do; None trusts them.
     """
 
     def __init__(
-        self,
-        engine: LLMEngine,
-        speculative: SpeculativeRunner | None,
-        engine_ranks: EngineRanks = ALONE,
-        comparison: StepComparison | None = None,
+        self, engine: LLMEngine, speculative: SpeculativeRunner | None, engine_ranks: EngineRanks = ALONE
     ) -> None:
         self._engine, self._speculative = engine, speculative
         self._scheduler: Any = live_scheduler(engine)
-        self._comparison = comparison
         self.pool = RequestPool(engine_ranks)  # what callers ask for, until it is handed to the engine
         self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
@@ -130,8 +122,6 @@ class RequestWriter:
                 must_arrange = bool(finished) and num_ended * _WAITING_PER_END >= len(self._scheduler.waiting)
                 yield finished
                 may_have_asked |= bool(finished) or self.pool.asks_alone  # the latter from `on_progress`
-            if self._comparison is not None:
-                self._comparison.end()
         finally:
             self._leave()
 

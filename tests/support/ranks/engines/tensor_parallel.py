@@ -19,7 +19,6 @@ from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import request_writer
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
-from tlt_lightning.ranks.engine_ranks import ALONE
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation import calibration
@@ -73,7 +72,6 @@ def write_between_sleeps(policy: str, head: str) -> dict[str, Any]:
         enforce_eager=not is_gpu,
         speculation=speculation,
         tensor_parallel=2,
-        compare_steps=True,
     )
     say("the start of its engine")
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
@@ -127,7 +125,6 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
         enforce_eager=True,
         speculation=Speculation(selector=selector, head=head, siblings=True, steps_per_choice=1),
         tensor_parallel=2,
-        compare_steps=True,
     )
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     found: dict[str, Any] = {"open sockets": sum(path.is_socket() for path in Path(out).iterdir())}
@@ -144,14 +141,6 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     found["chosen"], found["learned"] = selector.num_chosen, len(selector.records)
     found["none"] = write(engine, [] if rank == 0 else siblings())
     found["stopped"] = stop_one(engine, rank)
-    controller = engine.inspect().controller
-    assert controller is not None
-    controller.engine_ranks = ALONE
-    selector.script = lambda state: Strategy(2 + rank)
-    try:
-        write(engine, siblings(), GREEDY)
-    except RuntimeError as error:
-        found["parted"] = str(error)
     engine.close()
     found |= part(policy, rank)
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(found))
