@@ -25,7 +25,7 @@ from tlt_lightning import (
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.policy import causal_lm, load_policy
-from tlt_lightning.rollout import Rollout
+from tlt_lightning.rollout import Request, Rollout
 
 pytestmark = pytest.mark.vllm
 
@@ -177,3 +177,34 @@ def test_a_run_that_is_resumed_loses_nothing_and_learns_from_nothing_twice(
     assert len(draws) == 6 * 4
     assert max(row["schedule/age_max"] for row in history.values()) == LAG
     assert ("were being written when the run was saved, and are begun anew" in caplog.text) is not validated
+
+
+class Corrupt(Open):
+    """Takes one tensor of a version wrongly, and counts what it is asked for besides training's responses."""
+
+    runs_on = True
+    corrupt_version = 2 * STEPS
+    num_asked = 0
+
+    def update_weights(self, named_tensors: Any, version: int) -> None:
+        wrong = version == self.corrupt_version
+        given = ((n, t * 0.5 if wrong and n.endswith("0.mlp.down_proj.weight") else t) for n, t in named_tensors)
+        super().update_weights(given, version)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self.num_asked += sum(request.id < 0 for request in requests)
+        super().add(requests)
+
+
+def test_weights_that_a_sync_amid_rollouts_leaves_wrong_end_the_run(paths: Paths) -> None:
+    with pytest.raises(RuntimeError, match=f"With weights of version {2 * STEPS} the engine does not compute with"):
+        go(paths, AsyncRollout(LAG), engine=Corrupt(max_num_seqs=32), max_epochs=4)
+
+
+def test_what_probes_the_engine_is_not_learned_from(paths: Paths) -> None:
+    recorder, engine = Versions(), Corrupt(max_num_seqs=32)
+    engine.corrupt_version = -1
+    go(paths, AsyncRollout(LAG), recorder, engine=engine, max_epochs=3)
+    assert engine.num_asked == 2 * 4  # four at each sync but the first, with which writing begins
+    draws = draws_of(recorder) + recorder.waiting[-1]
+    assert sorted(draws) == list(range(3 * 4 + LAG * 4))

@@ -15,7 +15,7 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.metrics.rollouts import tail_share
 from tlt_lightning.rewards.pool import RewardPool
-from tlt_lightning.rollout import Prompt, Response, Rollout, Sampling
+from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.training.fsdp2 import is_sharded
 
@@ -110,15 +110,16 @@ class RolloutCollector:
         self._has_begun |= is_first
         if is_first:
             call_rollout_hook(self.trainer, "on_rollout_start")
+        probes = self.probe.requests(self.engine, prompts, sampling) if runs_on and is_first and self.probe else []
         self.stream.begin()
-        self.stream.ask(requests, sampling, seed=seed)
-        rollouts = self._take(prompts, under_way, first_group, runs_on=runs_on)
+        self.stream.ask([*requests, *probes], sampling, seed=seed)
+        rollouts, probed = self._take(prompts, under_way, first_group, probes, runs_on=runs_on)
         self._note_speed(has_requests=bool(asked))
         self.log.lap("rollout")
         if not sleeps_on and not runs_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
         self._wait_for_others()
-        self._check_engine(rollouts.values(), sampling, is_first)
+        self._check_engine([*rollouts.values(), *probed], sampling, is_first)
         taken = [rollouts[number] for number in under_way.taken]
         self._reward(taken)
         return taken
@@ -159,13 +160,21 @@ class RolloutCollector:
         self.log.lap("reward")
 
     def _take(
-        self, prompts: Sequence[Prompt], under_way: RolloutUnderWay, first_group: int, *, runs_on: bool
-    ) -> dict[int, Rollout]:
-        """Read responses until the schedule has enough; return ended rollouts by request, their rewards under way.
+        self,
+        prompts: Sequence[Prompt],
+        under_way: RolloutUnderWay,
+        first_group: int,
+        probes: Sequence[Request],
+        *,
+        runs_on: bool,
+    ) -> tuple[dict[int, Rollout], list[Rollout]]:
+        """Read responses until the schedule has enough; what is open then is stopped, unless it `runs_on`.
 
-        What is open then is stopped, unless it `runs_on`.
+        Returns:
+            Ended rollouts by request, their rewards under way, and those of `probes`, which are waited for.
         """
         rollouts: dict[int, Rollout] = {}
+        unprobed, probed = {request.id: Prompt("", request.prompt_ids) for request in probes}, []
 
         def receive(response: Response, *, is_new: bool = True) -> None:
             _check_finite(response)
@@ -181,14 +190,17 @@ class RolloutCollector:
 
         for response in under_way.ended:
             receive(response, is_new=False)
-        while not (runs_on and under_way.has_enough):
+        while not (runs_on and under_way.has_enough and not unprobed):
             if (new := next(self.stream, None)) is None:
                 break
+            if new.request_id in unprobed:
+                probed.append(Rollout(unprobed.pop(new.request_id), new, text="", group=0))
+                continue
             if under_way.add(new) and not runs_on:
                 self.stream.stop(under_way.open_ids)
             if not new.is_unfinished:
                 receive(new)
-        return rollouts
+        return rollouts, probed
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without the tokens that end or pad it; rewards see other special tokens."""

@@ -1,10 +1,11 @@
-"""Check by a run's first responses that the engine wrote with the policy's weights."""
+"""Check by responses that the engine writes with the policy's weights."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 
 import lightning as L
 import torch
@@ -14,22 +15,43 @@ from torch import nn
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import check_same_logps
 from tlt_lightning.policy import response_logps
-from tlt_lightning.rollout import Rollout, Sampling, collate
+from tlt_lightning.rollout import Prompt, Request, Rollout, Sampling, collate
 
 log = logging.getLogger(__name__)
 
 NUM_RESPONSES, NUM_TOKENS = 8, 64
 """Responses that are compared, those to the shortest prompts, and tokens of each."""
 
+NUM_ASKED, NUM_TOKENS_ASKED = 4, 16
+"""Likewise of what is asked for besides; more, if more engines write."""
+
 
 class EngineProbe:
-    """Compares log-probs after the first sync of weights and after the first new drafter.
+    """Compares log-probs after the first sync of weights and after the first new drafter, by what is written anyway.
+
+    An engine to which weights travel (`runs_on`) is probed after every sync. What it writes amid an update is of no
+    single version, so it is asked for a few short texts besides.
 
     Log-probs of greedy responses, and of a part of the distribution (`Sampling.filters`), say nothing: the probe waits.
     """
 
     def __init__(self) -> None:
-        self._done: set[bool] = set()
+        self._done: set[tuple[bool, int]] = set()
+
+    def requests(self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
+        """Return what to ask of an engine that has taken weights amid what it writes: of each host at least one.
+
+        Their ids are negative, as no others are while the policy learns.
+        """
+        if not engine.runs_on or not _tells(sampling):
+            return []
+        shortest = sorted(prompts, key=lambda prompt: len(prompt.ids))
+        texts = islice(cycle(shortest), max(NUM_ASKED, engine.num_hosts))
+        limit = min(sampling.max_tokens, NUM_TOKENS_ASKED)
+        return [
+            Request(id=-number, group=-number, prompt_ids=prompt.ids, max_tokens=limit)
+            for number, prompt in enumerate(texts, start=1)
+        ]
 
     def check(self, trainer: L.Trainer, engine: RolloutEngine, rollouts: Iterable[Rollout], sampling: Sampling) -> bool:
         """Raise RuntimeError unless new responses have the policy's log-probs, where they tell; True if it compared.
@@ -41,9 +63,10 @@ class EngineProbe:
             sampling: How they were sampled.
         """
         has_new_drafter = engine.drafter_version >= 0
-        if has_new_drafter in self._done or not sampling.temperature or sampling.filters:
+        point = has_new_drafter, engine.policy_version if engine.runs_on else 0
+        if point in self._done or not _tells(sampling):
             return False
-        self._done.add(has_new_drafter)
+        self._done.add(point)
         if engine.compute_dtype == "fp8" and getattr(trainer.lightning_module.objective, "correction", None) is None:
             log.warning(
                 "The engine writes in %s, and the objective corrects for nothing: leave `objective.correction` at its "
@@ -62,9 +85,19 @@ class EngineProbe:
             logps,
             batch.response_mask,
             dtype=_coarser(trainer, policy, engine),
-            when="After the first update of the drafter" if has_new_drafter else "After the first sync of weights",
+            when=_when(engine, has_new_drafter=has_new_drafter),
         )
         return True
+
+
+def _tells(sampling: Sampling) -> bool:
+    return bool(sampling.temperature) and not sampling.filters
+
+
+def _when(engine: RolloutEngine, *, has_new_drafter: bool) -> str:
+    if engine.runs_on:
+        return f"With weights of version {engine.policy_version}"
+    return "After the first update of the drafter" if has_new_drafter else "After the first sync of weights"
 
 
 def _beginning(rollout: Rollout) -> Rollout:

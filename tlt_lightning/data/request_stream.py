@@ -34,8 +34,9 @@ class RequestStream(Iterator[Response]):
 
     @property
     def can_stay_open(self) -> bool:
-        """True if requests may run on while the policy learns: in an engine of one rank, with its memory."""
-        return self.engine.updates_running and not self.engine.sleeps and self.engine.num_ranks == 1
+        """True if requests may run on while the policy learns: in one rank's engine, which keeps memory of its own."""
+        engine = self.engine
+        return engine.updates_running and (engine.runs_on or not engine.sleeps) and engine.num_ranks == 1
 
     def begin(self) -> None:
         """Count progress from here on: from the engine's last step where it writes unread, else from now."""
