@@ -19,6 +19,7 @@ def test_summary_line_leaves_out_what_was_not_logged() -> None:
     assert summary_line(7, None, {}) == "iteration 7"
     speculation = {"speculation/acceptance_length": 2.0}
     assert summary_line(1, -1, speculation) == "iteration 1  accept 2.00"
+    assert summary_line(1, -1, {**speculation, "schedule/age": 0.75}) == "iteration 1  age 0.75  accept 2.00"
     assert summary_line(1, -1, {**speculation, "speculation/off_share": 1.0}) == "iteration 1"
 
 

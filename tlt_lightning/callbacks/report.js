@@ -204,7 +204,7 @@ section("Schedule",
   chart("Age of what is learned from", [line("schedule/age_max", "orange", "oldest token"), line("schedule/age", "blue", "mean")], { zero: true, latest: true, note: "iterations since a token was written" }),
   chart("Effective sample", [line("mismatch/effective_sample_size", "green", "share of the tokens")].filter(() => has("schedule/age")), { zero: true, top: 1, show: percent, latest: true, note: "as good as all of them, whose weights make up for their age" }),
   chart("Prompts that wait", [line("schedule/deferred", "purple", "after a rollout")], { zero: true, latest: true, height: 130 }),
-  chart("Prompts answered anew", [line("schedule/dropped", "orange", "share")].filter(() => some("schedule/dropped")), { zero: true, show: percent, latest: true, height: 130 }));
+  chart("Tokens thrown away", [line("schedule/tokens_thrown_away", "orange", "of prompts that are answered anew")].filter(() => some("schedule/tokens_thrown_away")), { zero: true, latest: true, height: 130 }));
 
 // Speculation
 const WHO = { learned: ["blue", "the head"], mixed: ["sky", "head and look-ups"], sibling: ["green", "a sibling"], earlier: ["yellow", "an earlier answer"], ngram: ["purple", "an own look-up"], off: ["grey", "off"] };

@@ -69,6 +69,8 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
         parts.append(f"truncated {metrics['rollout/truncated']:.1%}")
     if "rollout/tokens_per_s" in metrics:
         parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tok/s")
+    if "schedule/age" in metrics:
+        parts.append(f"age {metrics['schedule/age']:.2f}")
     if "speculation/acceptance_length" in metrics and metrics.get("speculation/off_share", 0.0) < 1:
         parts.append(f"accept {metrics['speculation/acceptance_length']:.2f}")
     if "train/mfu" in metrics:
