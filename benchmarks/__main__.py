@@ -14,6 +14,7 @@ BENCHMARKS = {
     "end_to_end": "benchmarks.end_to_end.run",
     "foretold": "benchmarks.end_to_end.foretold",
     "learning": "benchmarks.end_to_end.learning",
+    "staleness": "benchmarks.end_to_end.staleness",
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
