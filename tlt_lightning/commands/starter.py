@@ -35,7 +35,7 @@ TEXTS = """\
   """
 OVERLAYS = (
     *("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml"),
-    *("tail_batching.yaml", "partial_rollout.yaml", "distillation.yaml"),
+    *("tail_batching.yaml", "partial_rollout.yaml", "async.yaml", "distillation.yaml"),
 )
 """Files of recipes that go on top of any other, to be named before `mine.yaml`."""
 LATER = (
