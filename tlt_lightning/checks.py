@@ -45,11 +45,6 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"`{type(trainer.lightning_module).__name__}.automatic_optimization` is False, and nobody would take the "
             "optimizer's steps: leave it True."
         )
-    if getattr(trainer.lightning_module, "_compiler_ctx", None):  # of Lightning: set by `torch.compile`
-        raise MisconfigurationException(
-            "`torch.compile(module)` would compile whole training steps, whose passes have another number of tokens "
-            "each time: minutes at the start and at every new length. Give the module itself."
-        )
     if trainer.state.fn == "fit" and hasattr(trainer.lightning_module, "lr_scheduler"):
         check_optimization(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -108,6 +108,7 @@ def test_only_output_folders_follow_the_root() -> None:
         ),
         (["--model.objective=GRP0"], "Did you mean `GRPO`?"),
         (["--model.objective=dapo"], "Did you mean `DAPO`?"),
+        (["--model.objective=DAPO"], "are required: overlong.max_tokens, overlong.buffer_tokens\n"),
         (
             ["--trainer.callbacks+=EarlyStoping"],
             "`trainer.callbacks`: There is no class `EarlyStoping`. Did you mean `Early",
@@ -140,6 +141,7 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     assert message in "\n".join(lines)
     assert lines[-1] == "Options are listed by: python -m tlt_lightning fit --help"
     assert len(lines) <= 12
+    assert max(map(len, lines)) < 400  # no values of all arguments
 
 
 @pytest.mark.parametrize(

@@ -152,25 +152,14 @@ def test_a_source_without_rows_is_an_error_that_names_the_split(prompts_path: st
         PromptSource(rows=[{"prompt": "1 + 1"}], split="train[9:]").read()
 
 
-def test_rows_without_an_answer_are_warned_of(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": "0 1 =", "answer": "1"}, {"prompt": "1 1 ="}, {"prompt": "2 1 =", "answer": None}]
-    tokenizer = load_tokenizer(policy_path)
-    load_prompts(PromptSource(rows=rows[:1]), tokenizer, max_prompt_tokens=8)
-    load_prompts(PromptSource(rows=rows, answer_column=None), tokenizer, max_prompt_tokens=8)
-    assert not caplog.records
-    load_prompts(PromptSource(rows=rows), tokenizer, max_prompt_tokens=8)
-    (record,) = caplog.records
-    assert "2 of 3 prompts of `rows` have no answer in `answer_column` 'answer', the first in row 1" in record.message
-
-
 def test_without_an_answer_column_a_row_is_what_the_data_holds(policy_path: str) -> None:
     row = {"prompt": "0 1 =", "answer": "42", "final": "7"}
     tokenizer = load_tokenizer(policy_path)
     (prompt,) = load_prompts(PromptSource(rows=[row], answer_column=None), tokenizer, max_prompt_tokens=8)
     assert prompt.row == row
     assert prompt.answer is None
-    with pytest.raises(ValueError, match=r"`answer_column` 'final' of `rows` .* would hide the column of that name"):
-        PromptSource(rows=[row], answer_column="final").read()
+    (prompt,) = load_prompts(PromptSource(rows=[row], answer_column="final"), tokenizer, max_prompt_tokens=8)
+    assert (prompt.answer, prompt.row["answer"]) == ("7", "7")
 
 
 @pytest.mark.parametrize("form", [None, "numpy", "torch"])

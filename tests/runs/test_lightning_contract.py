@@ -171,13 +171,6 @@ def test_spawned_processes_are_refused(strategy: str) -> None:
         check_trainer(trainer)
 
 
-def test_a_compiled_module_is_refused_before_anything_loads(paths: Paths) -> None:
-    policy_path, prompts_path, root = paths
-    compiled: Any = torch.compile(make_module(policy_path))
-    with pytest.raises(MisconfigurationException, match=r"`torch\.compile\(module\)` .* Give the module itself"):
-        make_trainer(root).fit(compiled, make_data(prompts_path, NeverLoaded()))
-
-
 @pytest.mark.parametrize("argument", ["policy", "reference", "critic.path"])
 def test_a_model_that_is_nowhere_is_refused_before_anything_loads(argument: str, paths: Paths) -> None:
     policy_path, prompts_path, root = paths

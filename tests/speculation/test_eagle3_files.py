@@ -75,5 +75,5 @@ def test_broken_files_of_a_head_are_refused_with_its_place(files: dict[str, byte
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"`speculation\.head` '{tmp_path}' cannot be read: .*download it again\.$"):
+    with pytest.raises(ValueError, match=rf"`head` '{tmp_path}' cannot be read: .*download it again\.$"):
         read_head(str(tmp_path))

@@ -129,6 +129,7 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         message = re.sub(r"\n +- Expected a path but .*? either not accessible or invalid", "", message, flags=re.S)
+        message = re.sub(r"\n +Given value.*", "", message)  # which names all that a class was given
         if lost := lost_name(ex):
             key = re.match('Parser key "(.*?)"', message)
             message = f"`{key[1]}`: {lost}" if key else lost

@@ -59,7 +59,7 @@ from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
-from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes, warn_of_lost
+from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -346,7 +346,6 @@ class RolloutDataModule(PolicyDataModule):
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
             self.history.load_state_dict(state_dict["answers"])
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
-        warn_of_lost(saved, now, ranks)
         warn_of_changes(saved, now)
 
     # Loaders

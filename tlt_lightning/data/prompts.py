@@ -111,12 +111,6 @@ class PromptSource:
                     f"{self.name} has no column {column!r}; it has {', '.join(rows[0])}. Set `prompt_column` or "
                     "`answer_column` (null if there is no answer)."
                 )
-        if self.answer_column not in (None, "answer") and "answer" in rows[0]:
-            raise ValueError(
-                f"`answer_column` {self.answer_column!r} of {self.name} takes the name `answer` in a reward's row, and "
-                "would hide the column of that name: rename the column `answer` in the data, or set `answer_column` "
-                f"to null and read `row[{self.answer_column!r}]` in a reward of your own."
-            )
         return rows
 
     def read_rows(self) -> list[Row]:
@@ -244,7 +238,6 @@ def load_prompts(
             row["answer"] = row[source.answer_column]
         answer = None if source.answer_column is None else row["answer"]
         prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
-    _warn_of_missing_answers(source, prompts)
     if num_dropped:
         log.warning(
             "%d of %d prompts of %s are longer than `max_prompt_tokens` %d and left out; the longest has %d tokens.",
@@ -301,16 +294,6 @@ def chat_template_of(source: PromptSource, tokenizer: "PreTrainedTokenizerBase")
             "`chat_template` if the tokenizer has none), or write them into `template`."
         )
     return template if use_chat else None
-
-
-def _warn_of_missing_answers(source: PromptSource, prompts: list[Prompt]) -> None:
-    missing = [] if source.answer_column is None else [prompt.index for prompt in prompts if prompt.answer is None]
-    if missing:
-        log.warning(
-            "%d of %d prompts of %s have no answer in `answer_column` %r, the first in row %d: rewards that compare "
-            "with it score them 0. Leave these rows out, or set `answer_column` to null if no reward needs it.",
-            *(len(missing), len(prompts), source.name, source.answer_column, missing[0]),
-        )
 
 
 def checksum(prompts: "Sequence[Prompt | Text]") -> int:

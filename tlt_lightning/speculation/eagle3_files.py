@@ -43,13 +43,13 @@ def read_head(path: str) -> HeadShape:
     """Read the head at `path`, in the format of vLLM or `speculators`, or raise ValueError."""
     config_path = Path(path) / "config.json"
     if not config_path.is_file():
-        raise ValueError(f"`speculation.head` {path!r} has no config.json; give the directory of an EAGLE-3 head.")
+        raise ValueError(f"`head` {path!r} has no config.json; give the directory of an EAGLE-3 head.")
     with _readable(path):
         config = json.loads(config_path.read_text())
         architectures = config.get("architectures") or []
     if not any("eagle3" in name.lower() for name in architectures):
         raise ValueError(
-            f"`speculation.head` {path!r} holds {architectures}, not an EAGLE-3 head (LlamaForCausalLMEagle3, or "
+            f"`head` {path!r} holds {architectures}, not an EAGLE-3 head (LlamaForCausalLMEagle3, or "
             "Eagle3DraftModel as `speculators` saves it)."
         )
     with _readable(path):
@@ -76,7 +76,7 @@ def _readable(path: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).partition(".")[0]  # torch goes on to advise reading the file without any check
         raise ValueError(
-            f"`speculation.head` {path!r} cannot be read: its config.json or its weights are broken "
+            f"`head` {path!r} cannot be read: its config.json or its weights are broken "
             f"({type(error).__name__}: {reason}). Copy or download it again."
         ) from error
 
@@ -107,7 +107,7 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append(f"reads layers {list(wanted)}, of which the policy has {layers} (ids must be distinct)")
     if faults:
         raise ValueError(
-            f"`speculation.head` {head.path!r} does not fit policy {policy!r}: {'; '.join(faults)}. Use the head "
+            f"`head` {head.path!r} does not fit policy {policy!r}: {'; '.join(faults)}. Use the head "
             "trained for this policy, or train one."
         )
 

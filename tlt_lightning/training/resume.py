@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -131,22 +131,6 @@ def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Warn of each changed setting that makes the resumed run go on otherwise."""
     if changes := _changes(saved, now):
         log.warning(_OTHERWISE, changes)
-
-
-def warn_of_lost(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of prompts that wait no more in the resumed run, from its settings and the states of the workers."""
-    if len(ranks) < saved["number of workers"]:
-        log.warning(
-            "The checkpoint was saved after an error, by %d of %d workers: what a schedule had deferred on the "
-            "others is lost, and its prompts are not drawn again in this pass over the data.",
-            len(ranks),
-            saved["number of workers"],
-        )
-    num_deferred = sum(len(state["deferred"]) for state in ranks)
-    if num_deferred and saved[PROMPTS] != now[PROMPTS]:
-        log.warning(
-            "%d prompts that a schedule had deferred are dropped, for the training prompts are others.", num_deferred
-        )
 
 
 def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> None:
