@@ -362,5 +362,5 @@ class RLModule(L.LightningModule):
         resume.check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
             resume.warn_of_choices(checkpoint, self, self.trainer.datamodule)  # type: ignore[attr-defined]
-            resume.take_up(checkpoint)
+            resume.rewind(checkpoint)
             self._saved_settings = checkpoint["optimizer_settings"]

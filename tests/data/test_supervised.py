@@ -1,6 +1,5 @@
 """Supervised fine-tuning: which tokens are learned, runs that resume, and what comes before a rollout."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -293,12 +292,3 @@ def test_what_cannot_be_learned_is_refused(
 ) -> None:
     with pytest.raises((MisconfigurationException, ValueError), match=message):
         make_trainer(tmp_path).fit(*make(policy_path, ROWS, **settings))
-
-
-def test_a_long_pass_is_told_to_be_cut(
-    policy_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tlt_lightning.data.supervised.LONG_EPOCH", 4)
-    with caplog.at_level(logging.WARNING):
-        make_trainer(tmp_path, max_epochs=1).fit(*make(policy_path, ROWS))
-    assert "An epoch is a pass of 5 optimizer steps" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from inspect import signature
@@ -29,11 +28,6 @@ from tlt_lightning.training.fsdp2 import largest_counts
 from tlt_lightning.training.memory.pass_size import choose_on_device, pass_sizes
 from tlt_lightning.training.micro_batches import counted_steps, cut_alike
 from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes
-
-log = logging.getLogger(__name__)
-
-LONG_EPOCH = 1000
-"""Optimizer steps of an epoch from which on waiting for its end is a nuisance."""
 
 
 class SupervisedDataModule(PolicyDataModule):
@@ -117,12 +111,6 @@ class SupervisedDataModule(PolicyDataModule):
         if is_fit:
             self.cursor, self._first_step = PromptCursor(len(self.train_texts), run_seed()), None
             self.cursor.position = position
-            if self.num_steps > LONG_EPOCH:
-                log.warning(
-                    "An epoch is a pass of %d optimizer steps, and log, validation and checkpoint come at its end: to "
-                    "see them sooner set `data.steps_per_epoch`.",
-                    self.num_steps,
-                )
         longest = max(len(text.ids) for text in (*self.train_texts, *self.val_texts))
         on_gpu = trainer.strategy.root_device.type == "cuda"
         sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=on_gpu)

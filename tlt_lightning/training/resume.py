@@ -64,8 +64,8 @@ def has_begun_update(trainer: L.Trainer) -> bool:
     )
 
 
-def take_up(checkpoint: dict[str, Any]) -> None:
-    """Let a checkpoint go on from the end of its last iteration: one that had only begun begins anew.
+def rewind(checkpoint: dict[str, Any]) -> None:
+    """Rewind a checkpoint to the end of its last iteration: one that had only begun begins anew.
 
     Raises:
         ValueError: It holds weights alone, or those of an update that is not done.
@@ -129,8 +129,8 @@ def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mappin
 
 def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Warn of each changed setting that makes the resumed run go on otherwise."""
-    if changes := _changes(saved, now):
-        log.warning(_OTHERWISE, changes)
+    if changes := [each for name in now for each in _differences(name, saved[name], now[name])]:
+        log.warning(_OTHERWISE, "; ".join(changes))
 
 
 def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> None:
@@ -156,10 +156,6 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         return [each for key in now if key in before for each in _differences(f"{name}.{key}", before[key], now[key])]
     return [] if before == now else [f"{name} was {before} and is {now}"]
-
-
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return "; ".join(change for name in now for change in _differences(name, saved[name], now[name]))
 
 
 class Requeue(L.Callback):
