@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import save_policy
+from tests.support.tensor_sizes import LargestOfWidth, MostAtOnceOfWidth
 from tests.test_policy import make_batch
 from tlt_lightning.objectives import GRPO, K1, K2, K3, Distillation, Divergence, KLPenalty
 from tlt_lightning.policy import Teacher, load_policy, token_logps
@@ -27,15 +28,20 @@ def trl_loss(
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("beta", BETAS)
-def test_chunks_have_the_loss_and_the_gradients_of_trl(beta: float, temperature: float, chunk_size: int) -> None:
+def test_chunks_have_the_loss_and_the_gradients_of_trl(
+    beta: float, temperature: float, chunk_size: int, is_frozen: bool
+) -> None:
+    """Those of the head, too, but for one that is frozen, as LoRA leaves it."""
     torch.manual_seed(0)
     head, teacher_head = torch.nn.Linear(8, 40, bias=False), torch.nn.Linear(12, 40, bias=False)
     states, teacher_states = torch.randn(3, 5, 8, requires_grad=True), torch.randn(3, 5, 12)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [0, 0, 0, 1, 1]])
     expected = trl_loss(states, teacher_states, [head.weight, teacher_head.weight], mask, beta, temperature)
+    head.requires_grad_(not is_frozen)
     teacher = Teacher(teacher_states[mask.bool()], teacher_head.weight.detach(), None, Divergence(beta=beta))
     found = token_logps(
         head,
@@ -46,7 +52,8 @@ def test_chunks_have_the_loss_and_the_gradients_of_trl(beta: float, temperature:
         teacher=teacher,
     )[2].mean()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    gradients = [torch.autograd.grad(loss, [states, head.weight]) for loss in (found, expected)]
+    learned = [states] if is_frozen else [states, head.weight]
+    gradients = [torch.autograd.grad(loss, learned) for loss in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
@@ -169,3 +176,17 @@ def test_what_hears_no_teacher_is_refused_and_what_needs_no_reward_says_so() -> 
     assert Distillation(correction=None).learns_off_policy
     assert Distillation(reward_coef=0.1).min_group_size == 2
     assert not Distillation(reward_coef=0.1, correction=None).learns_off_policy
+
+
+def test_no_logits_are_larger_than_a_chunk_and_none_are_left_to_the_next() -> None:
+    at_once = []
+    for num_chunks in (2, 8):
+        head, states = torch.nn.Linear(8, 4096, bias=False), torch.randn(8 * num_chunks, 8, requires_grad=True)
+        teacher = Teacher(torch.randn(len(states), 6), torch.randn(4096, 6), None, Divergence(beta=0.5))
+        targets = torch.zeros(len(states), dtype=torch.long)
+        with LargestOfWidth(4096) as largest, MostAtOnceOfWidth(4096) as most:
+            *_, divergence = token_logps(head, states, targets, temperature=1.0, chunk_size=8, teacher=teacher)
+            divergence.sum().backward()
+        assert largest.rows == 8
+        at_once.append(most.rows)
+    assert at_once[1] == at_once[0]

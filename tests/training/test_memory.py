@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.conftest import save_policy
 from tests.support.architectures import save_architecture
+from tests.test_policy import make_batch
 from tlt_lightning import RLModule
 from tlt_lightning.engine.architectures import ARCHITECTURES
-from tlt_lightning.fused.logps import rows_per_chunk
-from tlt_lightning.objectives import GRPO, PPO
-from tlt_lightning.packed_pass import Pack, packed_states, without_mask
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, load_shapes, token_logps
+from tlt_lightning.objectives import GRPO, PPO, Distillation, Divergence
+from tlt_lightning.packed_pass import without_mask
+from tlt_lightning.policy import LoRA, Teacher, causal_lm, load_policy, load_shapes, response_logps
 from tlt_lightning.training.critic import CriticConfig
 from tlt_lightning.training.memory.forecast import (
     CONTEXT,
@@ -184,35 +185,65 @@ def test_a_run_is_refused_or_told_before_anything_is_loaded(policy_path: str, tm
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [None, LoRA(rank=16, base_dtype="bfloat16")], ids=["full", "lora"])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: bool, tmp_path) -> None:
+@pytest.mark.parametrize("is_taught", [False, True])
+def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: bool, is_taught: bool, tmp_path) -> None:
     """Within a tenth: a shape of 0.3 billion weights, 8,192 tokens."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
     path = str(save_policy(tmp_path, num_hidden_layers=16, max_position_embeddings=8192, vocab_size=32000, **shape))
     passes = Passes(8192, 1024, is_autocast=True, is_checkpointed=is_checkpointed)
-    plan = forecast({"policy": TrainedModel(path, lora)}, passes, torch.optim.AdamW, {})
+    of_teacher = ({"reference": path}, path) if is_taught else ({}, None)
+    plan = forecast({"policy": TrainedModel(path, lora)}, passes, torch.optim.AdamW, *of_teacher)
     gc.collect()  # the model of the test before lives in cycles; freed in between, it would be taken off the peak
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = load_policy(path, lora=lora).cuda()
+    teacher = load_policy(path).eval().requires_grad_(False).cuda() if is_taught else None
+    batch = move_data_to_device(make_batch([1] * 8, [1023] * 8), "cuda")
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     fuse_on_gpu(optimizer, torch.device("cuda"))
     for _ in range(2):
-        starts = torch.arange(0, 8193, 1024, dtype=torch.int32, device="cuda")
-        ids = torch.randint(20, (8192,), device="cuda")
-        pack = Pack(ids, torch.arange(1024, device="cuda").repeat(8), starts, 1024)
         with torch.autocast("cuda", torch.bfloat16):
-            states = packed_states(causal_lm(model).base_model, pack)
-            head = causal_lm(model).get_output_embeddings()
-            logps, *_ = token_logps(head, states, ids, temperature=1.0, chunk_size=rows_per_chunk(32000))
-        logps.mean().backward()
+            heard = None if teacher is None else Teacher.of(teacher, batch, Divergence())
+            tokens = response_logps(model, batch, teacher=heard)
+        (tokens.logps if tokens.divergence is None else tokens.divergence).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     measured = torch.cuda.max_memory_allocated() - before
     assert measured == pytest.approx(plan.update - CONTEXT, rel=0.1), f"{measured / GIB:.2f} GiB\n{plan.table()}"
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_teacher_counts_with_weights_states_a_copy_of_its_head_and_logits(is_autocast: bool, tmp_path) -> None:
+    policy = str(save_policy(tmp_path / "policy", vocab_size=70_000))
+    path = str(save_policy(tmp_path / "teacher", hidden_size=32, vocab_size=70_000))
+    passes = replace(PASSES, micro_batch_tokens=2048, is_autocast=is_autocast)
+    frozen, models = {"reference": path}, {"policy": TrainedModel(policy)}
+    alone = forecast(models, passes, torch.optim.AdamW, frozen)
+    taught = forecast(models, passes, torch.optim.AdamW, frozen, path)
+    model, batch = load_policy(path).requires_grad_(False), make_batch([1] * 2, [1024] * 2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        heard = Teacher.of(model, batch, Divergence())
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    left = [each.nbytes for each in (heard.states, heard.weight) if each.data_ptr() not in own]
+    assert taught.activations["teacher"] == sum(left)
+    assert taught.held == alone.held
+    width = 2 if is_autocast else 4
+    assert alone.activations["logits"] == 2 * width * 70_000 * 2048  # a chunk's, and its gradient
+    assert taught.activations["logits"] == 4 * width * 70_000 * 1024  # of two heads
+    module = RLModule(policy, Distillation(), reference=path)
+    _, planned = choose_passes(module, [passes], 8 * GIB, free=8 * GIB, engine={}, engine_sleeps=True)
+    assert planned.activations == taught.activations
+
+
+def test_a_teacher_far_larger_than_its_policy_counts_with_its_own_pass(tmp_path) -> None:
+    policy = str(save_policy(tmp_path / "policy", hidden_size=8, intermediate_size=8))
+    teacher = str(save_policy(tmp_path / "teacher", intermediate_size=4096))
+    plan = forecast({"policy": TrainedModel(policy)}, PASSES, torch.optim.AdamW, {"reference": teacher}, teacher)
+    assert sum(plan.activations.values()) == 3 * PASSES.micro_batch_tokens * 4096 * 4
 
 
 def test_an_optimizer_for_cuda_graphs_is_measured_on_the_cpu() -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tlt_lightning.fused.logps import rows_per_chunk
 from tlt_lightning.policy import LoRA, causal_lm, load_shapes
 from tlt_lightning.training.memory.optimizer_state import bytes_of, optimizer_bytes
-from tlt_lightning.training.memory.passes import Passes, gathered_bytes, kept_bytes
+from tlt_lightning.training.memory.passes import Passes, gathered_bytes, kept_bytes, teacher_bytes
 
 GIB = 2**30
 LOGIT_COPIES = 2
@@ -77,6 +77,7 @@ def forecast(
     passes: Passes,
     optimizer: OptimizerCallable,
     frozen: Mapping[str, str],
+    teacher: str | None = None,
 ) -> MemoryForecast:
     """Forecast an update; reads the models' configs alone.
 
@@ -85,6 +86,7 @@ def forecast(
         passes: Size and kind of the passes, which go through all of `models`.
         optimizer: Builds the optimizer, whose state is measured on a small parameter.
         frozen: Paths of float32 models that stay on the device beside them, by name.
+        teacher: Path of one of these that runs in the update's passes, whose logits are compared with the policy's.
     """
     built: dict[str, Any] = {name: load_shapes(model.path, model.lora) for name, model in models.items()}
     trained = sum(p.numel() for model in built.values() for p in model.parameters() if p.requires_grad)
@@ -99,15 +101,20 @@ def forecast(
     gathered = {"gathered": sum(gathered_bytes(model, passes) for model in built.values())}
     kept, backward = zip(*(kept_bytes(model, passes) for model in built.values()), strict=True)
     width = 2 if passes.is_autocast else 4
-    logits = float(LOGIT_COPIES * width * vocab_size * min(rows_per_chunk(vocab_size), passes.micro_batch_tokens))
+    num_heads = 1 if teacher is None else 2
+    rows = min(rows_per_chunk(vocab_size, num_heads), passes.micro_batch_tokens)
+    activations = {
+        "activations": sum(kept),
+        # A layer's backward pass begins when the logits are gone.
+        "logits": max(float(LOGIT_COPIES * num_heads * width * vocab_size * rows), *backward),
+        **(gathered if passes.num_shards > 1 else {}),
+    }
+    if teacher is not None:  # its own pass comes first and alone, and may take more than all that follows
+        kept_of_it, own_pass = teacher_bytes(load_shapes(teacher), passes)
+        activations["teacher"] = max(kept_of_it, own_pass - sum(activations.values()))
     return MemoryForecast(
         held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},
-        activations={
-            "activations": sum(kept),
-            # A layer's backward pass begins when the logits are gone.
-            "logits": max(logits, *backward),
-            **(gathered if passes.num_shards > 1 else {}),
-        },
+        activations=activations,
         step=temporary * trained / passes.num_shards,
     )
 

@@ -83,9 +83,10 @@ def choose_passes(
         models["critic"] = TrainedModel(critic.path, critic.lora)
     if module.objective.uses_reference and (module.reference_path or module.lora is None):
         frozen["reference"] = module.reference_path or module.policy_path
+    teacher = None if module.objective.divergence is None else frozen["reference"]
     try:
         for passes in candidates:
-            planned = forecast(models, passes, module.optimizer, frozen)
+            planned = forecast(models, passes, module.optimizer, frozen, teacher)
             held = {**planned.held, **module.callback_bytes}
             planned = replace(planned, held=held, engine=engine, engine_sleeps=engine_sleeps)
             if planned.update <= ROOM * free:

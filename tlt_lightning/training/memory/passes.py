@@ -6,7 +6,7 @@ what autograd would keep for the backward pass is added up. So every architectur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,19 @@ def kept_bytes(model: Any, passes: Passes) -> tuple[float, float]:
     width = 2 if passes.is_autocast else next(model.parameters()).element_size()
     inputs = len(layers) * float(passes.micro_batch_tokens * trunk.config.hidden_size * width)
     return others + inputs, of_layer + gradients
+
+
+def teacher_bytes(model: Any, passes: Passes) -> tuple[float, float]:
+    """Return what a teacher on the meta device leaves for the policy's pass: states and head; and what its own takes.
+
+    Its own keeps nothing: at once it has the widest tensors of a layer, as many as the backward pass of one.
+    """
+    head, width = causal_lm(model).get_output_embeddings(), 2 if passes.is_autocast else 4
+    states = float(width * passes.micro_batch_tokens * head.weight.shape[1])
+    is_copied = passes.is_autocast or passes.num_shards > 1
+    gathered = gathered_bytes(model.requires_grad_(False), passes) if passes.num_shards > 1 else 0.0
+    _, layer = kept_bytes(model.requires_grad_(True), replace(passes, is_checkpointed=False))
+    return states + is_copied * float(width * head.weight.numel()), layer + gathered
 
 
 def _kept_of_pass(trunk: nn.Module, passes: Passes) -> list[float]:
