@@ -18,7 +18,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import Count, checked
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear, rows_per_chunk
+from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear, joined, rows_per_chunk
 from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.model_files import load_whole
 from tlt_lightning.objectives.divergence import Divergence
@@ -275,10 +275,11 @@ def token_logps(
     def chunk(states: Tensor, targets: Tensor, teacher_states: Tensor | None = None) -> tuple[Tensor, ...]:
         logits = head(states)
         logps, entropy = chosen_logps(logits, targets, temperature)
-        found = logps, entropy if needs_entropy_grad else entropy.detach()
-        if teacher is None or teacher_states is None:
-            return found
-        return *found, teacher.compare(logits, teacher_states, temperature)
+        found: tuple[Tensor, ...] = logps, entropy
+        if teacher is not None and teacher_states is not None:
+            found = joined(logps, entropy, teacher.compare(logits, teacher_states, temperature))
+        logps, entropy, *divergence = found
+        return logps, entropy if needs_entropy_grad else entropy.detach(), *divergence
 
     results = []
     rows = (states, targets) if teacher is None else (states, targets, teacher.states)

@@ -185,7 +185,8 @@ def test_no_logits_are_larger_than_a_chunk_and_none_are_left_to_the_next() -> No
         teacher = Teacher(torch.randn(len(states), 6), torch.randn(4096, 6), None, Divergence(beta=0.5))
         targets = torch.zeros(len(states), dtype=torch.long)
         with LargestOfWidth(4096) as largest, MostAtOnceOfWidth(4096) as most:
-            *_, divergence = token_logps(head, states, targets, temperature=1.0, chunk_size=8, teacher=teacher)
+            _, entropy, divergence = token_logps(head, states, targets, temperature=1.0, chunk_size=8, teacher=teacher)
+            assert not entropy.requires_grad
             divergence.sum().backward()
         assert largest.rows == 8
         at_once.append(most.rows)

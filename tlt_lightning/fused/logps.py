@@ -64,6 +64,15 @@ def chosen_logps_of_states(
     return _StatesLogps.apply(states.to(dtype), head.weight.to(dtype), bias, targets, temperature, chunk_size)
 
 
+def joined(*outputs: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors that are differentiated together, with zeros where only some of them are in the loss.
+
+    A checkpointed chunk computes the logits behind all of them again, and a backward pass that left one out would keep
+    these: of all chunks, to the end.
+    """
+    return _Joined.apply(*outputs)
+
+
 @compiled_on_gpu
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropies and log-normalizers, (N,) each."""
@@ -119,6 +128,19 @@ class _ChosenLogps(torch.autograd.Function):
         entropy = None if grad_entropy is None else entropy
         grad = _gradient(logits, targets, normalizer, ctx.temperature, grad_logps, entropy, grad_entropy)
         return grad, None, None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.view_as(each) for each in outputs)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
 class _StatesLogps(torch.autograd.Function):

@@ -69,8 +69,7 @@ class Distillation(ComposedObjective):
 
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
         """Return the divergence's loss plus what rewards and `loss_kl` add."""
-        is_followed = self.needs_rewards or self.loss_kl is not None  # else no pass backward is made for log-probs
-        output = super().loss(batch, logps if is_followed else logps.detach(), entropy, values)
+        output = super().loss(batch, logps, entropy, values)
         if self.divergence is None:
             return output
         divergence = require(batch.divergence, "divergence", "the policy learns from its teacher by it")
