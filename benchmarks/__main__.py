@@ -15,6 +15,7 @@ BENCHMARKS = {
     "foretold": "benchmarks.end_to_end.foretold",
     "learning": "benchmarks.end_to_end.learning",
     "staleness": "benchmarks.end_to_end.staleness",
+    "distillation": "benchmarks.end_to_end.distillation",
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
