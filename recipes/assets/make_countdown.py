@@ -278,7 +278,7 @@ def write_searches(path: Path, questions: Sequence[Question], seed: int) -> None
     for question in questions:
         words = sample_response(question, rng, hasty_share=0.0)
         if words[-1] == EOS and HIT in words:
-            rows.append({"prompt": question.prompt, "answer": f" {' '.join(words[:-1])}"})
+            rows.append({"prompt": question.prompt, "completion": f" {' '.join(words[:-1])}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

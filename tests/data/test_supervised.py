@@ -14,10 +14,20 @@ from tests.conftest import save_policy
 from tests.data.test_formats import TWO_TURNS, messages
 from tests.support.report_pages import read_page
 from tests.support.rl_runs import make_data, make_module, make_trainer, weights
-from tlt_lightning import LoRA, PromptSource, RLModule, SupervisedDataModule, export_policy
+from tlt_lightning import (
+    HiddenStateRequest,
+    LoRA,
+    PolicyText,
+    PromptSource,
+    RLModule,
+    RolloutCallback,
+    SupervisedDataModule,
+    export_policy,
+)
 from tlt_lightning.data.formats import Text
 from tlt_lightning.data.texts import AnsweredRows
 from tlt_lightning.objectives import GRPO, SFT
+from tlt_lightning.training.resume import Requeue
 
 TEMPLATE = (
     "{% for turn in messages %}{% if turn['role'] == 'assistant' %}{{ '= ' }}[[{{ turn['content'] + ' <eos>' }}]]"
@@ -277,6 +287,49 @@ def test_a_fit_goes_on_where_the_trainers_last_one_ended(policy_path: str, tmp_p
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, data)
     assert data.state_dict()["position"] == 24
+
+
+class Asks(RolloutCallback):
+    """Asks for hidden states, and keeps what comes."""
+
+    def __init__(self) -> None:
+        self.texts: list[PolicyText] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.hidden_state_request = HiddenStateRequest((0, 1, 2), max_tokens=10_000)
+
+    def on_hidden_states(self, trainer: Any, pl_module: Any, texts: Any) -> None:
+        assert {text.policy_version for text in texts} == {trainer.global_step - 1}
+        self.texts += texts
+
+
+def test_hidden_states_come_after_each_step_from_its_own_pass(policy_path: str, tmp_path: Path) -> None:
+    asks = Asks()
+    module, data = make(policy_path, ROWS, micro_batch_tokens=32)
+    make_trainer(tmp_path, asks, max_epochs=1).fit(module, data)
+    assert len(asks.texts) == 20
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
+    text = asks.texts[0]  # of the first step
+    expected = model(text.input_ids[None], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(text.states[:, :64], expected[0][0].bfloat16())
+    torch.testing.assert_close(text.states[:, 64:128], expected[1][0].bfloat16(), atol=0.01, rtol=0.02)
+
+
+def test_a_requeue_amid_an_epoch_waits_for_the_next_one_and_resumes_exactly(policy_path: str, tmp_path: Path) -> None:
+    whole, _, _ = fit(policy_path, tmp_path / "whole")
+
+    class Preempted(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                (requeue,) = (each for each in trainer.callbacks if isinstance(each, Requeue))
+                requeue.handle(lambda *_: trainer.save_checkpoint(tmp_path / "requeued.ckpt"), None, None)
+
+    fit(policy_path, tmp_path / "part", Preempted(), epochs=3)
+    resumed, data, trainer = fit(policy_path, tmp_path / "resumed", ckpt=tmp_path / "requeued.ckpt")
+    assert (trainer.global_step, data.state_dict()["position"]) == (8, 32)
+    assert torch.load(tmp_path / "requeued.ckpt", weights_only=True)["global_step"] == 4
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Given texts are learned by two ranks, whole or sharded, as by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks.rank_processes import run_ranks
+
+
+def run(policy: str, out: Path, strategy: str, ckpt: Path | None = None) -> list[dict[str, Tensor]]:
+    """Return what each rank ends with: weights, and losses of the last epoch."""
+    out.mkdir()
+    num_ranks = 1 if strategy == "auto" else 2
+    arguments = ("tests.support.ranks.two_ranks_texts", out, policy, str(out), strategy, str(ckpt or ""))
+    ended = run_ranks(*arguments, num_ranks=num_ranks)
+    assert set(ended.statuses) == {0}, ended.stderr[-3000:]
+    return [torch.load(out / f"weights{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_learn_what_one_does_and_go_on(strategy: str, policy_path: str, tmp_path: Path) -> None:
+    """Each held-out text counts, but a remainder that the ranks cannot share."""
+    (alone,) = run(policy_path, tmp_path / "alone", "auto")
+    first, second = run(policy_path, tmp_path / "two", strategy)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+    del alone["val/loss"], first["val/loss"]  # of seven texts, and of six
+    torch.testing.assert_close(first, alone, atol=1e-4, rtol=1e-4)
+    (longer,) = run(policy_path, tmp_path / "longer", "auto", tmp_path / "alone/checkpoints/last.ckpt")
+    on, _ = run(policy_path, tmp_path / "on", strategy, tmp_path / "two/checkpoints/last.ckpt")
+    del longer["val/loss"], on["val/loss"]
+    torch.testing.assert_close(on, longer, atol=1e-4, rtol=1e-4)
