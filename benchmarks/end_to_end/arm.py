@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 import torch
@@ -26,7 +28,7 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.rollout import Request, Response, Rollout, Sampling
-from tlt_lightning.schedules import EarlierAnswers, PartialRollout, TailBatching
+from tlt_lightning.schedules import AsyncRollout, EarlierAnswers, PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
 
 KEPT = (
@@ -43,8 +45,19 @@ KEPT = (
 )
 """Metrics that go into the results."""
 
-SCHEDULES = {"": None, "tail": TailBatching, "partial": PartialRollout, "earlier": None}
-"""By the part of an arm's name behind `+`; `earlier` drafts from earlier answers."""
+SCHEDULES: dict[str, Callable[[], TailBatching | PartialRollout | AsyncRollout] | None] = {
+    "": None,
+    "tail": TailBatching,
+    "partial": PartialRollout,
+    "recompute": partial(AsyncRollout, extra=0.5),  # as many under way as in partial rollouts
+    "keep": partial(AsyncRollout, extra=0.5),
+    "earlier": None,
+}
+"""By the part of an arm's name behind `+`.
+
+`earlier` drafts from earlier answers. In `recompute` and `keep` weights come amid the writing: the names say what
+becomes of keys and values of requests that run.
+"""
 
 
 class ReplayEngine(BenchEngine):
@@ -142,19 +155,21 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
 def modules_of(
     work: Work,
     speculation: Speculation | None,
-    schedule: TailBatching | PartialRollout | None = None,
+    schedule: TailBatching | PartialRollout | AsyncRollout | None = None,
     earlier: EarlierAnswers | None = None,
+    kv_on_update: Literal["recompute", "keep"] = "recompute",
 ) -> tuple[RLModule, RolloutDataModule]:
     """Return the policy and its data."""
     num_responses = work.prompts * work.group_size // work.devices
     engine = ReplayEngine(
         dtype="float32" if work.is_tiny else "bfloat16",
-        max_num_seqs=num_responses if schedule is None else ceil(num_responses * (1 + schedule.extra)),
+        max_num_seqs=num_responses if schedule is None else ceil(num_responses * (1 + (schedule.extra or 0.0))),
         gpu_memory_utilization=work.gpu_memory_utilization,
         kv_cache_gib=work.kv_cache_gib,
         enforce_eager=work.is_tiny,
-        sleep=work.sleep,
+        sleep=work.sleep and not isinstance(schedule, AsyncRollout),
         speculation=speculation,
+        kv_on_update=kv_on_update,
     )
     engine.lengths, engine.ignores_ends = work.lengths, work.lengths is not None
     data = RolloutDataModule(
@@ -209,7 +224,9 @@ def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, ke
         arm, _, name = arm.partition("+")
         schedule = SCHEDULES[name]
         earlier = EarlierAnswers() if name == "earlier" else None
-        module, data = modules_of(work, speculation_of(arm, head, work), schedule and schedule(), earlier)
+        speculation = speculation_of(arm, head, work)
+        kv_on_update: Literal["recompute", "keep"] = "keep" if name == "keep" else "recompute"
+        module, data = modules_of(work, speculation, schedule and schedule(), earlier, kv_on_update)
         # As on the command line, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
         callbacks = [*callbacks_of(arm, head, work), Recorder(diary, keep_lengths=keep_lengths)]

@@ -7,7 +7,8 @@
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
 an `adaptive` one, trained along; an adaptive one from `random` weights, alone or beside siblings as in
 recipes/adaptive_drafter.yaml (`random-siblings`); `trl`, GRPOTrainer with colocated vLLM and no speculation; in mode
-`natural` also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`. In mode
+`natural` also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`; `+recompute`
+and `+keep` take weights amid the writing, at most an iteration ahead, in an engine that does not sleep. In mode
 `replay` all arms write responses of the same recorded lengths; the first plain run records them. In mode `natural` end
 tokens decide, over `--seeds`: reward at equal steps and at equal time.
 
@@ -41,7 +42,7 @@ from benchmarks.peers.trl_grpo import run_peer
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "random-siblings", "trl")
 WITH_HEAD = ("frozen", "adaptive")
 SCHEDULED = (
-    *(f"{arm}+{schedule}" for arm in ("plain", "siblings", "frozen") for schedule in ("tail", "partial")),
+    *(f"{arm}+{name}" for arm in ("plain", "siblings", "frozen") for name in ("tail", "partial", "recompute", "keep")),
     "siblings+earlier",
 )
 GIVEN = (

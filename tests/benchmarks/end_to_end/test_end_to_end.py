@@ -126,6 +126,19 @@ def bench(tmp_path: Path, **given: Any) -> end_to_end.Bench:
     return end_to_end.Bench(arguments(out=tmp_path, **given), tiny_work(), [])
 
 
+def test_an_engine_that_takes_weights_amid_its_writing_does_not_sleep_and_has_seats_for_all() -> None:
+    from benchmarks.end_to_end.arm import SCHEDULES, modules_of
+
+    work = tiny_work(**SETTINGS["7b"])
+    assert work.sleep
+    for name, sleeps in (("partial", True), ("recompute", False), ("keep", False)):
+        make = SCHEDULES[name]
+        assert make is not None
+        engine = modules_of(work, None, make(), kv_on_update="keep")[1].engine
+        assert (engine.sleeps, engine.kv_on_update) == (sleeps, "keep")
+        assert engine.max_num_seqs == work.prompts * work.group_size * 3 // 2
+
+
 def one_iteration(work: Work, arm: str, head: str | None, path: Path, until: float, keep_lengths: bool) -> None:
     """An arm whose iteration takes as many seconds as there may be tokens; the one called `random` breaks after it."""
     diary = Diary(path, until)
