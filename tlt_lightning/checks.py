@@ -22,6 +22,7 @@ from tlt_lightning.training.optimization import check_optimization
 from tlt_lightning.training.trainer_settings import check_settings
 
 if TYPE_CHECKING:
+    from tlt_lightning.objectives.base import PolicyObjective
     from tlt_lightning.rollout import Sampling
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,16 @@ def check_has_data(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             f"`RLModule` reads what a `RolloutDataModule` rolls out or a `SupervisedDataModule` reads, and was given "
             f"{given}: call `trainer.{function}(module, data)`."
+        )
+
+
+def check_rewards(objective: PolicyObjective, scores: bool, *, draws_by_them: bool) -> None:
+    """Raise ValueError if nothing scores responses, and the objective or the drawing of prompts goes by it."""
+    if not scores and (objective.needs_rewards or draws_by_them):
+        who = f"`objective` {type(objective).__name__}" if objective.needs_rewards else "`dynamic_sampling`"
+        raise ValueError(
+            f"`rewards` is empty, and {who} goes by them; give at least one reward function, or an `environment` with "
+            "`get_reward`."
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tlt_lightning import PartialRollout, RewardTerm
 from tlt_lightning.data.collector import RolloutCollector
-from tlt_lightning.data.request_stream import RequestStream
+from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import num_written

@@ -36,7 +36,7 @@ class Strategy:
 class Answers:
     """A collector whose responses to prompt `i` have `i + 2` tokens, all but the last of an older version."""
 
-    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
+    tokenizer, has_rewards = SimpleNamespace(eos_token_id=1, pad_token_id=0), True
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}

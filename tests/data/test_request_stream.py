@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tlt_lightning.data.request_stream import RequestStream
+from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.engine import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import not_begun
 from tlt_lightning.rollout import Request, Response, Sampling

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 
-from tlt_lightning.data.request_stream import RequestStream
+from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
-from tlt_lightning.metrics.rollouts import tail_share
+from tlt_lightning.metrics.rollouts import log_conversation, tail_share
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.under_way import RolloutUnderWay
@@ -112,7 +112,8 @@ class RolloutCollector:
             call_rollout_hook(self.trainer, "on_rollout_start")
         probes = self.probe.requests(self.engine, prompts, sampling) if runs_on and is_first and self.probe else []
         self.stream.begin()
-        self.stream.ask([*requests, *probes], sampling, seed=seed)
+        of_requests = [prompts[under_way.place_of(request.id)] for request in requests]
+        self.stream.ask([*requests, *probes], sampling, seed=seed, prompts=of_requests)
         rollouts, probed = self._take(prompts, under_way, first_group, probes, runs_on=runs_on)
         self._note_speed(has_requests=bool(asked))
         self.log.lap("rollout")
@@ -149,10 +150,17 @@ class RolloutCollector:
 
     def _reward(self, rollouts: Sequence[Rollout]) -> None:
         """Wait for the scores, and put them into the rollouts."""
-        scores = self.rewards.collect([rollout.response.request_id for rollout in rollouts])
-        for rollout in rollouts:
-            rollout.rewards = scores[rollout.response.request_id]
+        numbers = [rollout.response.request_id for rollout in rollouts]
+        scores = self.rewards.collect([number for number in numbers if number in self.rewards])
+        for number, rollout in zip(numbers, rollouts, strict=True):
+            rollout.rewards = scores.get(number, {})
             rollout.reward = sum(term.weight * rollout.rewards.get(term.name, 0.0) for term in self.rewards.terms)
+            trajectory = self.stream.trajectory(number, forget=True)
+            if trajectory is not None:
+                log_conversation(self.log, trajectory.talk)
+                if (reward := trajectory.talk.reward) is not None:
+                    rollout.rewards = {trajectory.talk.environments.name: reward, **rollout.rewards}
+                    rollout.reward += reward
         for name, count in self.rewards.stats.items():
             self.log.sum(name, count)
         if not self.trainer.predicting:  # to which rewards matter little
@@ -180,12 +188,15 @@ class RolloutCollector:
             _check_finite(response)
             number = response.request_id
             place = under_way.place_of(number)
-            prompt, text = prompts[place], self._decode(response.token_ids)
+            trajectory = self.stream.trajectory(number)
+            prompt = prompts[place] if trajectory is None else trajectory.prompt
+            is_broken = trajectory is not None and trajectory.talk.error is not None
+            text = self._decode(response.token_ids)
             deferrals = under_way.groups[place].deferrals
             rollouts[number] = Rollout(
                 prompt=prompt, response=response, text=text, group=first_group + place, deferrals=deferrals
             )
-            if is_new or number not in self.rewards:
+            if not is_broken and (is_new or number not in self.rewards):
                 self.rewards.submit(number, prompt.question, text, prompt.row)
 
         for response in under_way.ended:
@@ -216,6 +227,11 @@ class RolloutCollector:
             self._tail_seconds += last.elapsed * tail_share(unfinished, last.total)
         if has_requests:  # of a rollout that needed none the counts are those of nothing
             self.log.update(self.engine.stats())
+
+    @property
+    def has_rewards(self) -> bool:
+        """True if rollouts are scored, by functions or by environments."""
+        return bool(self.rewards.terms) or self.stream.gives_rewards
 
     @property
     def metrics(self) -> dict[str, float]:

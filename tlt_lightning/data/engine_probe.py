@@ -81,7 +81,7 @@ class EngineProbe:
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             logps = response_logps(policy, move_data_to_device(batch, trainer.lightning_module.device))[0]
         check_same_logps(
-            [part.response.logps for part in parts],
+            [row[mask > 0].tolist() for row, mask in zip(batch.rollout_logps, batch.response_mask, strict=True)],
             logps,
             batch.response_mask,
             dtype=_coarser(trainer, policy, engine),

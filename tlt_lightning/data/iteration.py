@@ -197,7 +197,7 @@ class PolicyIteration:
         """Log all rollouts, and show them to callbacks, which may change their rewards."""
         self._log_age(rollouts)
         call_rollout_hook(self.trainer, "on_rollout_end", tuple(rollouts))
-        gather, has_rewards = partial(gather_over_ranks, self.trainer), bool(self.collector.rewards.terms)
+        gather, has_rewards = partial(gather_over_ranks, self.trainer), self.collector.has_rewards
         log_rollouts(self.log, rollouts, gather, has_rewards=has_rewards)
         self.log.update(self.collector.metrics)
 

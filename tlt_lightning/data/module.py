@@ -20,6 +20,7 @@ from tlt_lightning.checks import (
     check_engine_ranks,
     check_lengths,
     check_models,
+    check_rewards,
     check_trainer,
     context_of,
     warn_of_filters,
@@ -39,10 +40,13 @@ from tlt_lightning.data.prompts import (
     load_prompts,
     turns_of,
 )
-from tlt_lightning.data.request_stream import RequestStream
+from tlt_lightning.data.streams.conversations import check_conversations, stream_of
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.usual import usual_engine
+from tlt_lightning.environments.environments import Environments
+from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.environments.turns import Turns
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
@@ -76,8 +80,8 @@ class RolloutDataModule(PolicyDataModule):
 
     Args:
         rewards: Reward functions and their weights; in Python also plain functions. The first one that applies to a
-            response decides whether `val/accuracy` and pass@k count it as correct: a score above one half. None only if
-            the objective learns from none.
+            response (an environment's own comes before) decides whether `val/accuracy` and pass@k count it as correct:
+            a score above one half. None only if the objective learns from none, or an environment gives them.
         train: Prompts to learn from; in Python also a path, a `datasets.Dataset` or a list of rows.
         val: Held-out prompts for `validate`, `predict` and the validation during `fit`.
         engine: Writes the responses; None is a `VLLMEngine` in the type that suits the machine, or, where vLLM is not
@@ -101,6 +105,9 @@ class RolloutDataModule(PolicyDataModule):
         max_prompt_tokens: Longest prompt; longer ones are left out, and the run says how many. None is the longest that
             the data has and the policy's context takes.
         reward_timeout: Seconds one call of a reward function may take.
+        environment: What the policy acts in turn by turn, a class as TRL's `environment_factory` takes it, in YAML with
+            `class_path` and `init_args`: docs/your_environment.md. It gives a reward of its own if it has `get_reward`.
+        turns: Limits conversations with it.
     """
 
     engine: RolloutEngine
@@ -127,6 +134,8 @@ class RolloutDataModule(PolicyDataModule):
         val_group_size: int = 1,
         max_prompt_tokens: int | None = None,
         reward_timeout: float = 10.0,
+        environment: Any = None,
+        turns: TurnLimits = TurnLimits(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
         self.engine = usual_engine() if engine is None else engine
@@ -137,6 +146,7 @@ class RolloutDataModule(PolicyDataModule):
         self.dynamic_sampling, self.val_group_size = dynamic_sampling, val_group_size
         self.schedule, self.sampling, self.val_sampling = schedule, sampling, val_sampling
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
+        self.environment, self.turns = environment, turns
         self._read_arguments()
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.cursor: PromptCursor | None = None
@@ -144,6 +154,7 @@ class RolloutDataModule(PolicyDataModule):
         self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
+        self._spoken: dict[str, tuple[PromptSource, Turns]] = {}  # how conversations of train and val are written
 
     def _read_arguments(self) -> None:
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
@@ -155,6 +166,8 @@ class RolloutDataModule(PolicyDataModule):
             check_argument(name, given, Sampling)
         if self.sampling.temperature == 0:
             raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
+        check_argument("turns", self.turns, TurnLimits)
+        self._environments = None if self.environment is None else Environments(self.environment)
         self.rewards = as_terms(self.rewards)
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
         keep_arguments(self, {name: getattr(self, name) for name in signature(RolloutDataModule).parameters})
@@ -184,6 +197,7 @@ class RolloutDataModule(PolicyDataModule):
     def _read_data(self, *, is_fit: bool, goes_on: bool) -> None:
         """Read the prompts with the date of the run, and make room for the longest unless there is a limit."""
         self.tokenizer = load_tokenizer(self._module.policy_path)
+        self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         if self.clock is None or (is_fit and not goes_on):
             self.clock = Clock(self._trainer.strategy.broadcast(datetime.now()))
         self._read_prompts(is_fit=is_fit)
@@ -200,9 +214,8 @@ class RolloutDataModule(PolicyDataModule):
     def _make_parts(self) -> None:
         """Make what a rollout needs besides the engine."""
         tell = partial(call_rollout_hook, self._trainer, "on_rollout_progress")
-        self._stream = RequestStream(self.engine, tell)
+        self._stream = stream_of(self.engine, self._environments, self.turns, tell)
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
-        self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer)
         self.idle = IdleWindows(self._trainer, self.liveness) if self._trainer.world_size > 1 else None
@@ -244,7 +257,8 @@ class RolloutDataModule(PolicyDataModule):
         settings = self._settings
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if is_fit:
-            self._check_rewards()
+            scores = bool(self.rewards or (self._environments and self._environments.has_reward))
+            check_rewards(module.objective, scores, draws_by_them=self.dynamic_sampling is not None)
             settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
@@ -253,13 +267,7 @@ class RolloutDataModule(PolicyDataModule):
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):
             self.engine.check_sampling(sampling)
-
-    def _check_rewards(self) -> None:
-        """Raise ValueError if there are none to learn from, or to draw prompts by."""
-        objective = self._module.objective
-        if not self.rewards and (objective.needs_rewards or self.dynamic_sampling is not None):
-            who = f"`objective` {type(objective).__name__}" if objective.needs_rewards else "`dynamic_sampling`"
-            raise ValueError(f"`rewards` is empty, and {who} goes by them; give at least one reward function.")
+            check_conversations(self._environments, self.engine, sampling)
 
     def _fit_sampling(self) -> None:
         """Let responses take at most half of a short context, where nobody has said how long they may be."""
@@ -281,7 +289,8 @@ class RolloutDataModule(PolicyDataModule):
         room, responses = self.max_prompt_tokens, (self.sampling.max_tokens, self._held_out_sampling.max_tokens)
         if room is None:
             room = (context_of(self._module.policy_path) or sys.maxsize) - max(responses)
-        turns = turns_of(source, self.tokenizer, cast("Clock", self.clock))
+        turns = turns_of(source, self.tokenizer, cast("Clock", self.clock), self._ends, self._environments)
+        self._spoken[name] = source, turns
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, turns=turns, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
@@ -345,7 +354,9 @@ class RolloutDataModule(PolicyDataModule):
         saved, now = state_dict["settings"], self._kept_settings
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
             self.history.load_state_dict(state_dict["answers"])
-            self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=self.sampling.max_tokens)
+            # Environments are not saved: conversations with them begin anew.
+            max_tokens = self.sampling.max_tokens if self._environments is None else 0
+            self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=max_tokens)
         warn_of_changes(saved, now)
 
     # Loaders
@@ -376,7 +387,7 @@ class RolloutDataModule(PolicyDataModule):
         self._iteration = PolicyIteration(
             self._trainer,
             self._module,
-            self._collector(self._module.iteration_log),
+            self._collector(self._module.iteration_log, "train"),
             self._settings,
             cursor=self.cursor,
             history=self.history,
@@ -390,7 +401,7 @@ class RolloutDataModule(PolicyDataModule):
 
     def _val_rollouts(self) -> Iterator[list[Rollout]]:
         self.backlog.put_aside(self._stream.set_aside())  # what an asynchronous schedule lets run
-        collector = self._collector(IterationLog())  # the iteration's own books all of this as validation
+        collector = self._collector(IterationLog(), "val")  # the iteration's own books all of this as validation
         rollouts = collector.collect(
             self._own_val_prompts[: num_held_out_batches(self._trainer)],
             self._held_out_sampling,
@@ -400,7 +411,8 @@ class RolloutDataModule(PolicyDataModule):
         call_rollout_hook(self._trainer, "on_rollout_end", tuple(rollouts))
         yield from split_groups(rollouts)
 
-    def _collector(self, log: IterationLog) -> RolloutCollector:
+    def _collector(self, log: IterationLog, name: str) -> RolloutCollector:
+        self._stream.speak(*self._spoken[name], self._room)
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
         return RolloutCollector(
             self._trainer,

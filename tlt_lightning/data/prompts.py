@@ -3,7 +3,7 @@
 import logging
 import random
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, lru_cache
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, plain, read_rows
+from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.rollout import Prompt
 
@@ -257,11 +258,18 @@ def turns_of(
     tokenizer: "PreTrainedTokenizerBase",
     clock: Clock,
     end_tokens: Collection[int] = (),
-    tools: Collection[Mapping[str, Any]] = (),
+    environments: Environments | None = None,
 ) -> Turns:
-    """Return what writes conversations as the source wants them; `clock` tells templates the time."""
+    """Return what writes conversations as the source wants them, with tools of environments if there are any.
+
+    `clock` tells templates the time. ValueError if conversations with environments could not go on.
+    """
     variables = {"strftime_now": clock.strftime_now, **(source.chat_template_kwargs or {})}
-    return Turns(tokenizer, chat_template_of(source, tokenizer), variables, end_tokens, [*tools])
+    tools = [] if environments is None else [*environments.tools.values()]
+    turns = Turns(tokenizer, chat_template_of(source, tokenizer), variables, end_tokens, tools)
+    if environments is not None:
+        turns.check()
+    return turns
 
 
 def _write(source: PromptSource, turns: Turns, index: int, row: Row) -> tuple[str, str]:

@@ -52,7 +52,7 @@ class Turns:
         template: str | None,
         variables: Mapping[str, Any] | None = None,
         end_tokens: Collection[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.variables = {**(variables or {}), "chat_template": template}
@@ -68,6 +68,11 @@ class Turns:
         if len(messages) > 1 or messages[0]["role"] != "user":
             raise ValueError("holds a conversation, which needs a tokenizer with a chat template and `chat: true`")
         return str(messages[0]["content"])
+
+    def words(self, turn: Sequence[int]) -> str:
+        """Return the text of a turn without the tokens that end or pad it; other special tokens are text."""
+        unseen = {*self.ends, self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
+        return str(self.tokenizer.decode([token for token in turn if token not in unseen]))
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a prompt; of plain text with what the tokenizer puts before it, but no end."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlt_lightning.environments.conversation import Conversation
 from tlt_lightning.metrics.iteration_log import IterationLog
 from tlt_lightning.rollout import Rollout, has_spread, split_groups
 
@@ -86,3 +87,12 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int) -> float:
     limit = max(1.0, 0.1 * num_requests)
     start = next((seconds for seconds, unfinished in trace if unfinished <= limit), trace[-1][0])
     return 1.0 - start / trace[-1][0]
+
+
+def log_conversation(log: IterationLog, talk: Conversation) -> None:
+    """Log a conversation with an environment."""
+    log.mean("environment/turns", talk.num_turns)
+    log.mean("environment/tool_seconds", talk.seconds)
+    log.sum("environment/calls", talk.num_calls)
+    log.sum("environment/failed_calls", talk.num_failed_calls)
+    log.sum("environment/failures", float(talk.error is not None))

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
@@ -155,7 +155,7 @@ class RewardPool:
             if len({call.prompt for call in calls}) > 1:
                 raise RuntimeError(
                     f"Reward `{name}` scored none of the last {len(calls)} responses. The last error: "
-                    f"{describe(calls[-1])}."
+                    f"{describe(calls[-1].error)}."
                 )
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class RewardPool:
         log.warning(
             "Reward `%s` failed, and this response is scored 0: %s. Later failures are only counted, in `%s`. "
             "Prompt: %s. Response: %s.",
-            *(call.term.name, describe(call), failure_metric(call)),
+            *(call.term.name, describe(error), failure_metric(call)),
             *(SHORT.repr(call.prompt), SHORT.repr(call.response)),
         )
 
@@ -232,12 +232,12 @@ def failure_metric(call: Call) -> str:
     return f"reward/{call.term.name}_{'timeouts' if isinstance(call.error, TimeoutError) else 'errors'}"
 
 
-def describe(call: Call) -> str:
-    """Return the error of a failed call, and the line of the reward that raised, if any."""
-    assert call.error is not None
-    text = "".join(traceback.format_exception_only(call.error)).strip()[:500]  # survives an error without a text
-    frames = traceback.extract_tb(call.error.__traceback__)
-    while any(frame.filename in OUR_FILES for frame in frames):  # and, between these, asyncio's
+def describe(error: BaseException | None, own_files: Collection[str] = OUR_FILES) -> str:
+    """Return an error of a user's code, and the line of it that raised, if any; calls come to it by `own_files`."""
+    assert error is not None
+    text = "".join(traceback.format_exception_only(error)).strip()[:500]  # survives an error without a text
+    frames = traceback.extract_tb(error.__traceback__)
+    while any(frame.filename in own_files for frame in frames):  # and, between these, asyncio's
         frames.pop(0)
     ends = frames[:1] + frames[-1:]  # the reward's own line, and the library's that raised the error
     return text + "".join(dict.fromkeys(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in ends))

@@ -6,9 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 
+from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine.base import OnProgress, RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import expected
-from tlt_lightning.rollout import Request, Response, Sampling
+from tlt_lightning.environments.trajectory import Trajectory
+from tlt_lightning.environments.turns import Turns
+from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 
 
 class RequestStream(Iterator[Response]):
@@ -21,6 +24,9 @@ class RequestStream(Iterator[Response]):
         engine: Writes them.
         tell: Told of its progress since `begin`.
     """
+
+    gives_rewards = False
+    """True if responses are conversations whose environments score them."""
 
     def __init__(self, engine: RolloutEngine, tell: OnProgress = lambda progress: None) -> None:
         self.engine, self.tell = engine, tell
@@ -38,15 +44,20 @@ class RequestStream(Iterator[Response]):
         engine = self.engine
         return engine.updates_running and (engine.runs_on or not engine.sleeps) and engine.num_ranks == 1
 
+    def speak(self, source: PromptSource, turns: Turns, room: int) -> None:
+        """Hold conversations from now on as a source of prompts wants them, the longest of which has `room` tokens."""
+
     def begin(self) -> None:
         """Count progress from here on: from the engine's last step where it writes unread, else from now."""
         self.trace, self._before = [], self._last
         self._begun = self._last.elapsed if self.engine.runs_on else perf_counter() - self._started
 
-    def ask(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> None:
+    def ask(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, prompts: Sequence[Prompt] = ()
+    ) -> None:
         """Ask for responses; `sampling` and `seed` are those of the first ask of a `generate`.
 
-        Ranks that are one engine ask together, also for nothing.
+        Ranks that are one engine ask together, also for nothing. `prompts` are those of the requests.
         """
         self.open_ids |= {request.id for request in requests}
         if self._responses is not None:
@@ -76,6 +87,10 @@ class RequestStream(Iterator[Response]):
         """Stop all that is open, and return what is written of it."""
         self.stop(self.open_ids)
         return list(self)
+
+    def trajectory(self, number: int, *, forget: bool = False) -> Trajectory | None:
+        """Return the conversation of a response, if it was one."""
+        return None
 
     def close(self) -> None:
         """Give up what is open."""

@@ -1,0 +1,208 @@
+"""Conversations beside an engine: limits, failures, what is stopped and goes on."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.support.scripted_engine import ScriptedEngine
+from tlt_lightning.data.prompts import PromptSource
+from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
+from tlt_lightning.engine import TransformersEngine
+from tlt_lightning.environments.environments import Environments
+from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.environments.trajectory import Trajectory
+from tlt_lightning.environments.turns import Turns
+from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.rollout import Prompt, Request, Response, Sampling
+
+
+class Echo:
+    """Says what it heard, three times; each method may be made to misbehave."""
+
+    bad: ClassVar[dict[str, Callable[[], Any]]] = {}
+
+    def reset(self, index: int, **row: Any) -> Any:
+        self.index, self.heard = index, list[str]()
+        return self._or("reset", None)
+
+    def step(self, text: str) -> Any:
+        self.heard.append(text)
+        return self._or("step", f"= {text}" if len(self.heard) < 3 else None)
+
+    def get_reward(self) -> Any:
+        return self._or("get_reward", len(self.heard))
+
+    def _or(self, method: str, usual: Any) -> Any:
+        return self.bad[method]() if self.index == 1 and method in self.bad else usual
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+async def hang_alone() -> None:
+    await asyncio.sleep(60)
+
+
+def fail() -> None:
+    raise KeyError("made to fail")
+
+
+def converse(
+    policy_path: str, environment: Any, limits: TurnLimits, *, number: int = 3, max_tokens: int = 40, turn: int = 2
+) -> tuple[ConversationStream, ScriptedEngine, list[Request], list[Prompt]]:
+    """Begin conversations in which the policy says a number and ends its turn."""
+    tokenizer = load_tokenizer(policy_path)
+    engine = ScriptedEngine(lambda request, said: [20 + said] * (turn - 1) + [1])
+    stream = ConversationStream(engine, Environments(environment), limits)
+    rows: list[dict[str, Any]] = [{"prompt": "8 9 =", "index": index} for index in range(number)]
+    stream.speak(PromptSource(rows=rows, answer_column=None), Turns(tokenizer, None, end_tokens=[1]), 16)
+    prompts = [Prompt("8 9 =", (20, 21, 3), row=row) for row in rows]
+    requests = [Request(id=10 + index, prompt_ids=prompts[index].ids) for index in range(number)]
+    stream.ask(requests, Sampling(max_tokens=max_tokens), seed=0, prompts=prompts)
+    return stream, engine, requests, prompts
+
+
+def of(stream: ConversationStream, number: int) -> Trajectory:
+    trajectory = stream.trajectory(number)
+    assert trajectory is not None
+    return trajectory
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_turns_go_to_and_fro_and_what_was_said_is_observed(waits: bool, policy_path: str) -> None:
+    stream, engine, _, _ = converse(policy_path, Echo, TurnLimits(waits=waits))
+    responses = {response.request_id: response for response in stream}
+    assert sorted(responses) == [10, 11, 12]
+    words = [20, 1, 3, 20, 21, 1, 3, 21, 22, 1]  # "8 <eos>= 8 9 <eos>= 9 10 <eos>"
+    for number, response in responses.items():
+        assert (response.token_ids, response.observed) == (words, ((2, 2), (6, 2)))
+        assert response.finish_reason == "stop"
+        assert engine.read[number][-1] == [20, 21, 3, *words[:8]]
+        assert (of(stream, number).talk.reward, of(stream, number).talk.num_turns) == (3, 3)
+    assert engine.num_generates == 1
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "outcome", "message", "num_tokens"),
+    [
+        ("reset", fail, "made to fail", 1),
+        ("reset", lambda: 5, "neither text nor None", 1),
+        ("reset", lambda: " 1" * 100, "have no room", 1),
+        ("step", fail, "made to fail", 2),
+        ("step", hang, "no answer within", 2),
+        ("step", hang_alone, "no answer within", 2),
+        ("step", lambda: ["1"], "neither text nor None", 2),
+        ("get_reward", lambda: "much", "no number", 10),
+        ("get_reward", lambda: float("nan"), "not finite", 10),
+    ],
+)
+def test_an_environment_that_fails_costs_its_conversation_alone(
+    method: str,
+    outcome: Callable[[], Any],
+    message: str,
+    num_tokens: int,
+    policy_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Echo, "bad", {method: outcome})
+    stream, _, _, _ = converse(policy_path, Echo, TurnLimits(seconds=0.3))
+    responses = {response.request_id: response for response in stream}
+    assert {number: of(stream, number).talk.reward for number in responses} == {10: 3, 11: 0, 12: 3}
+    assert len(responses[11].token_ids) == num_tokens
+    assert message in str(of(stream, 11).talk.error)
+    (warning,) = [record.getMessage() for record in caplog.records if "Environment `Echo` failed" in record.message]
+    assert "'index': 1" in warning
+    stream.close()
+
+
+def test_a_coroutine_that_blocks_the_others_is_left_behind(policy_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def block() -> None:
+        time.sleep(3)
+
+    monkeypatch.setattr("tlt_lightning.environments.workers._GRACE", 0.3)
+    monkeypatch.setattr(Echo, "bad", {"step": block})
+    stream, _, _, _ = converse(policy_path, Echo, TurnLimits(seconds=0.2))
+    assert len(list(stream)) == 3
+    assert "blocked its event loop" in str(of(stream, 11).talk.error)
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens", "num_tokens", "reason"),
+    [
+        (TurnLimits(most=2), 40, 6, "length"),
+        (TurnLimits(most=3), 40, 10, "stop"),
+        (TurnLimits(), 10, 10, "stop"),
+        (TurnLimits(), 9, 9, "stop"),  # within the third turn, with which the environment is content
+        (TurnLimits(), 8, 6, "length"),  # no token is left for it
+        (TurnLimits(tokens=1), 40, 10, "stop"),  # of each turn the end, which is an observation
+    ],
+)
+def test_budgets_end_turns_and_conversations(
+    limits: TurnLimits, max_tokens: int, num_tokens: int, reason: str, policy_path: str
+) -> None:
+    stream, _, _, _ = converse(policy_path, Echo, limits, max_tokens=max_tokens)
+    for response in stream:
+        assert response.finish_reason in ("length", reason) if limits.tokens else response.finish_reason == reason
+        if limits.tokens is None:
+            assert len(response.token_ids) == num_tokens
+        else:
+            assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22]
+            assert response.observed == ((1, 3), (5, 3))
+    stream.close()
+
+
+def test_a_conversation_that_was_stopped_goes_on_with_its_environment(policy_path: str) -> None:
+    stream, _, requests, prompts = converse(policy_path, Echo, TurnLimits())
+    stream.stop([10])  # at its environment
+    stopped = next(stream)
+    assert (stopped.request_id, stopped.is_unfinished) == (10, True)
+    assert {next(stream).request_id, next(stream).request_id} == {11, 12}
+    assert list(stream) == []
+    again = Request(id=10, prompt_ids=requests[0].prompt_ids, written=stopped)
+    stream.ask([again], Sampling(max_tokens=40), seed=0, prompts=prompts[:1])
+    (response,) = stream
+    assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22, 1]
+    assert of(stream, 10).talk.reward == 3
+    stream.close()
+
+
+def test_requests_of_no_conversation_are_answered_as_they_are(policy_path: str) -> None:
+    stream, _, _, _ = converse(policy_path, Echo, TurnLimits(), number=1)
+    stream.ask([Request(id=-5, prompt_ids=[2])], Sampling(max_tokens=40), seed=0)
+    assert sorted(response.request_id for response in stream) == [-5, 10]
+    stream.close()
+
+
+class Slow:
+    def reset(self, **row: Any) -> None: ...
+
+    async def step(self, text: str) -> str | None:
+        await asyncio.sleep(0.3)
+        return None
+
+
+def test_hundreds_of_environments_answer_at_once(policy_path: str) -> None:
+    started = time.monotonic()
+    stream, _, _, _ = converse(policy_path, Slow, TurnLimits(), number=200)
+    assert len(list(stream)) == 200
+    assert time.monotonic() - started < 20  # one after the other: a minute
+    assert of(stream, 10).talk.reward is None
+    stream.close()
+
+
+def test_what_an_engine_cannot_go_on_with_is_refused() -> None:
+    sampling = Sampling(stop_strings=("done",))
+    check_conversations(None, TransformersEngine(), sampling)
+    with pytest.raises(ValueError, match=r"`stop_token_ids` in the place of `stop_strings` \('done',\)"):
+        check_conversations(Environments(Echo), TransformersEngine(), sampling)
+
+
+def test_a_response_tells_turns_apart() -> None:
+    assert Response(0, [5], [0.0], "stop", (0,)).turns == ((0, 1),)

@@ -1,0 +1,105 @@
+"""What a class of environments offers."""
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+
+from tlt_lightning.environments.environments import Environments
+from tlt_lightning.environments.tool_calls import ToolCall, read_calls
+
+
+class Tools:
+    def __init__(self, level: int = 1) -> None:
+        self.level = level
+
+    def reset(self, **row: Any) -> None: ...
+
+    def guess(self, number: int) -> str:
+        """Guess it.
+
+        Args:
+            number: The guess.
+        """
+        return str(number)
+
+    def _helper(self) -> None: ...
+
+    @property
+    def broken(self) -> int:
+        raise RuntimeError("was computed")
+
+
+class Undescribed:
+    def reset(self, **row: Any) -> None: ...
+
+    def guess(self, number):  # type: ignore[no-untyped-def]
+        return number
+
+
+def test_public_methods_are_tools_with_schemas() -> None:
+    environments = Environments(Tools)
+    assert list(environments.tools) == ["guess"]
+    assert environments.tools["guess"]["function"]["parameters"]["properties"]["number"]["type"] == "integer"
+    assert (environments.name, environments.has_reward, environments.plays_text) == ("Tools", False, False)
+
+
+@pytest.mark.parametrize("made_by", [functools.partial(Tools, level=3), Tools(level=3)])
+def test_environments_are_made_as_they_are_needed_and_used_again(made_by: Any) -> None:
+    environments = Environments(made_by)
+    first, second = environments.take(), environments.take()
+    assert first is not second
+    assert (first.level, second.level) == (3, 3)
+    environments.give_back(first)
+    assert environments.take() is first
+
+
+@pytest.mark.parametrize(
+    ("made_by", "message"),
+    [
+        ({"class_path": "my.Game", "init_args": {"levle": 3}}, r"'levle'.*has no method `reset`"),
+        (Undescribed, r"`environment.guess` is public.*docstring"),
+    ],
+)
+def test_what_is_no_environment_is_refused(made_by: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Environments(made_by)
+
+
+def test_an_environment_that_cannot_be_copied_is_named() -> None:
+    environment: Any = Tools()
+    environment.lock = threading.Lock()
+    with pytest.raises(TypeError, match="pickle"):
+        Environments(environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call", []),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [ToolCall("f", {"x": 1})]),
+        ('<tool_call>{"name": "f"}</tool_call> and <tool_call>{"name": "g"}', [ToolCall("f", {}), ToolCall("g", {})]),
+    ],
+)
+def test_calls_are_read_as_hermes_writes_them(text: str, calls: list[ToolCall]) -> None:
+    assert read_calls(FromText(text), [1], [], []) == calls  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("<tool_call>{name</tool_call>", "no JSON"), ("<tool_call>[1]</tool_call>", "A call must be")],
+)
+def test_a_call_that_cannot_be_read_says_why(text: str, why: str) -> None:
+    (call,) = read_calls(FromText(text), [1], [], [])  # type: ignore[arg-type]
+    assert why in call.error
+
+
+class FromText:
+    """A tokenizer that decodes everything to one text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def decode(self, ids: list[int]) -> str:
+        return self.text

@@ -1,0 +1,61 @@
+"""Whole runs in environments, on a tiny policy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer
+from tlt_lightning import Sampling
+from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.policy import load_policy, load_tokenizer, response_logps
+
+
+class Counting:
+    """Answers each turn with its number, three times; the reward is the share of even words."""
+
+    def reset(self, **row: Any) -> None:
+        self.turns: list[str] = []
+
+    def step(self, text: str) -> str | None:
+        self.turns.append(text)
+        return f"= {len(self.turns)} :" if len(self.turns) < 3 else None
+
+    def get_reward(self) -> float:
+        words = [word for turn in self.turns for word in turn.split()]
+        return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def settings(**overrides: Any) -> dict[str, Any]:
+    limits = TurnLimits(tokens=4, seconds=5, waits=True)
+    return {"rewards": [], "environment": Counting, "turns": limits, "sampling": Sampling(max_tokens=24), **overrides}
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("waits", [True, False])
+def test_conversations_are_learned_from_as_they_were_sampled(
+    engine: str, waits: bool, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    recorder, module, limits = Recorder(), make_module(policy_path), TurnLimits(tokens=4, waits=waits)
+    data = make_data(prompts_path, make_engine(engine), **settings(turns=limits))
+    make_trainer(tmp_path, recorder, max_epochs=1).fit(module, data)
+    (rollouts,), (batch,) = recorder.rollouts, recorder.batches
+    tokenizer = load_tokenizer(policy_path)
+    for rollout in rollouts:
+        response, said = rollout.response, []
+        turns = [response.token_ids[start:stop] for start, stop in response.turns]
+        for turn in turns[:-1]:
+            said += turn if turn[-1] == tokenizer.eos_token_id else [*turn, tokenizer.eos_token_id]
+            said += tokenizer(f"= {turns.index(turn) + 1} :")["input_ids"]
+        assert len(turns) == 3
+        assert list(response.token_ids) == [*said, *turns[-1]]
+        seen = [[token for token in turn if token not in (0, 1)] for turn in turns]  # padding and end
+        words = [word for turn in seen for word in tokenizer.decode(turn).split()]
+        assert rollout.reward == sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+    logps = response_logps(load_policy(policy_path), batch)[0]
+    trained = batch.response_mask.bool()
+    torch.testing.assert_close(logps[trained], batch.rollout_logps[trained], atol=1e-4, rtol=0)
+    assert batch.advantages is not None
+    assert not batch.advantages[~trained].any()
+    assert batch.advantages.any()

@@ -1,0 +1,78 @@
+"""Hold one conversation of the policy with an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from copy import deepcopy
+from time import perf_counter
+from typing import Any
+
+from tlt_lightning.environments.environments import Environments
+from tlt_lightning.environments.tool_calls import ToolCall
+from tlt_lightning.environments.turns import Message
+from tlt_lightning.environments.workers import Late
+from tlt_lightning.rewards.pool import as_score
+
+Call = Callable[..., Coroutine[Any, Any, Any]]
+"""Awaits a method of the environment, with its arguments."""
+
+
+class Conversation:
+    """Takes the policy's turns to an environment, and brings back what it says.
+
+    What a tool raises is said to the policy, as in TRL. Anything else that an environment raises, a call that does not
+    end in time, or a result of the wrong type breaks the conversation.
+
+    Args:
+        environments: Lend the environment.
+        row: What it is reset with.
+        call: Awaits its methods.
+    """
+
+    def __init__(self, environments: Environments, row: dict[str, Any], call: Call) -> None:
+        self.environments, self.row, self._call = environments, row, call
+        self.environment: Any = environments.take()
+        self.num_turns = self.num_calls = self.num_failed_calls = 0
+        self.seconds = 0.0  # that the policy has waited
+        self.reward: float | None = None
+        self.error: BaseException | None = None
+
+    async def begin(self) -> str | None:
+        """Reset the environment; return what it puts behind the prompt, if anything."""
+        return _text("reset", await self._timed(self.environment.reset, **deepcopy(self.row)))
+
+    async def answer(self, turn: str, calls: Sequence[ToolCall]) -> list[Message]:
+        """Return what the environment says to a turn; nothing at the end of the conversation."""
+        if self.environments.plays_text:
+            said = _text("step", await self._timed(self.environment.step, turn))
+            return [] if said is None else [{"role": "user", "content": said}]
+        return [{"role": "tool", "name": call.name, "content": await self._result(call)} for call in calls]
+
+    async def end(self) -> float | None:
+        """Return the environment's reward, None if it gives none."""
+        return as_score(await self._timed(self.environment.get_reward)) if self.environments.has_reward else None
+
+    async def _result(self, call: ToolCall) -> str:
+        self.num_calls += 1
+        try:
+            if call.error or call.name not in self.environments.tools:
+                raise ValueError(call.error or f"Tool {call.name} not found.")
+            return str(await self._timed(getattr(self.environment, call.name), **call.arguments))
+        except Late:
+            raise
+        except Exception as error:
+            self.num_failed_calls += 1
+            return str({"error": str(error)})  # the words that policies of TRL know
+
+    async def _timed(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        started = perf_counter()
+        try:
+            return await self._call(method, *args, **kwargs)
+        finally:
+            self.seconds += perf_counter() - started
+
+
+def _text(method: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"`{method}` returned {value!r:.200}, which is neither text nor None")
+    return value

@@ -1,0 +1,69 @@
+"""Read the tool calls in a turn of the policy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Holds what the policy has asked for.
+
+    Args:
+        name: The tool.
+        arguments: By name.
+        error: Why it could not be read; then there is nothing to call.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+def read_calls(
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    before: Sequence[int],
+    tools: Sequence[dict[str, Any]],
+) -> list[ToolCall]:
+    """Return the calls in a turn, in order.
+
+    A tokenizer that has a `response_template` reads them. Of others they are as Hermes and Qwen write them:
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Args:
+        tokenizer: The policy's.
+        token_ids: The turn.
+        before: All tokens in front of it.
+        tools: JSON schemas of the tools.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return [_read(text) for text in _CALL.findall(str(tokenizer.decode(list(token_ids))))]
+    try:
+        message = tokenizer.parse_response(list(token_ids), prefix=list(before), tools=list(tools)) or {}
+    except (ValueError, TypeError) as error:
+        return [ToolCall("unknown", {}, str(error))]
+    return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+
+
+def _read(text: str) -> ToolCall:
+    try:
+        return _checked(json.loads(text))
+    except json.JSONDecodeError as error:
+        return ToolCall("unknown", {}, f"The call is no JSON: {error}.")
+
+
+def _checked(call: Any) -> ToolCall:
+    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, Mapping) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return ToolCall("unknown", {}, 'A call must be {"name": <name>, "arguments": {<argument>: <value>}}.')
+    return ToolCall(name, arguments)

@@ -1,0 +1,154 @@
+"""Call environments beside the engine, and keep what hangs from holding up a run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+MAX_STUCK = 64
+"""Threads that may be stuck in calls past their time limit; more end the run, because nothing else can end them."""
+
+MAX_THREADS = 256
+"""Plain methods that run at once; more wait."""
+
+_GRACE = 5.0  # seconds beyond the limit of a call after which a coroutine must be blocking all the others
+
+
+class Late(TimeoutError):
+    """Says that an environment did not answer in time."""
+
+
+class EnvironmentWorkers:
+    """Runs jobs of many conversations at once, on one event loop: coroutines there, plain methods on a thread each.
+
+    Python cannot end a thread: a call past its time limit is left behind.
+
+    Args:
+        seconds: Time limit of a call.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._open: set[int] = set()
+        self._stuck: list[threading.Thread] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._seats = asyncio.Semaphore(MAX_THREADS)
+        self._beat = 0.0  # when the loop was last seen running
+
+    def submit(self, key: int, job: Coroutine[Any, Any, Any]) -> None:
+        """Begin a job, which calls by `call`; `take` returns its key, new among those under way, and its result."""
+        if self._loop is None:
+            self._loop, self._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_THREADS)
+            self._loop.call_soon(self._show_life, self._loop)
+            self._beat = time.monotonic()
+            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        self._open.add(key)
+        asyncio.run_coroutine_threadsafe(self._run(key, job), self._loop)
+
+    def take(self, *, wait: bool) -> list[tuple[int, Any]]:
+        """Return the jobs that have ended, each with its result or the exception that it raised.
+
+        With `wait` there is one at least, if any is under way.
+
+        Raises:
+            RuntimeError: Too many threads are stuck.
+        """
+        ended: list[tuple[int, Any]] = []
+        while self._open:
+            try:
+                key, result = self._ended.get(wait and not ended, timeout=1.0)
+            except queue.Empty:
+                if not wait or ended:
+                    break
+                if time.monotonic() - self._beat > self.seconds + _GRACE:
+                    ended = self._give_up_loop()
+                continue
+            if key in self._open:
+                self._open.remove(key)
+                ended.append((key, result))
+        if sum(thread.is_alive() for thread in self._stuck) > MAX_STUCK:
+            raise RuntimeError(
+                f"More than {MAX_STUCK} threads are stuck in methods of the environment, past the limit of "
+                f"{self.seconds} s, and nothing can end them: give what they call a time limit of its own, or run it "
+                "in child processes."
+            )
+        return ended
+
+    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a method returns, a coroutine's result, too; raise `Late` if that takes too long."""
+        if inspect.iscoroutinefunction(method):
+            return await self._in_time(method(*args, **kwargs))
+        async with self._seats:
+            value = await self._in_time(self._in_thread(partial(method, *args, **kwargs)))
+        return await self._in_time(value) if inspect.isawaitable(value) else value
+
+    def close(self) -> None:
+        """Give up on everything that still runs; safe to call twice."""
+        self._open.clear()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+    async def _run(self, key: int, job: Coroutine[Any, Any, Any]) -> None:
+        try:
+            result = await job
+        except BaseException as error:  # the loop must survive whatever an environment does
+            result = error
+        self._ended.put((key, result))
+
+    async def _in_time(self, value: Any) -> Any:
+        try:
+            async with asyncio.timeout(self.seconds) as limit:
+                return await value
+        except TimeoutError as error:
+            if limit.expired():
+                raise Late(f"no answer within {self.seconds} s") from error
+            raise
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if not outcome.done():
+                outcome.set_result((value, error))
+
+        def work() -> None:
+            value, error = None, None
+            try:
+                value = function()
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop was given up
+                loop.call_soon_threadsafe(settle, value, error)
+
+        # A daemon: threads of an executor are joined when the interpreter exits, and one that hangs never ends.
+        thread = threading.Thread(target=work, name="environment", daemon=True)
+        thread.start()
+        try:
+            value, error = await outcome
+        except asyncio.CancelledError:
+            self._stuck = [each for each in self._stuck if each.is_alive()] + [thread]
+            raise
+        if error is not None:
+            raise error
+        return value
+
+    def _show_life(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._beat = time.monotonic()
+        loop.call_later(1.0, self._show_life, loop)
+
+    def _give_up_loop(self) -> list[tuple[int, Any]]:
+        """Leave the event loop to the coroutine that blocks it; return all jobs on it as late."""
+        late = Late(f"a coroutine of the environment blocked its event loop for more than {self.seconds} s")
+        lost = [(key, late) for key in self._open]
+        self.close()
+        return lost
