@@ -1,6 +1,9 @@
 """Runs in which a policy follows a teacher."""
 
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from tests.conftest import WORDS, Paths, save_policy
 from tests.runs.test_resume import History, SaveAt
 from tests.support.rl_runs import Recorder, evenness, make_data, make_engine, make_module, make_trainer, weights
 from tlt_lightning import LoRA, RLModule, export_policy
-from tlt_lightning.objectives import Distillation, Divergence
+from tlt_lightning.objectives import K2, Distillation, Divergence, KLPenalty
 from tlt_lightning.policy import load_policy, response_logps
 
 
@@ -115,3 +118,47 @@ def test_scores_are_made_without_the_teacher(policy_path: str, teacher_path: str
     scored = module.score(batch, 64)
     assert scored.ref_logps is None
     torch.testing.assert_close(scored.old_logps, response_logps(module.policy, batch).logps.detach())
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as vLLM's `/v1/completions` does, with the numbers of a real model."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, asked["model"], asked["prompt_logprobs"]) == ("/v1/completions", "large", 0)
+        choices = []
+        for index, ids in enumerate(asked["prompt"]):
+            with torch.no_grad():
+                logps = self.server.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            told = [{str(b): {"logprob": float(logps[at, b]), "rank": 1}} for at, b in enumerate(ids[1:])]
+            choices.append({"index": index, "text": "", "prompt_logprobs": [None, *told]})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": choices[::-1]}).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_the_page_hears_a_teacher_behind_a_server(paths: Paths, teacher_path: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/distillation.md").read_text()
+    own: dict[str, Any] = {}
+    exec(page.split('title="my_teacher.py"\n')[1].split("```")[0], own)
+    server, teacher = HTTPServer(("localhost", 0), Server), load_policy(teacher_path).eval()
+    server.model = teacher  # type: ignore[attr-defined]
+    Thread(target=server.serve_forever, daemon=True).start()
+    objective = own["ServedDistillation"](divergence=None, loss_kl=KLPenalty(coef=1.0, estimator=K2()))
+    module, recorder = make_module(paths[0], objective=objective), Recorder()
+    try:
+        asks = own["ServedTeacher"](f"http://localhost:{server.server_port}/v1", "large")
+        rows = fit(paths, module, asks, recorder, num_minibatches=1, max_epochs=1)
+    finally:
+        server.shutdown()
+        server.server_close()
+    batch = recorder.batches[0]
+    with torch.no_grad():
+        own_logps, logps = (response_logps(model, batch).logps for model in (load_policy(paths[0]), teacher))
+    torch.testing.assert_close(batch.ref_logps, logps, rtol=1e-4, atol=1e-4)
+    half_squares = (own_logps - logps).square().sum() / 2
+    assert rows[1]["train/loss"] == pytest.approx(float(half_squares / batch.response_mask.sum()), rel=1e-4)
+    assert module._reference is None
