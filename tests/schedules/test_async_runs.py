@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -12,7 +14,7 @@ import torch
 
 from tests.conftest import Paths
 from tests.runs.test_resume import STEPS, SaveAt, run
-from tests.support.rl_runs import Recorder
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import (
     AsyncRollout,
     DynamicSampling,
@@ -179,6 +181,34 @@ def test_a_run_that_is_resumed_loses_nothing_and_learns_from_nothing_twice(
     assert ("were being written when the run was saved, and are begun anew" in caplog.text) is not validated
 
 
+class FailOnce(RolloutCallback):
+    """Fails in the second iteration, amid requests that run."""
+
+    has_failed = False
+
+    def on_rollout_scored(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1 and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("made to fail")
+
+
+def test_a_fit_that_failed_goes_on_with_what_was_drawn(paths: Paths) -> None:
+    recorder = Versions()
+    sampling = Sampling(max_tokens=40, stop_token_ids=(12, 13, 14))
+    module = make_module(paths[0])
+    data = make_data(
+        paths[1], Open(max_num_seqs=64), schedule=AsyncRollout(LAG), sampling=sampling, micro_batch_tokens=128
+    )
+    trainer = make_trainer(paths[2], recorder, FailOnce(), max_epochs=4)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        trainer.fit(module, data)
+    del recorder.rollouts[1:]
+    trainer.fit(module, data)
+    assert data.cursor is not None
+    assert sorted(draws_of(recorder) + recorder.waiting[-1]) == list(range(data.cursor.position))
+    assert len(recorder.rollouts) == 4
+
+
 class Corrupt(Open):
     """Takes one tensor of a version wrongly, and counts what it is asked for besides training's responses."""
 
@@ -195,6 +225,15 @@ class Corrupt(Open):
         self.num_asked += sum(request.id < 0 for request in requests)
         super().add(requests)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield no response of training as written by the newest weights alone."""
+        for each in super().generate(*args, **kwargs):
+            (*_, version), count = each.policy_versions, len(each.token_ids)
+            if each.request_id >= 0 and (version,) == each.policy_versions != (0,):
+                yield replace(each, policy_versions=(version - STEPS, version), version_tokens=(1, count - 1))
+            else:
+                yield each
+
 
 def test_weights_that_a_sync_amid_rollouts_leaves_wrong_end_the_run(paths: Paths) -> None:
     with pytest.raises(RuntimeError, match=f"With weights of version {2 * STEPS} the engine does not compute with"):
@@ -208,3 +247,22 @@ def test_what_probes_the_engine_is_not_learned_from(paths: Paths) -> None:
     assert engine.num_asked == 2 * 4  # four at each sync but the first, with which writing begins
     draws = draws_of(recorder) + recorder.waiting[-1]
     assert sorted(draws) == list(range(3 * 4 + LAG * 4))
+
+
+@pytest.mark.slow
+def test_a_policy_learns_under_every_staleness_and_at_one_about_as_fast_as_without(paths: Paths) -> None:
+    def gain(max_staleness: int) -> float:
+        L.seed_everything(1)
+        recorder, sampling = Recorder(), Sampling(max_tokens=24, stop_token_ids=(12, 13))
+        sizes: dict[str, Any] = {"prompts_per_iteration": 8, "num_minibatches": 1, "micro_batch_tokens": 512}
+        engine, schedule = Open(max_num_seqs=256), AsyncRollout(max_staleness)
+        data = make_data(paths[1], engine, schedule=schedule, sampling=sampling, **sizes)
+        module = make_module(paths[0], optimizer=lambda p: torch.optim.AdamW(p, lr=5e-4))
+        make_trainer(paths[2], recorder, max_epochs=24).fit(module, data)
+        rewards = [fmean(rollout.reward for rollout in rollouts) for rollouts in recorder.rollouts]
+        return fmean(rewards[-4:]) - fmean(rewards[:2])
+
+    synchronous, one, four = map(gain, (0, 1, 4))
+    assert synchronous > 0.1
+    assert one > 0.75 * synchronous
+    assert four > 0.4 * synchronous  # the text of 4 of 24 iterations is that of the first

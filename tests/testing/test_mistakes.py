@@ -10,7 +10,14 @@ import lightning as L
 import pytest
 import torch
 
-from tlt_lightning import FixedSelector, ObjectiveOutput, RolloutCallback, SynchronousSchedule, TransformersEngine
+from tlt_lightning import (
+    AsyncRollout,
+    FixedSelector,
+    ObjectiveOutput,
+    RolloutCallback,
+    SynchronousSchedule,
+    TransformersEngine,
+)
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.objectives import GRPO, PPO, PlainPolicyGradient
 from tlt_lightning.objectives.advantages import GroupCentred
@@ -206,6 +213,15 @@ def one_by_one(self: Any, demand: Any, groups: Any, complete: Any) -> Any:
 def test_a_schedule(members: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=rf"`Mine\.{message}"):
         check_schedule(mine(SynchronousSchedule, **members))
+
+
+def test_an_asynchronous_schedule_that_leaves_what_runs() -> None:
+    class Leaves(AsyncRollout):
+        def begin(self, demand: Any, deferred: Any) -> Any:
+            return super().begin(demand, deferred[:3])
+
+    with pytest.raises(AssertionError, match=r"`Leaves.begin` leaves draws \[.*\], or begins them anew"):
+        check_schedule(Leaves(2))
 
 
 def test_a_schedule_with_a_state() -> None:

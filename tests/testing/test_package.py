@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tlt_lightning import (
+    AsyncRollout,
     BEGMABSelector,
     CostModelSelector,
     FixedSelector,
@@ -72,7 +73,9 @@ def test_selectors(selector: Any) -> None:
     check_selector(selector)
 
 
-@pytest.mark.parametrize("schedule", [SynchronousSchedule(), TailBatching(), PartialRollout()])
+@pytest.mark.parametrize(
+    "schedule", [SynchronousSchedule(), TailBatching(), PartialRollout(), AsyncRollout(), AsyncRollout(4)]
+)
 @pytest.mark.parametrize("wanted", [1, 4])
 def test_schedules(schedule: Any, wanted: int) -> None:
     check_schedule(schedule, wanted)

@@ -33,7 +33,8 @@ def _learned(make: Callable[[], RolloutSchedule], wanted: int) -> list[list[int]
     for iteration in range(40):
         schedule = backlog.schedule = make()
         demand = RolloutDemand(wanted=wanted, iteration=iteration, is_first=iteration % 4 < 3)
-        who, known = named(schedule, "begin"), [group.draw for group in backlog.deferred]
+        who, waiting = named(schedule, "begin"), backlog.deferred
+        known = [group.draw for group in waiting]
         begun, num_fresh = backlog.begin(demand, IterationLog())
         draws = [group.draw for group in begun]
         is_known = len({*draws}) == len(draws) and {*draws} <= {*known}
@@ -41,6 +42,11 @@ def _learned(make: Callable[[], RolloutSchedule], wanted: int) -> list[list[int]
         assert schedule.continues or not any(group.responses for group in begun), (
             f"{who} took up responses of older weights, and its `continues` is False: take up "
             "`group.without_responses(demand.iteration)`, or leave `continues` True."
+        )
+        going = {each.draw for each in waiting if any(response.is_unfinished for response in each.responses)}
+        left = sorted(going - {group.draw for group in begun if group.responses})
+        assert not (schedule.is_asynchronous and left), (
+            f"{who} leaves draws {left}, or begins them anew, and an engine may be writing them: take up what goes on."
         )
         new = [
             PendingGroup(prompt=i, draw=i, drawn_in=iteration, begun_in=iteration, expected_tokens=float(_length(i)))

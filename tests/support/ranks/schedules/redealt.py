@@ -11,9 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support.rl_runs import make_data, make_engine, make_module
-from tlt_lightning import PartialRollout, RolloutCallback, Sampling, TailBatching
+from tlt_lightning import AsyncRollout, PartialRollout, RolloutCallback, Sampling, TailBatching
 
-SCHEDULES = {"tail": lambda: TailBatching(0.25), "partial": lambda: PartialRollout(0.25, 1)}
+SCHEDULES = {
+    "tail": lambda: TailBatching(0.25),
+    "partial": lambda: PartialRollout(0.25, 1),
+    "async": lambda: AsyncRollout(1),
+}
 
 
 class Observer(RolloutCallback):
@@ -46,8 +50,9 @@ def main(policy: str, prompts: str, out: str, schedule: str, num_ranks: str, ckp
         enable_model_summary=False,
         default_root_dir=out,
     )
-    settings = {"sampling": Sampling(max_tokens=24), "micro_batch_tokens": 128} if schedule == "partial" else {}
-    engine = make_engine("vllm" if schedule == "partial" else "transformers")
+    settings = {"sampling": Sampling(max_tokens=24), "micro_batch_tokens": 128} if schedule != "tail" else {}
+    engine = make_engine("transformers" if schedule == "tail" else "vllm")
+    engine.sleeps = schedule != "async"
     data = make_data(prompts, engine, val=None, group_size=2, schedule=SCHEDULES[schedule](), **settings)
     trainer.fit(make_module(policy), data, ckpt_path=ckpt_path)
     state = {name: getattr(observer, name) for name in ("learned", "deferred", "rows")}
