@@ -51,12 +51,12 @@ def test_the_benchmarks_text_is_spelled_as_the_tokenizer_spells_it(smollm2: str)
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_three_iterations_of_the_quickstart_move_the_real_model(
+def test_two_iterations_of_the_quickstart_move_the_real_model(
     smollm2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     small: dict[str, Any] = {
-        "trainer.max_epochs": 3,
+        "trainer.max_epochs": 2,
         "trainer.num_sanity_val_steps": 0,
         "trainer.callbacks": "null",
         "trainer.enable_checkpointing": "false",
@@ -74,7 +74,7 @@ def test_three_iterations_of_the_quickstart_move_the_real_model(
     cli.trainer.fit(cli.model, cli.datamodule)
 
     rollouts = [rollout for iteration in recorder.rollouts for rollout in iteration]
-    assert len(rollouts) == 3 * 2 * 2
+    assert len(rollouts) == 2 * 2 * 2
     for prompt in (rollout.prompt for rollout in rollouts):
         assert prompt.text == (
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -84,5 +84,5 @@ def test_three_iterations_of_the_quickstart_move_the_real_model(
     metrics = cli.trainer.callback_metrics
     assert metrics["mismatch/logp_abs_diff"] < 1e-4
     assert metrics["train/grad_norm"] > 0
-    assert [versions for _, versions in recorder.versions] == [{0}, {1}, {2}]  # each wrote with the last's weights
+    assert [versions for _, versions in recorder.versions] == [{0}, {1}]  # each wrote with the last's weights
     assert {"reward/math_equivalence", "reward/verify"} <= metrics.keys()
