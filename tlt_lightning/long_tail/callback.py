@@ -346,9 +346,7 @@ class LongTailIdleCallback(RolloutCallback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if state := checkpoint["callbacks"].get(self.state_key):
             own = checkpoint[OWN][self.state_key]
-            checkpoint["callbacks"][self.state_key] = from_checkpoint(
-                state, own, trainer.global_rank, trainer.world_size
-            )
+            checkpoint["callbacks"][self.state_key] = from_checkpoint(state, own, trainer.global_rank)
 
     @property
     def training(self) -> DrafterTrainer:

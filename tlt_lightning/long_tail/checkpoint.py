@@ -16,30 +16,20 @@ def to_checkpoint(state: dict[str, Any], rank: int, num_workers: int) -> dict[st
     return {"rank": rank, "trainer": own, "drift": state.pop("drift")}
 
 
-def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the whole state that `rank` goes on from: its own, or rank zero's without hidden states.
 
     Args:
         state: What `to_checkpoint` has left.
         own: What it returned on this rank, or on rank zero where nothing is there of this one.
         rank: Of the run that goes on.
-        world_size: Of the run that goes on.
     """
-    saved = state["num_workers"]
-    if rank == 0 and world_size != saved:
-        log.warning(
-            "The checkpoint holds the drafter's state on %d workers, the run has %d: it goes on, but not exactly. "
-            "Workers without a state of their own start with rank zero's optimizer and no hidden states.",
-            saved,
-            world_size,
-        )
     trainer = {**state["trainer"], **own["trainer"]}
     if own["rank"] != rank:
         trainer["buffer"] = {part: [] for part in trainer["buffer"]}
-        if rank < saved:
-            log.warning(
-                "The drafter's state of rank %d is not beside the checkpoint: it goes on, but not exactly, with rank "
-                "zero's optimizer and no hidden states. A checkpoint is copied with its folder `<name>.ckpt.ranks`.",
-                rank,
-            )
+        log.warning(
+            "The drafter's state of rank %d is not beside the checkpoint, which %d workers wrote: it goes on, but not "
+            "exactly, with rank zero's optimizer and no hidden states. `<name>.ckpt.ranks` belongs to a checkpoint.",
+            *(rank, state["num_workers"]),
+        )
     return {**state, "trainer": trainer, "drift": own["drift"]}
