@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
-from tlt_lightning.engine import VLLMEngine
+from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.lookup import LookupScores
@@ -189,6 +190,48 @@ def test_every_text_is_as_likely_as_it_should_be(setup: Setup, record_property: 
             assert stats["speculation/acceptance_length"] > 1
             assert "graphs" not in setup.name or stats["speculation/graph_hits"] > 0
     assert uniform_p(values) > 1e-3, sorted(values)
+
+
+def test_texts_whose_weights_change_at_every_step_are_as_likely_as_they_should_be(setup: Setup) -> None:
+    """Each token follows the weights of its segment, given the text before it: counted by weights and text so far."""
+    sampling, steps, noise = Sampling(max_tokens=HORIZON), iter(range(1, 10**9)), torch.Generator().manual_seed(1)
+    policies = [load_policy(setup.policy) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in policies[1].parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+    laws = [
+        {text[: n + 1]: logps[n] for text, logps in text_logps(policy, sampling).items() for n in range(len(text))}
+        for policy in policies
+    ]
+    assert max(abs(laws[0][text] - laws[1][text]) for text in laws[0]) > 0.5
+
+    def push(_: RolloutProgress) -> None:
+        number = next(steps)
+        setup.engine.update_weights(PolicyWeights(policies[number % 2]), number)
+
+    cycle(setup, None)
+    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(5, i)) for i in range(2 * NUM_DRAWS)]
+    counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    try:
+        for response in setup.engine.generate(requests, sampling, seed=0, on_progress=push):
+            versions = [version for version, count in response.segments for _ in range(count)]
+            for n, (version, logp) in enumerate(zip(versions, response.logps, strict=True)):
+                text = tuple(response.token_ids[: n + 1])
+                counts[version % 2, text] += 1
+                assert logp == pytest.approx(laws[version % 2][text], abs=setup.tolerance)
+    finally:
+        setup.engine.update_weights(PolicyWeights(policies[0]), 0)
+    by_start: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for (number, text), count in counts.items():
+        by_start[number, text[:-1]] += count
+    statistic, degrees = 0.0, 0
+    for (number, start), total in by_start.items():
+        expected = {token: total * math.exp(laws[number][*start, token]) for token in range(VOCAB)}
+        if min(expected.values()) >= 5:
+            statistic += sum((counts[number, (*start, token)] - e) ** 2 / e for token, e in expected.items())
+            degrees += VOCAB - 1
+    assert degrees >= 4 * (VOCAB - 1)
+    assert torch.special.gammaincc(torch.tensor(degrees / 2.0), torch.tensor(statistic / 2)).item() > 1e-4
 
 
 def test_stopped_and_continued_texts_are_as_likely_as_they_should_be(setup: Setup) -> None:
