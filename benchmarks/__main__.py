@@ -10,6 +10,7 @@ BENCHMARKS = {
     "target": "benchmarks.target.run",
     "pad_to_7b": "benchmarks.target.pad_to_7b",
     "rollout": "benchmarks.rollout.run",
+    "environments": "benchmarks.rollout.environments",
     "lossless": "benchmarks.lossless.run",
     "end_to_end": "benchmarks.end_to_end.run",
     "foretold": "benchmarks.end_to_end.foretold",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer
+from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
 from tlt_lightning import Sampling
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.policy import load_policy, load_tokenizer, response_logps
@@ -59,3 +59,29 @@ def test_conversations_are_learned_from_as_they_were_sampled(
     assert batch.advantages is not None
     assert not batch.advantages[~trained].any()
     assert batch.advantages.any()
+
+
+@pytest.mark.slow
+def test_a_tiny_policy_learns_a_game_of_three_turns(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    data = make_data(prompts_path, **settings(group_size=8, prompts_per_iteration=8, num_minibatches=1))
+    make_trainer(tmp_path, recorder, max_epochs=16).fit(make_module(policy_path), data)
+    means = [sum(each.reward for each in rollouts) / len(rollouts) for rollouts in recorder.rollouts]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
+    assert all(len(each.response.turns) == 3 for rollouts in recorder.rollouts for each in rollouts)
+
+
+def test_a_run_that_was_saved_between_iterations_goes_on_to_the_bit(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    whole = make_module(policy_path)
+    make_trainer(tmp_path, max_epochs=3).fit(whole, make_data(prompts_path, **settings()))
+    begun = make_trainer(tmp_path, max_epochs=2)
+    begun.fit(make_module(policy_path), make_data(prompts_path, **settings()))
+    begun.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = make_module(policy_path)
+    make_trainer(tmp_path, max_epochs=3).fit(
+        resumed, make_data(prompts_path, **settings()), ckpt_path=str(tmp_path / "two.ckpt")
+    )
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
