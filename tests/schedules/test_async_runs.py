@@ -249,6 +249,14 @@ def test_what_probes_the_engine_is_not_learned_from(paths: Paths) -> None:
     assert sorted(draws) == list(range(3 * 4 + LAG * 4))
 
 
+def test_after_a_validation_an_engine_that_writes_unread_begins_anew(paths: Paths) -> None:
+    recorder, engine = Versions(), Corrupt(max_num_seqs=32)
+    engine.corrupt_version = -1
+    settings = {"limit_val_batches": 1.0, "max_epochs": 5, "prompts_per_iteration": 2, "num_minibatches": 1}
+    go(paths, AsyncRollout(4), recorder, engine=engine, **settings)
+    assert sorted(draws_of(recorder) + recorder.waiting[-1]) == list(range(2 * (5 + 4)))
+
+
 @pytest.mark.slow
 def test_a_policy_learns_under_every_staleness_and_at_one_about_as_fast_as_without(paths: Paths) -> None:
     def gain(max_staleness: int) -> float:

@@ -97,7 +97,8 @@ class RolloutCollector:
         ranks = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size}
         under_way = under_way or RolloutUnderWay.of_all(len(prompts), group_size, **ranks)
         runs_on = under_way.schedule.is_asynchronous and self.stream.can_stay_open
-        ids, ahead = [prompt.ids for prompt in prompts], runs_on and self.engine.runs_on
+        ahead = runs_on and self.engine.runs_on and bool(self.stream.open_ids)  # else nobody might read what begins
+        ids = [prompt.ids for prompt in prompts]
         asked = under_way.requests(ids, has_seeds=self.engine.seeds_requests, ahead=ahead)
         requests = [request for request in asked if request.id not in self.stream.open_ids]
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.

@@ -88,10 +88,7 @@ class RolloutEngine(ABC):
     """True if `update_weights` works while requests run: they go on with the new weights, in a new segment."""
 
     runs_on = False
-    """True if requests are written while nobody reads `generate`, whose iterator may stay open over iterations.
-
-    Then `generate` begins when it is called, not when its iterator is read, and `add` and `stop` work from there on.
-    """
+    """True if requests are written while nobody reads `generate`, whose iterator may stay open over iterations."""
 
     num_hosts: int = 1
     """Engines that it is made of, each with weights of its own; to requests of negative groups they take turns."""
