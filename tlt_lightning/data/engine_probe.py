@@ -39,7 +39,7 @@ class EngineProbe:
         self._done: set[tuple[bool, int]] = set()
 
     def requests(self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
-        """Return what to ask of an engine that has taken weights amid what it writes: of each host at least one.
+        """Return what to ask of an engine that has taken weights amid what it writes: one for each host at least.
 
         Their ids are negative, as no others are while the policy learns.
         """

@@ -91,7 +91,7 @@ class RolloutEngine(ABC):
     """True if requests are written while nobody reads `generate`, whose iterator may stay open over iterations."""
 
     num_hosts: int = 1
-    """Engines that it is made of, each with weights of its own; to requests of negative groups they take turns."""
+    """Engines that it is made of, each with weights of its own."""
 
     reads_drafts = False
     """True if drafts are looked up in `Request.earlier_answers`."""
