@@ -3,7 +3,7 @@
     python -m benchmarks environments --size 25m
 
 Each conversation has three turns; behind each of the first two a simulated tool sleeps, meanwhile the engine writes
-the others. Speculation drafts from siblings and the response's own text, and `CostModelSelector` chooses. A rollout is
+the others. Speculation drafts from siblings, and `CostModelSelector` chooses. A rollout is
 written once untimed. `--tiny` takes the quickstart's policy, fewer conversations and shorter waits.
 """
 
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     waits, number = ([0.1, 1.0], 8) if args.tiny else (args.waits, args.conversations)
     cache = 0.5 if args.tiny else 8.0
     rows: list[dict[str, Any]] = []
-    for name, speculation in (("off", None), ("siblings, ngram", drafts())):
+    for name, speculation in (("off", None), ("siblings", drafts())):
         engine = VLLMEngine(kv_cache_gib=cache, max_num_seqs=number, speculation=speculation)
         engine.setup(args.policy, max_model_len=1024, seed=args.seed)
         engine.update_weights(PolicyWeights(load_policy(args.policy)), 0)
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
 def drafts() -> Speculation:
     """Return drafts that need no training."""
-    return Speculation(selector=CostModelSelector(), siblings=True, ngram=True)
+    return Speculation(selector=CostModelSelector(drafters=("sibling",)), siblings=True)
 
 
 def timed(engine: VLLMEngine, args: Any, seconds: float, number: int) -> dict[str, float]:

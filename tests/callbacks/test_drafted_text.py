@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.rollout_loop import make_rollout
 from tlt_lightning.callbacks.drafted_text import MAX_CHARS, MAX_TOKENS, completion, pieces, spans
-from tlt_lightning.rollout import Response, VerifiedDraft
+from tlt_lightning.engine.requests import joined
+from tlt_lightning.rollout import Request, Response, VerifiedDraft
 
 
 def response(length: int, drafts: Sequence[VerifiedDraft] = ()) -> Response:
@@ -86,4 +87,16 @@ def test_a_completion_has_a_bounded_size_and_no_number_that_json_lacks() -> None
 
 def test_a_draft_ends_with_its_turn() -> None:
     observed = response(4, [(2, "ngram", 5, 5)]).observing([9])
-    assert spans(observed) == [("", 0, 2), ("ngram", 2, 4), ("", 4, 5)]
+    assert spans(observed) == [("", 0, 2), ("ngram", 2, 4), ("environment", 4, 5)]
+
+
+def test_what_an_environment_said_stands_between_turns() -> None:
+    talk = response(3, [(0, "ngram", 1, 0)]).observing([9, 8])
+    went_on = joined(Request(0, [2], written=talk), response(2, [(0, "sibling", 2, 2)])).observing([7])
+    assert spans(went_on) == [
+        ("-ngram", 0, 1),
+        ("", 1, 3),
+        ("environment", 3, 5),
+        ("sibling", 5, 7),
+        ("environment", 7, 8),
+    ]

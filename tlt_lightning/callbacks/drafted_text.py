@@ -14,9 +14,12 @@ MAX_TOKENS, MAX_CHARS = 1600, 4000
 Span = tuple[str, int, int]
 """Writer of some tokens, the first of them, and the one behind the last.
 
-The writer is a drafter, whose draft was kept; the empty string for the policy; or `-` and a drafter for a token of the
-policy in the place of a draft that was refused.
+The writer is a drafter, whose draft was kept; the empty string for the policy; `ENVIRONMENT`; or `-` and a drafter for
+a token of the policy in the place of a draft that was refused.
 """
+ENVIRONMENT = "environment"
+"""Writer of what was observed."""
+
 UNFINISHED = "\ufffd"
 """The character that a tokenizer decodes a part of a character to."""
 
@@ -49,12 +52,23 @@ def spans(response: Response) -> list[Span]:
         begun = end
     cut.append(("", begun, len(response.token_ids)))
     merged: list[Span] = []
-    for who, first, last in cut:
+    for who, first, last in _with_observed(cut, response.observed):
         if merged and merged[-1][0] == who:
             merged[-1] = (who, merged[-1][1], last)
         elif last > first:
             merged.append((who, first, last))
     return merged
+
+
+def _with_observed(cut: Sequence[Span], observed: Sequence[tuple[int, int]]) -> Iterator[Span]:
+    """Yield spans with those of an environment taken out of the policy's, within which they lie."""
+    for who, first, last in cut:
+        for start, length in observed:
+            if not who and first <= start < last:
+                yield "", first, start
+                yield ENVIRONMENT, start, start + length
+                first = start + length
+        yield who, first, last
 
 
 def pieces(response: Response, decode: Decode, most: int) -> Iterator[tuple[str, str]]:

@@ -264,6 +264,7 @@ if (all.length) {
   const span = ([who, text]) => {
     if (!who) return text;
     if (who === "…") return h("span", { class: "gap" }, ` … ${text} … `);
+    if (who === "environment") return h("details", { class: "said", ...(text.length < 200 ? { open: "" } : {}) }, h("summary", {}, "environment"), text);
     const refused = who[0] === "-", [tint, name] = WHO[refused ? who.slice(1) : who] || ["soft", who];
     return h("span", { class: refused ? "refused" : "kept", style: { "--who": color(tint) }, title: refused ? `the policy's own: a draft by ${name} was refused here` : `drafted by ${name}, and kept` }, text);
   };
