@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import Sampling
+from tlt_lightning import FixedSelector, Sampling, Speculation, VLLMEngine
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.policy import load_policy, load_tokenizer, response_logps
 
@@ -32,13 +32,23 @@ def settings(**overrides: Any) -> dict[str, Any]:
     return {"rewards": [], "environment": Counting, "turns": limits, "sampling": Sampling(max_tokens=24), **overrides}
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def speculating() -> VLLMEngine:
+    selector = FixedSelector(num_draft_tokens=3, drafter="sibling")
+    speculation = Speculation(selector=selector, siblings=True, ngram=True)
+    return VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=32, speculation=speculation)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["transformers", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "speculating"))],
+)
 @pytest.mark.parametrize("waits", [True, False])
 def test_conversations_are_learned_from_as_they_were_sampled(
     engine: str, waits: bool, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     recorder, module, limits = Recorder(), make_module(policy_path), TurnLimits(tokens=4, waits=waits)
-    data = make_data(prompts_path, make_engine(engine), **settings(turns=limits))
+    writer = speculating() if engine == "speculating" else make_engine(engine)
+    data = make_data(prompts_path, writer, **settings(turns=limits))
     make_trainer(tmp_path, recorder, max_epochs=1).fit(module, data)
     (rollouts,), (batch,) = recorder.rollouts, recorder.batches
     tokenizer = load_tokenizer(policy_path)
@@ -53,6 +63,8 @@ def test_conversations_are_learned_from_as_they_were_sampled(
         seen = [[token for token in turn if token not in (0, 1)] for turn in turns]  # padding and end
         words = [word for turn in seen for word in tokenizer.decode(turn).split()]
         assert rollout.reward == sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+    drafted = any(rollout.response.drafts for rollout in rollouts)
+    assert drafted == (engine == "speculating")
     logps = response_logps(load_policy(policy_path), batch)[0]
     trained = batch.response_mask.bool()
     torch.testing.assert_close(logps[trained], batch.rollout_logps[trained], atol=1e-4, rtol=0)
