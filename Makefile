@@ -41,7 +41,7 @@ test: setup models/SmolLM2-135M-Instruct/model.safetensors
 
 # The part of it that two cores do in a minute and a half.
 quick: setup
-	$(PY) -m pytest -m "not gpu and not vllm and not oracle and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -m "not gpu and not vllm and not ray and not oracle and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # The documentation, into site/.
 docs: setup

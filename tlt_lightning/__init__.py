@@ -21,6 +21,7 @@ _NAMES = {
     "drafter.data": "DrafterDataModule",
     "drafter.module": "DrafterModule",
     "engine.base": "RolloutEngine RolloutProgress",
+    "engine.ray.engine": "RayEngine",
     "engine.transformers": "TransformersEngine",
     "engine.vllm.engine": "VLLMEngine",
     "engine.vllm.quantization": "Quantization",

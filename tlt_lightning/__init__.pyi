@@ -10,6 +10,7 @@ from tlt_lightning.drafter.data import DrafterDataModule as DrafterDataModule
 from tlt_lightning.drafter.module import DrafterModule as DrafterModule
 from tlt_lightning.engine.base import RolloutEngine as RolloutEngine
 from tlt_lightning.engine.base import RolloutProgress as RolloutProgress
+from tlt_lightning.engine.ray.engine import RayEngine as RayEngine
 from tlt_lightning.engine.transformers import TransformersEngine as TransformersEngine
 from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
 from tlt_lightning.engine.vllm.quantization import Quantization as Quantization

@@ -1,6 +1,7 @@
 """Offer the rollout engines, which write responses."""
 
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
+from tlt_lightning.engine.ray.engine import RayEngine
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.engine.vllm.engine import EngineParts, VLLMEngine
 from tlt_lightning.engine.vllm.quantization import Quantization
@@ -9,6 +10,7 @@ from tlt_lightning.engine.vllm.speculation import Speculation
 __all__ = [
     "EngineParts",
     "Quantization",
+    "RayEngine",
     "RolloutEngine",
     "RolloutProgress",
     "Speculation",

@@ -1,0 +1,158 @@
+"""Hosts as one engine, with an engine that costs nothing: order, balance, weights, and what goes wrong."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.support.ray.faulty_engine import DEADLY, FAULTY, FaultyEngine
+from tlt_lightning import RayEngine, Request, Response, RolloutProgress, Sampling
+from tlt_lightning.engine.ray import fleet, snapshot
+
+pytestmark = pytest.mark.ray
+
+SAMPLING = Sampling(max_tokens=6)
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((3, 2), value)), ("b", torch.full((5,), value, dtype=torch.bfloat16))]
+
+
+def requests(number: int, per_group: int = 2, first: int = 0, **given: Any) -> list[Request]:
+    return [Request(id=first + i, prompt_ids=[i // per_group], group=i // per_group, **given) for i in range(number)]
+
+
+def expected(request: Request, value: int, length: int = 6) -> list[int]:
+    """The tokens that `CheapEngine` writes with `weights(value)`, which are 11 numbers."""
+    return [request.prompt_ids[0] + 11 * value + place for place in range(length)]
+
+
+def make(num_engines: int = 1, **given: Any) -> RayEngine:
+    engine = RayEngine(FaultyEngine(**given), num_engines)
+    engine.setup("", max_model_len=32, seed=0)
+    engine.update_weights(weights(1), 0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(cluster: None) -> Iterator[RayEngine]:
+    engine = make(2, step_seconds=0.02)
+    yield engine
+    for _ in range(2):
+        engine.close()
+
+
+@pytest.fixture
+def failing(cluster: None) -> Iterator[RayEngine]:
+    engine = make()
+    yield engine
+    engine.close()
+
+
+def test_groups_stay_together_and_load_is_even(engine: RayEngine) -> None:
+    asked = requests(12, per_group=3)
+    answers = [(each.request_id, list(each.token_ids)) for each in engine.generate(asked, SAMPLING, seed=0)]
+    assert sorted(answers) == [(request.id, expected(request, 1)) for request in asked]
+    assert sorted(host.index for host in engine._live._host_of.values()) == [0, 0, 1, 1]  # by group
+
+
+def test_progress_sums_the_engines(engine: RayEngine) -> None:
+    seen: list[RolloutProgress] = []
+    list(engine.generate(requests(10), SAMPLING, seed=0, on_progress=seen.append))
+    assert all(each.total == 10 for each in seen)
+    assert (seen[-1].finished, seen[-1].tokens, seen[-1].longest) == (10, 60, 6)
+    assert engine.stats() == {"speculation/acceptance_length": 1.0}
+
+
+def test_weights_come_while_requests_run_and_what_is_added_begins_with_them(engine: RayEngine) -> None:
+    long, added = requests(4, max_tokens=100), requests(4, first=10)
+    found: dict[int, Response] = {}
+    for response in engine.generate([*requests(1, first=50), *long], SAMPLING, seed=0):
+        if not found:
+            engine.update_weights(weights(2), 1)
+            engine.add(added)
+        found[response.request_id] = response
+    engine.update_weights(weights(1), 2)
+    assert len(found) == 9
+    for request in added:
+        assert (found[request.id].policy_versions, [*found[request.id].token_ids]) == ((1,), expected(request, 2))
+    for request in long:
+        response = found[request.id]
+        (_, start), (_, rest) = response.segments
+        assert (response.policy_versions, start + rest) == ((0, 1), 100)
+        assert [*response.token_ids] == expected(request, 1, 100)[:start] + expected(request, 2, 100)[start:]
+
+
+def test_a_slow_engine_holds_up_no_update_and_loads_the_newest_alone(cluster: None) -> None:
+    engine, seconds = make(step_seconds=1.5), []
+    stream = engine.generate([Request(0, [1], max_tokens=1), Request(1, [1], max_tokens=2)], SAMPLING, seed=0)
+    next(stream)  # and the second step begins
+    for version in range(1, 5):
+        started = time.perf_counter()
+        engine.update_weights(weights(version), version)
+        seconds.append(time.perf_counter() - started)
+    list(stream)
+    assert sum(seconds) < 1.5
+    assert engine.state_dict() == {"hosts": [{"versions": [0, 4]}]}
+    engine.close()
+
+
+def test_what_was_given_up_is_answered_to_nobody(engine: RayEngine) -> None:
+    stream = engine.generate([Request(0, [0], max_tokens=1), *requests(4, first=1, max_tokens=9999)], SAMPLING, seed=0)
+    next(stream)
+    stream.close()
+    answers = [(each.request_id, len(each.token_ids)) for each in engine.generate(requests(4), SAMPLING, seed=0)]
+    assert sorted(answers) == [(number, 6) for number in range(4)]
+
+
+def test_stopped_requests_end_unfinished(engine: RayEngine) -> None:
+    found = {}
+    for response in engine.generate([*requests(4, max_tokens=9999), Request(9, [0])], SAMPLING, seed=0):
+        engine.stop(range(4))
+        found[response.request_id] = response.finish_reason
+    assert found == {9: "length", **dict.fromkeys(range(4), "unfinished")}
+
+
+def test_a_host_that_dies_is_replaced_and_every_request_is_answered_once(
+    engine: RayEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [*requests(6, max_tokens=60), Request(9, [0], group=9)]
+    engine.update_weights(weights(3), 3)
+    answers = []
+    for response in engine.generate(asked, SAMPLING, seed=0):
+        if not answers:
+            ray.kill(engine._live.hosts[0]._actor)
+        answers.append((response.request_id, [*response.token_ids], response.policy_versions))
+    assert sorted(answers) == [(each.id, expected(each, 3, each.max_tokens or 6), (3,)) for each in asked]
+    assert "Engine 0 died, and a new one takes its place" in caplog.text
+    first, second = (state["versions"] for state in engine.state_dict()["hosts"])
+    assert first == [*second, 3]  # it knew what the dead one had learned, and loaded the newest weights
+    engine.update_weights(weights(1), 4)
+
+
+def test_a_host_that_dies_again_and_again_ends_the_run(failing: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MAX_DEATHS", 1)
+    with pytest.raises(RuntimeError, match="Engine 0 has died 2 times without answering a request"):
+        list(failing.generate([Request(0, [DEADLY])], SAMPLING, seed=0))
+
+
+def test_an_error_in_a_host_comes_with_its_name_and_reason(failing: RayEngine) -> None:
+    with pytest.raises(RuntimeError, match=rf"Engine 0 on .* \(process \d+\) failed: token {FAULTY} is beyond me"):
+        list(failing.generate([Request(0, [FAULTY])], SAMPLING, seed=0))
+
+
+def test_a_corrupted_tensor_ends_the_run_by_host_and_version(
+    failing: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def corrupted(arrays: list[Any]) -> Any:
+        arrays[1].view("uint8")[3] ^= 4
+        return put(arrays)
+
+    put = ray.put
+    monkeypatch.setattr(snapshot.ray, "put", corrupted)
+    failing.update_weights(weights(1), 7)
+    with pytest.raises(RuntimeError, match=r"Engine 0 on .* failed: b of version 7 arrived with other bits"):
+        list(failing.generate(requests(2), SAMPLING, seed=0))

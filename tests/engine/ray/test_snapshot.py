@@ -1,0 +1,42 @@
+"""Weights that travel by Ray's object store."""
+
+import pytest
+import ray
+import torch
+
+from tlt_lightning.engine.ray import snapshot
+from tlt_lightning.engine.ray.snapshot import Snapshot
+
+pytestmark = pytest.mark.ray
+
+TENSORS = {
+    "float": torch.randn(4, 3),
+    "half": torch.randn(7).to(torch.bfloat16),
+    "scalar": torch.tensor(2.5),
+    "whole": torch.arange(5),
+    "strided": torch.randn(6, 4).t(),
+    "empty": torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("group_bytes", [1, 64, 2**28])
+def test_tensors_arrive_as_they_were_when_they_were_sent(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, group_bytes: int
+) -> None:
+    monkeypatch.setattr(snapshot, "GROUP_BYTES", group_bytes)
+    live = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    sent = Snapshot.of(live.items(), 3)
+    for tensor in live.values():
+        tensor.zero_()  # as an optimizer's step does
+    found = ray.get(ray.remote(lambda weights: (weights.version, dict(weights))).remote(sent))
+    assert found[0] == 3
+    assert found[1].keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[1][name].dtype == tensor.dtype
+        assert torch.equal(found[1][name], tensor)
+
+
+def test_floating_tensors_travel_in_the_engines_type(cluster: None) -> None:
+    found = dict(Snapshot.of(TENSORS.items(), 0, torch.bfloat16))
+    assert found["whole"].dtype == torch.int64
+    assert torch.equal(found["float"], TENSORS["float"].to(torch.bfloat16))

