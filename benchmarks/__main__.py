@@ -17,6 +17,7 @@ BENCHMARKS = {
     "learning": "benchmarks.end_to_end.learning",
     "staleness": "benchmarks.end_to_end.staleness",
     "distillation": "benchmarks.end_to_end.distillation",
+    "warm_start": "benchmarks.end_to_end.warm_start",
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
