@@ -26,6 +26,7 @@ _NAMES = {
     "engine.vllm.engine": "VLLMEngine",
     "engine.vllm.quantization": "Quantization",
     "engine.vllm.speculation": "Speculation",
+    "environments.limits": "TurnLimits",
     "hidden_states": "HiddenStateRequest PolicyText",
     "hooks": "RolloutCallback",
     "long_tail.callback": "LongTailIdleCallback",
