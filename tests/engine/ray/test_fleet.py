@@ -67,6 +67,22 @@ def test_progress_sums_the_engines(engine: RayEngine) -> None:
     assert engine.stats() == {"speculation/acceptance_length": 1.0}
 
 
+def test_each_engine_tells_when_it_wrote_took_weights_and_waited(engine: RayEngine) -> None:
+    engine.take_laps()
+    started = time.perf_counter()
+    list(engine.generate(requests(4), SAMPLING, seed=0))
+    engine.update_weights(weights(1), 0)
+    list(engine.generate(requests(4), SAMPLING, seed=0))
+    laps = engine.take_laps()
+    seconds = time.perf_counter() - started
+    assert list(laps) == ["engine 0", "engine 1"]
+    for stages in laps.values():
+        assert {"writing", "weights", "waiting"} == {stage for stage, _ in stages}
+        assert sum(value for _, value in stages) == pytest.approx(seconds, abs=0.3)
+        assert sum(value for stage, value in stages if stage == "writing") > 6 * 0.02  # two rollouts
+    assert sum(value for stages in engine.take_laps().values() for _, value in stages) < 1
+
+
 def test_weights_come_while_requests_run_and_what_is_added_begins_with_them(engine: RayEngine) -> None:
     long, added = requests(4, max_tokens=100), requests(4, first=10)
     found: dict[int, Response] = {}

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,6 +105,11 @@ class RayEngine(RolloutEngine):
         names = [f"Engine {rank * number + index}" for index in range(number)]
         self._fleet = Fleet(self.engine, names, gpus, wanted)
         self.compute_dtype = self._fleet.hosts[0].report.compute_dtype
+
+    @override
+    def take_laps(self) -> Mapping[str, Sequence[tuple[str, float]]]:
+        hosts = [] if self._fleet is None else self._fleet.hosts
+        return {host.name.lower(): host.take_laps() for host in hosts}
 
     @override
     def close(self) -> None:

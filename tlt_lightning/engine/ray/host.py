@@ -15,6 +15,7 @@ from ray import cloudpickle
 from tlt_lightning.engine.base import NamedTensors, RolloutEngine, RolloutProgress
 from tlt_lightning.engine.ray.cluster import check_versions
 from tlt_lightning.engine.ray.snapshot import Snapshot
+from tlt_lightning.engine.ray.stages import StageClock
 from tlt_lightning.rollout import Request, Response, Sampling
 
 Command = Callable[["EngineHost"], bool]
@@ -76,6 +77,7 @@ class EngineHost:
         self.name = f"{name} on {socket.gethostname()} (process {os.getpid()})"
         self._engine: RolloutEngine
         self._changed = threading.Condition()
+        self._clock = StageClock("waiting")
         self._commands: dict[int, Command] = {}
         self._newest: dict[str, tuple[int, Snapshot]] = {}  # by kind, with the number of its command
         self._report, self._has_news = Report(), False
@@ -105,6 +107,10 @@ class EngineHost:
             self._ended.clear()
             return report
 
+    def take_laps(self) -> list[tuple[str, float]]:
+        """Return its stages with their seconds, since the last call."""
+        return self._clock.take()
+
     def run(self, versions: dict[str, str], pickled_engine: bytes) -> None:
         """Carry out commands and write, for as long as the host lives.
 
@@ -117,7 +123,8 @@ class EngineHost:
             while True:
                 self._carry_out()
                 if self._asked:
-                    self._write()
+                    with self._clock.within("writing"):
+                        self._write()
                 with self._changed:
                     self._changed.wait_for(lambda: self._has_command)
         except Exception as error:
@@ -189,7 +196,8 @@ class EngineHost:
             return False
         number, snapshot = self._newest[kind]
         if self._loaded.get(kind, 0) < number:
-            load(snapshot, snapshot.version)
+            with self._clock.within("weights"):
+                load(snapshot, snapshot.version)
             self._loaded[kind] = number
             self._note(**self._learned())
         return True

@@ -16,6 +16,7 @@ from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.rollout import Request, Response
 
 _REPORT_SECONDS = 0.2  # between two reports of progress
+_LAPS_SECONDS = 1.0  # that an iteration waits for the stages of a host
 
 
 class HostDied(Exception):
@@ -100,6 +101,13 @@ class RemoteHost:
             self.num_deaths = 0
             self.stopped &= self.open.keys()
         return responses
+
+    def take_laps(self) -> list[tuple[str, float]]:
+        """Return its stages with their seconds since the last call; none of a process that is gone or stuck."""
+        try:
+            return ray.get(self._actor.take_laps.remote(), timeout=_LAPS_SECONDS)
+        except RayError:
+            return []
 
     def kill(self) -> None:
         """End the process; safe to call twice."""
