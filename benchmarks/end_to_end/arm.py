@@ -76,7 +76,7 @@ class ReplayEngine(BenchEngine):
         if self.lengths is not None:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             lengths, first = self.lengths[self._num_rollouts], rank * len(requests)
-            requests = [replace(request, max_tokens=lengths[first + request.id]) for request in requests]
+            requests = [replace(each, max_tokens=lengths[first + place]) for place, each in enumerate(requests)]
         self._num_rollouts += 1
         yield from super().generate(requests, sampling, seed=seed, on_progress=on_progress)
 

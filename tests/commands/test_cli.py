@@ -133,7 +133,9 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     prompts_path: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)  # of another test's recipe
     with pytest.raises(SystemExit) as raised:
         run_cli(["fit", *options(policy_path, prompts_path, tmp_path), *wrong])
     lines = capsys.readouterr().err.splitlines()
