@@ -136,7 +136,7 @@ def test_a_coroutine_that_blocks_the_others_is_left_behind(policy_path: str, mon
 @pytest.mark.parametrize(
     ("limits", "max_tokens", "num_tokens", "reason"),
     [
-        (TurnLimits(most=2), 40, 6, "length"),
+        (TurnLimits(most=2), 40, 6, "stop"),  # as `length` it would count as one of 40 tokens
         (TurnLimits(most=3), 40, 10, "stop"),
         (TurnLimits(), 10, 10, "stop"),
         (TurnLimits(), 9, 9, "stop"),  # within the third turn, with which the environment is content
@@ -170,6 +170,31 @@ def test_a_conversation_that_was_stopped_goes_on_with_its_environment(policy_pat
     (response,) = stream
     assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22, 1]
     assert of(stream, 10).talk.reward == 3
+    stream.close()
+
+
+def test_a_conversation_is_open_until_its_response_has_been_taken(policy_path: str) -> None:
+    stream, _, _, _ = converse(policy_path, Echo, TurnLimits())
+    stream.stop([10, 11, 12])  # an asynchronous schedule may leave some of what has ended to its next iteration
+    assert next(stream).request_id == 10
+    assert stream.open_ids == {11, 12}
+    stream.stop([11, 12])  # which have ended
+    assert [response.request_id for response in stream] == [11, 12]
+    assert stream.open_ids == set()
+    stream.close()
+
+
+def test_a_conversation_stopped_in_the_step_that_ends_its_turn_writes_no_further_one(policy_path: str) -> None:
+    stream, engine, requests, prompts = converse(policy_path, Echo, TurnLimits(), number=1)
+    stream.tell = lambda progress: stream.stop([10])  # too late for the engine
+    (stopped,) = stream
+    assert (stopped.finish_reason, stopped.token_ids) == ("unfinished", [20, 1])
+    stream.tell = lambda progress: None
+    again = Request(id=10, prompt_ids=requests[0].prompt_ids, written=stopped)
+    stream.ask([again], Sampling(max_tokens=40), seed=0, prompts=prompts)
+    (response,) = stream
+    assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22, 1]
+    assert engine.num_generates == 2
     stream.close()
 
 

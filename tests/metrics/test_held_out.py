@@ -26,7 +26,8 @@ def test_metric_averages_over_prompts_and_batches() -> None:
 
 def test_held_out_answers_are_measured_under_their_stage_and_anew_each_time() -> None:
     def rollout(group: int, exact: float, brevity: float, length: int) -> Rollout:
-        response = Response(0, [2] * length, [-1.0] * length, "stop", (0,))
+        told = ((0, 3),)  # by an environment, and no part of the length
+        response = Response(0, [2] * (3 + length), [-1.0] * (3 + length), "stop", (0,), observed=told)
         rewards = {"exact": exact, "brevity": brevity}
         return Rollout(Prompt("q", [2]), response, "text", group, rewards, exact + brevity)
 

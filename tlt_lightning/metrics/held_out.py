@@ -79,7 +79,7 @@ class HeldOutMetrics(nn.Module):
             return
         self.accuracy.update([(rollout.group, rollout.is_correct) for rollout in rollouts])
         self.reward.update(torch.tensor([rollout.reward for rollout in rollouts]))
-        self.length.update(torch.tensor([float(len(rollout.response.token_ids)) for rollout in rollouts]))
+        self.length.update(torch.tensor([float(rollout.response.num_written) for rollout in rollouts]))
 
     def add_losses(self, losses: Tensor) -> None:
         """Add the negative log-probs of tokens, (N,)."""

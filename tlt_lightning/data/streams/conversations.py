@@ -56,6 +56,7 @@ class ConversationStream(RequestStream):
         self.workers = EnvironmentWorkers(limits.seconds)
         self._trajectories: dict[int, Trajectory] = {}  # by request, those that ended until they are taken
         self._written: set[int] = set()  # requests in the engine
+        self._stopping: set[int] = set()  # those of them that were stopped, and may end a turn all the same
         self._jobs: dict[int, tuple[Trajectory, str]] = {}  # what environments work at
         self._numbers = count()
         self._ended: deque[Response] = deque()
@@ -90,7 +91,7 @@ class ConversationStream(RequestStream):
             self._trajectories[request.id] = trajectory
             self._submit(trajectory, "begin", talk.begin())
         while self.waits and self._num_away:
-            ready += self._heard(wait=True)
+            ready = sorted([*ready, *self._heard(wait=True)], key=lambda request: request.id)  # by no clock
         super().ask(ready, sampling, seed=seed)
 
     @override
@@ -101,12 +102,15 @@ class ConversationStream(RequestStream):
             if not must_wait and not self._ended:
                 self._receive(super().__next__())
         self._num_ended += 1
-        return self._ended.popleft()
+        response = self._ended.popleft()
+        self.open_ids.discard(response.request_id)
+        return response
 
     @override
     def stop(self, ids: Collection[int]) -> None:
-        stopped = self.open_ids & {*ids}
+        stopped = self.open_ids & {*ids} - {response.request_id for response in self._ended}
         if in_engine := stopped & self._written:
+            self._stopping |= in_engine
             self.engine.stop(in_engine)
         for number in sorted(stopped - in_engine):
             trajectory = self._trajectories[number]
@@ -116,7 +120,7 @@ class ConversationStream(RequestStream):
     @property
     def _num_away(self) -> int:
         """Conversations whose environments work."""
-        return len(self.open_ids) - len(self._written)
+        return len(self.open_ids) - len(self._written) - len(self._ended)
 
     @override
     def close(self) -> None:
@@ -134,14 +138,17 @@ class ConversationStream(RequestStream):
 
     def _receive(self, response: Response) -> None:
         """Take a turn to its environment."""
-        self._written.discard(response.request_id)
-        trajectory = self._trajectories.get(response.request_id)
+        number = response.request_id
+        self._written.discard(number)
+        self.open_ids.add(number)  # until it is yielded: it may go on, or wait in `_ended`
+        is_stopped = number in self._stopping
+        self._stopping.discard(number)
+        trajectory = self._trajectories.get(number)
         if trajectory is None:
             return self._ended.append(response)
         trajectory.response = response
         if response.is_unfinished:
             return self._set_aside(trajectory, response)
-        self.open_ids.add(response.request_id)
         talk, turns = trajectory.talk, self._turns
         if talk.error is not None:
             return self._end(trajectory)
@@ -153,6 +160,8 @@ class ConversationStream(RequestStream):
             self._submit(trajectory, "answer", talk.answer(turns.words(turn), calls))
         else:
             self._submit(trajectory, "end", talk.end())
+        if is_stopped:  # with its last token of the turn: what the environment says is kept
+            self._set_aside(trajectory, response)
         return None
 
     def _submit(self, trajectory: Trajectory, what: str, job: Coroutine[Any, Any, Any]) -> None:
@@ -211,7 +220,7 @@ class ConversationStream(RequestStream):
         observed = self._turns.between(said, response.token_ids[-1]) if said else []
         is_over = len(response.token_ids) + len(observed) >= trajectory.limit
         if not said or is_over or trajectory.talk.num_turns == self.limits.most:
-            trajectory.response = replace(response, finish_reason="length" if said else "stop")
+            trajectory.response = replace(response, finish_reason="length" if said and is_over else "stop")
             self._submit(trajectory, "end", trajectory.talk.end())
             return []
         trajectory.response = response.observing(observed)
@@ -239,12 +248,10 @@ class ConversationStream(RequestStream):
         assert trajectory.response is not None
         if trajectory.talk.error is None:
             self.environments.give_back(trajectory.talk.environment)
-        self.open_ids.discard(trajectory.request.id)
         self._ended.append(trajectory.response)
 
     def _set_aside(self, trajectory: Trajectory, response: Response) -> None:
         trajectory.is_aside = True
-        self.open_ids.discard(trajectory.request.id)
         self._ended.append(replace(response, finish_reason="unfinished"))
 
     def _resume(self, trajectory: Trajectory) -> list[Request]:
