@@ -11,10 +11,13 @@ from tests.support.scripted_engine import ScriptedEngine
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
 from tlt_lightning.engine import TransformersEngine
+from tlt_lightning.environments.conversation import Conversation
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.environments.tool_calls import ToolCall
 from tlt_lightning.environments.trajectory import Trajectory
 from tlt_lightning.environments.turns import Turns
+from tlt_lightning.environments.workers import EnvironmentWorkers
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 
@@ -119,6 +122,25 @@ def test_an_environment_that_fails_costs_its_conversation_alone(
     (warning,) = [record.getMessage() for record in caplog.records if "Environment `Echo` failed" in record.message]
     assert "'index': 1" in warning
     stream.close()
+
+
+def test_columns_and_arguments_may_have_any_name() -> None:
+    class Web:
+        def reset(self, method: str, **row: Any) -> str:
+            return method
+
+        def fetch(self, method: str) -> str:
+            """Fetch it.
+
+            Args:
+                method: GET or POST.
+            """
+            return method
+
+    talk = Conversation(Environments(Web), {"method": "chat"}, EnvironmentWorkers(1.0).call)
+    assert asyncio.run(talk.begin()) == "chat"
+    (said,) = asyncio.run(talk.answer("", [ToolCall("fetch", {"method": "GET"})]))
+    assert said["content"] == "GET"
 
 
 def test_a_coroutine_that_blocks_the_others_is_left_behind(policy_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

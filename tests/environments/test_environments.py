@@ -88,7 +88,12 @@ def test_calls_are_read_as_hermes_writes_them(text: str, calls: list[ToolCall]) 
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("<tool_call>{name</tool_call>", "no JSON"), ("<tool_call>[1]</tool_call>", "A call must be")],
+    [
+        ("<tool_call>{name</tool_call>", "no JSON"),
+        ("<tool_call>[1]</tool_call>", "A call must be"),
+        ("<tool_call>" + 5000 * "1", "no JSON"),  # Python reads no such number, nor so deep a list
+        ("<tool_call>" + 100_000 * "[", "no JSON"),
+    ],
 )
 def test_a_call_that_cannot_be_read_says_why(text: str, why: str) -> None:
     (call,) = read_calls(FromText(text), [1], [], [])  # type: ignore[arg-type]

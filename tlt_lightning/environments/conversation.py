@@ -64,7 +64,7 @@ class Conversation:
             self.num_failed_calls += 1
             return str({"error": str(error)})  # the words that policies of TRL know
 
-    async def _timed(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _timed(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         started = perf_counter()
         try:
             return await self._call(method, *args, **kwargs)

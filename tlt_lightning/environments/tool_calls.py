@@ -50,15 +50,15 @@ def read_calls(
         return [_read(text) for text in _CALL.findall(str(tokenizer.decode(list(token_ids))))]
     try:
         message = tokenizer.parse_response(list(token_ids), prefix=list(before), tools=list(tools)) or {}
-    except (ValueError, TypeError) as error:
+        return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    except Exception as error:  # whatever a policy writes must not end the run
         return [ToolCall("unknown", {}, str(error))]
-    return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
 
 
 def _read(text: str) -> ToolCall:
     try:
         return _checked(json.loads(text))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, or 5,000 brackets
         return ToolCall("unknown", {}, f"The call is no JSON: {error}.")
 
 

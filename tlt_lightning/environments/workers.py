@@ -82,7 +82,7 @@ class EnvironmentWorkers:
             )
         return ended
 
-    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what a method returns, a coroutine's result, too; raise `Late` if that takes too long."""
         if inspect.iscoroutinefunction(method):
             return await self._in_time(method(*args, **kwargs))
