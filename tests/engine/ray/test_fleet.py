@@ -1,5 +1,6 @@
 """Hosts as one engine, with an engine that costs nothing: order, balance, weights, and what goes wrong."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 
 from tests.support.ray.faulty_engine import DEADLY, FAULTY, FaultyEngine
 from tlt_lightning import RayEngine, Request, Response, RolloutProgress, Sampling
-from tlt_lightning.engine.ray import fleet, snapshot
+from tlt_lightning.engine.ray import cluster as clusters
+from tlt_lightning.engine.ray import fleet, remote_host, snapshot
+from tlt_lightning.engine.ray.host import EngineHost
 
 pytestmark = pytest.mark.ray
 
@@ -153,6 +156,42 @@ def test_a_host_that_dies_again_and_again_ends_the_run(failing: RayEngine, monke
     monkeypatch.setattr(fleet, "MAX_DEATHS", 1)
     with pytest.raises(RuntimeError, match="Engine 0 has died 2 times without answering a request"):
         list(failing.generate([Request(0, [DEADLY])], SAMPLING, seed=0))
+
+
+def test_what_is_restored_is_saved_before_the_engines_have_told(engine: RayEngine) -> None:
+    engine.load_state_dict({"hosts": [{"versions": [7]}]})  # of a run with one
+    assert engine.state_dict() == {"hosts": [{"versions": [7]}] * 2}
+    list(engine.generate(requests(4), SAMPLING, seed=0))
+    assert engine.state_dict() == {"hosts": [{"versions": [7]}] * 2}
+
+
+def test_a_response_that_ends_while_a_report_is_made_is_in_the_next() -> None:
+    host = EngineHost("Engine 0")
+    host._engine = FaultyEngine(step_seconds=0.3)
+    host.write(1, requests(1, max_tokens=1), SAMPLING, 0)
+    writer = threading.Thread(target=host._write)
+    writer.start()
+    time.sleep(0.1)
+    with host._changed:  # as `take` holds it from its copy of what has ended until it forgets that
+        time.sleep(0.5)
+        assert host._ended == []
+    writer.join()
+    assert [response.request_id for response in host.take(0).responses] == [0]
+
+
+def test_what_was_being_written_ends_with_close(failing: RayEngine) -> None:
+    stream = failing.generate([Request(0, [0], max_tokens=1), Request(1, [0], max_tokens=9999)], SAMPLING, seed=0)
+    next(stream)
+    failing.close()
+    assert list(stream) == []
+
+
+def test_a_host_that_finds_no_place_ends_the_run(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "check_room", lambda *_: None)  # another run took it since then
+    monkeypatch.setattr(remote_host, "START_SECONDS", 5)
+    engine = RayEngine(FaultyEngine(), gpus_per_engine=1)
+    with pytest.raises(RuntimeError, match=r"Engine 0 has not started in 5 seconds: .* 'num_gpus': 1"):
+        engine.setup("", max_model_len=32, seed=0)
 
 
 def test_an_error_in_a_host_comes_with_its_name_and_reason(failing: RayEngine) -> None:

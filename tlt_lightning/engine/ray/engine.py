@@ -155,7 +155,7 @@ class RayEngine(RolloutEngine):
         from tlt_lightning.engine.ray.host import EngineHost
 
         share = -(-num_requests // self.num_hosts)
-        self._live.tell([partial(EngineHost.warm_up, num_requests=share)] * self.num_hosts)
+        self._live.tell(partial(EngineHost.warm_up, num_requests=share))
 
     # What speculation did and learned
 
@@ -169,11 +169,8 @@ class RayEngine(RolloutEngine):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from tlt_lightning.engine.ray.host import EngineHost
-
         if self._fleet is not None and (states := state_dict.get("hosts")):
-            places = range(self.num_hosts)
-            self._fleet.tell([partial(EngineHost.load, state=states[place % len(states)]) for place in places])
+            self._fleet.load(states)
 
     # Writing
 

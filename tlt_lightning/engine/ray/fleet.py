@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -61,10 +63,17 @@ class Fleet:
         for host in self.hosts:
             host.tell(_UPDATES[kind], (kind, snapshot))
 
-    def tell(self, commands: Sequence[Command]) -> None:
-        """Give each host its command."""
-        for host, command in zip(self.hosts, commands, strict=True):
+    def tell(self, command: Command) -> None:
+        """Give every host a command."""
+        for host in self.hosts:
             host.tell(command)
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restore what hosts had learned; if there were others, some share or none has what one had."""
+        for host in self.hosts:
+            state = states[host.index % len(states)]
+            host.report = replace(host.report, state=state)  # until it says so itself
+            host.tell(partial(EngineHost.load, state=state))
 
     def write(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, on_progress: OnProgress | None
@@ -139,7 +148,8 @@ class Fleet:
         return found
 
     def close(self) -> None:
-        """End all hosts; safe to call twice."""
+        """End all hosts; safe to call twice. What was being written ends, for who reads on would start new ones."""
+        self._rollout += 1
         for host in self.hosts:
             host.kill()
 

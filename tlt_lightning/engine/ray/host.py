@@ -145,8 +145,9 @@ class EngineHost:
         requests, self._asked = self._asked, []
         self._note(is_at_rest=False)
         for response in self._engine.generate(requests, self._sampling, seed=self._seed, on_progress=self._after_step):
-            self._ended.append(response)
-            self._note()
+            with self._changed:  # `take` forgets what it has copied, and must not forget this
+                self._ended.append(response)
+                self._note()
         self._before = replace(self._report.progress, waiting=0, running=0)
         self._note(is_at_rest=True, **self._learned())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,9 @@ from tlt_lightning.engine.ray.cluster import installed_versions
 from tlt_lightning.engine.ray.host import Command, EngineHost, Report
 from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.rollout import Request, Response
+
+START_SECONDS = 300
+"""What a process may take to start, before it loads: without a free place in the cluster Ray waits for ever."""
 
 _REPORT_SECONDS = 0.2  # between two reports of progress
 _LAPS_SECONDS = 1.0  # that an iteration waits for the stages of a host
@@ -48,7 +52,7 @@ class RemoteHost:
 
     def start(self) -> None:
         """Start a process, in place of one that died; it ends with this one at the latest."""
-        self._num_told = 0
+        self._num_told, self._waits_since = 0, time.monotonic()
         self.report = Report(state=self.report.state)
         # Of its threads one runs the engine, one reports, two take commands.
         remote: Any = ray.remote(EngineHost)
@@ -80,12 +84,18 @@ class RemoteHost:
 
         Raises:
             HostDied: Its process is gone.
-            RuntimeError: The engine failed.
+            RuntimeError: The engine failed, or its process does not start.
         """
+        if self._taking not in ready and time.monotonic() > self._waits_since + START_SECONDS:
+            raise RuntimeError(
+                f"{self.name} has not started in {START_SECONDS} seconds: the cluster has no room for {self._resources}"
+                ", as after the loss of a node, or beside another run. Free one, and resume from the last checkpoint."
+            )
         responses: list[Response] = []
         try:
             if self._taking in ready:
                 report = ray.get(self._taking)
+                self._waits_since = float("inf")  # it has started
                 self._taking = self._actor.take.remote(_REPORT_SECONDS)
                 self.report = replace(report, responses=())
                 if report.rollout == rollout:
