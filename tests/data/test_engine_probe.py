@@ -14,12 +14,12 @@ from tests.support.architectures import save_architecture
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.rl_runs import make_data, make_engine, make_module, make_trainer
 from tlt_lightning import FixedSelector, LoRA, RolloutCallback, VLLMEngine
-from tlt_lightning.data.engine_probe import EngineProbe
+from tlt_lightning.data.engine_probe import EngineProbe, compared
 from tlt_lightning.engine.vllm import engine as engine_module
 from tlt_lightning.engine.vllm.patches import cpu_experts, finite_drafts, patched
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.objectives import GRPO
-from tlt_lightning.rollout import Sampling
+from tlt_lightning.rollout import Prompt, Response, Rollout, Sampling
 
 
 class DropoutOn(L.Callback):
@@ -34,6 +34,14 @@ def test_dropout_that_a_callback_turns_on_stops_the_run(policy_path: str, prompt
     trainer = make_trainer(tmp_path, DropoutOn())
     with pytest.raises(RuntimeError, match=r"After the first sync .* 0\.005 on average .*TransformersEngine"):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 12])
+def test_groups_are_compared_before_siblings_as_an_engine_writes_whole_groups(num_hosts: int) -> None:
+    response = Response(0, [1], [-1.0], "stop", (0,))
+    rollouts = [Rollout(Prompt("", [3] * (i // 8 + 1)), response, "", group=i // 8) for i in range(64)]
+    groups = [rollout.group for rollout in compared(rollouts, num_hosts)]
+    assert groups == [*range(8), 0, 1, 2, 3][: max(8, num_hosts)]
 
 
 @pytest.mark.parametrize(("objective", "warns"), [(GRPO(correction=None), True), (GRPO(), False)])

@@ -121,7 +121,7 @@ class RolloutCollector:
         if not sleeps_on and not runs_on:
             self._sleep()  # before the window: whoever computes in it finds the memory of the engine's cache free
         self._wait_for_others()
-        self._check_engine([*rollouts.values(), *probed], sampling, is_first)
+        self._check_engine([*probed, *rollouts.values()], sampling, is_first)
         taken = [rollouts[number] for number in under_way.taken]
         self._reward(taken)
         return taken
@@ -206,7 +206,7 @@ class RolloutCollector:
             if (new := next(self.stream, None)) is None:
                 break
             if new.request_id in unprobed:
-                probed.append(Rollout(unprobed.pop(new.request_id), new, text="", group=0))
+                probed.append(Rollout(unprobed.pop(new.request_id), new, text="", group=new.request_id))
                 continue
             if under_way.add(new) and not runs_on:
                 self.stream.stop(under_way.open_ids)

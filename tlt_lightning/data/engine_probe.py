@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from operator import itemgetter
 
 import lightning as L
 import torch
@@ -20,7 +22,7 @@ from tlt_lightning.rollout import Prompt, Request, Rollout, Sampling, collate
 log = logging.getLogger(__name__)
 
 NUM_RESPONSES, NUM_TOKENS = 8, 64
-"""Responses that are compared, those to the shortest prompts, and tokens of each."""
+"""Responses that are compared, those to the shortest prompts (more, if more engines write), and tokens of each."""
 
 NUM_ASKED, NUM_TOKENS_ASKED = 4, 16
 """Likewise of what is asked for besides; more, if more engines write."""
@@ -75,8 +77,7 @@ class EngineProbe:
             )
         policy = trainer.lightning_module.policy
         assert isinstance(policy, nn.Module)
-        shortest = sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids))[:NUM_RESPONSES]
-        parts = [_beginning(rollout) for rollout in shortest]
+        parts = [_beginning(rollout) for rollout in compared(rollouts, engine.num_hosts)]
         batch = collate(parts, pad_id=0, temperature=sampling.temperature)
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             logps = response_logps(policy, move_data_to_device(batch, trainer.lightning_module.device))[0]
@@ -88,6 +89,17 @@ class EngineProbe:
             when=_when(engine, has_new_drafter=has_new_drafter),
         )
         return True
+
+
+def compared(rollouts: Iterable[Rollout], num_hosts: int) -> list[Rollout]:
+    """Return those to the shortest prompts, a second of a group after the first of all: a host writes whole groups."""
+    num_siblings: Counter[int] = Counter()
+    places: list[tuple[int, Rollout]] = []
+    for rollout in sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids)):
+        places.append((num_siblings[rollout.group], rollout))
+        num_siblings[rollout.group] += 1
+    places.sort(key=itemgetter(0))
+    return [rollout for _, rollout in places[: max(NUM_RESPONSES, num_hosts)]]
 
 
 def _tells(sampling: Sampling) -> bool:
