@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -217,6 +218,29 @@ def test_a_conversation_stopped_in_the_step_that_ends_its_turn_writes_no_further
     (response,) = stream
     assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22, 1]
     assert engine.num_generates == 2
+    stream.close()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_engines_that_take_requests_from_readers_alone_are_asked_for_more_once_they_are_read(
+    stops: bool, policy_path: str
+) -> None:
+    stream, engine, requests, prompts = converse(policy_path, Echo, TurnLimits())
+    engine.takes_from_readers = True
+    stream.stop([10, 11])
+    aside = [next(stream), next(stream)]
+    stream.stop([12])
+    aside += stream
+    again = [replace(requests[each.request_id - 10], written=each) for each in aside]
+    time.sleep(0.3)  # until their environments have begun
+    assert list(stream) == []
+    stream.ask(again[:1], Sampling(max_tokens=40), seed=0, prompts=prompts[:1])
+    stream.ask(again[1:], Sampling(max_tokens=40), seed=0, prompts=prompts[1:])
+    if stops:
+        stream.stop([11])
+    responses = {response.request_id: response for response in stream}
+    assert [number for number, response in responses.items() if response.is_unfinished] == [11] * stops
+    assert [len(responses[number].token_ids) for number in (10, 12)] == [10, 10]
     stream.close()
 
 

@@ -20,6 +20,8 @@ class ScriptedEngine(RolloutEngine):
     """
 
     can_stop = True
+    takes_from_readers = False  # as vLLM, which is written to while `generate` is read
+    is_read = False
     policy_version = 0
 
     def __init__(self, script: Script, ends: Collection[int] = (1,)) -> None:
@@ -31,7 +33,7 @@ class ScriptedEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, on_progress: OnProgress | None = None
     ) -> Iterator[Response]:
-        self.num_generates += 1
+        self.num_generates, self.is_read = self.num_generates + 1, True
         self.waiting, self.stopped, done, tokens = list(requests), set[int](), 0, 0
         while self.waiting:
             request = self.waiting.pop(0)
@@ -48,11 +50,14 @@ class ScriptedEngine(RolloutEngine):
                 on_progress(RolloutProgress(len(self.waiting), 0, done, tokens, 0, float(done)))
             reason = "stop" if written[-1] in self.ends else "length"
             yield joined(request, Response(request.id, written, [-1.0] * len(written), reason, (0,)))
+        self.is_read = False
 
     def add(self, requests: Sequence[Request]) -> None:
+        assert self.is_read or not self.takes_from_readers
         self.waiting += requests
 
     def stop(self, ids: Collection[int]) -> None:
+        assert self.is_read or not self.takes_from_readers
         self.stopped |= {request.id for request in self.waiting} & {*ids}
 
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None: ...

@@ -109,6 +109,9 @@ class ConversationStream(RequestStream):
     @override
     def stop(self, ids: Collection[int]) -> None:
         stopped = self.open_ids & {*ids} - {response.request_id for response in self._ended}
+        if self._unread is not None:
+            self._written -= stopped
+            self._unread = [request for request in self._unread if request.id not in stopped]
         if in_engine := stopped & self._written:
             self._stopping |= in_engine
             self.engine.stop(in_engine)

@@ -35,6 +35,7 @@ class RequestStream(Iterator[Response]):
         self.trace: list[RolloutProgress] = []
         """Progress after each engine step since `begin`."""
         self._responses: Iterator[Response] | None = None  # of the `generate` that is open
+        self._unread: list[Request] | None = None  # what it begins with, until it is read: then engines take more
         self._started = self._begun = 0.0
         self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
 
@@ -60,14 +61,16 @@ class RequestStream(Iterator[Response]):
         Ranks that are one engine ask together, also for nothing. `prompts` are those of the requests.
         """
         self.open_ids |= {request.id for request in requests}
-        if self._responses is not None:
+        if self._unread is not None:
+            self._unread += requests
+        elif self._responses is not None:
             if requests:
                 self.engine.add(requests)
         elif requests or self.engine.num_ranks > 1:
             self._started, self._begun = perf_counter(), 0.0
             self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
-            responses = self.engine.generate(requests, sampling, seed=seed, on_progress=self._follow)
-            self._responses = expected(responses, self.open_ids)
+            self._unread = [*requests]
+            self._responses = expected(self._generate(sampling, seed), self.open_ids)
 
     def __next__(self) -> Response:
         response = None if self._responses is None else next(self._responses, None)
@@ -94,7 +97,11 @@ class RequestStream(Iterator[Response]):
 
     def close(self) -> None:
         """Give up what is open."""
-        self._responses, self.open_ids = None, set()
+        self._responses, self._unread, self.open_ids = None, None, set()
+
+    def _generate(self, sampling: Sampling, seed: int) -> Iterator[Response]:
+        requests, self._unread = self._unread or [], None
+        yield from self.engine.generate(requests, sampling, seed=seed, on_progress=self._follow)
 
     def _follow(self, progress: RolloutProgress) -> None:
         self._last, before = progress, self._before
