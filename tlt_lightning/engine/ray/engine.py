@@ -44,10 +44,11 @@ class RayEngine(RolloutEngine):
     ) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ImportError("`RayEngine` needs Ray: `pip install tlt-lightning[ray]`.")
-        if engine.num_ranks > 1 or engine.runs_on:
+        has_weights = type(engine).attach is RolloutEngine.attach  # else it writes with the trainer's, in its process
+        if engine.num_ranks > 1 or engine.runs_on or not has_weights:
             raise ValueError(
-                f"`engine` is {type(engine).__name__} of {engine.num_ranks} ranks, and an engine host is one process: "
-                "give one such as `VLLMEngine` with `tensor_parallel` 1."
+                f"`engine` is {type(engine).__name__} of {engine.num_ranks} ranks, and an engine host is one process "
+                "with weights of its own: give one such as `VLLMEngine` with `tensor_parallel` 1."
             )
         self.engine, self.num_engines, self.address = engine, num_engines, address
         self.gpus_per_engine = gpus_per_engine
