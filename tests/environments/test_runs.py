@@ -1,5 +1,7 @@
 """Whole runs in environments, on a tiny policy."""
 
+import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import FixedSelector, Sampling, Speculation, VLLMEngine
+from tlt_lightning import AsyncRollout, DynamicSampling, FixedSelector, Sampling, Speculation, VLLMEngine
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.policy import load_policy, load_tokenizer, response_logps
 
@@ -71,6 +73,33 @@ def test_conversations_are_learned_from_as_they_were_sampled(
     assert batch.advantages is not None
     assert not batch.advantages[~trained].any()
     assert batch.advantages.any()
+
+
+class Slowly(Counting):
+    """Takes its time, so that turns end while others are written, and while the rollout is stopped."""
+
+    async def step(self, text: str) -> str | None:  # type: ignore[override]
+        await asyncio.sleep(random.random() * 0.03)
+        return super().step(text)
+
+
+@pytest.mark.vllm
+def test_conversations_go_on_in_later_iterations_with_their_environments(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    recorder, tokenizer = Recorder(), load_tokenizer(policy_path)
+    schedule: dict[str, Any] = {"schedule": AsyncRollout(1), "dynamic_sampling": DynamicSampling(max_rounds=2)}
+    data = make_data(
+        prompts_path, make_engine("vllm"), **settings(turns=TurnLimits(tokens=4), environment=Slowly, **schedule)
+    )
+    trainer = make_trainer(tmp_path, recorder, max_epochs=4, limit_val_batches=2, check_val_every_n_epoch=2)
+    trainer.fit(make_module(policy_path), data)
+    assert len(recorder.rollouts) == 6  # two of them held out
+    for rollout in (each for rollouts in recorder.rollouts for each in rollouts):
+        turns = [rollout.response.token_ids[start:stop] for start, stop in rollout.response.turns]
+        words = [word for turn in turns for word in tokenizer.decode([t for t in turn if t > 1]).split()]
+        assert len(turns) == 3
+        assert rollout.reward == sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
 
 
 @pytest.mark.slow
