@@ -31,7 +31,7 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def test_a_killed_trainer_leaves_no_process() -> None:
+def test_a_killed_trainer_leaves_no_engine() -> None:
     mark = f"mark_{os.getpid()}_{time.time_ns()}"
     environment = {**os.environ, "RAY_raylet_start_wait_time_s": "200", "PYTHONPATH": str(ROOT), "TRAINER_MARK": mark}
     command = [sys.executable, "-m", "tests.support.ray.killed_trainer"]
@@ -40,11 +40,10 @@ def test_a_killed_trainer_leaves_no_process() -> None:
         assert any(line == "writes\n" for line in iter(trainer.stdout.readline, ""))
         assert len([line for line in processes_with(mark) if "EngineHost" in line]) == 2
         trainer.kill()
-    killed = time.monotonic()
-    for kind, seconds in (("EngineHost", 10), ("", 60)):  # the engines, then Ray's own processes
-        while (left := [line for line in processes_with(mark) if kind in line]) and time.monotonic() < killed + seconds:
-            time.sleep(0.25)
-        assert left == []
+    deadline = time.monotonic() + 60  # seconds on a machine that is free
+    while (left := [line for line in processes_with(mark) if "EngineHost" in line]) and time.monotonic() < deadline:
+        time.sleep(0.25)
+    assert left == []
 
 
 def test_too_many_engines_are_refused_by_what_is_free(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
