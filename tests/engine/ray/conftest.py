@@ -1,6 +1,7 @@
 """A cluster of this host for each process that runs tests; what is in it ends with them."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ def cluster() -> Iterator[None]:
     import ray
 
     options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 * 2**20}
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(address="local", num_cpus=4, **options)  # type: ignore[arg-type]
+    signal.signal(signal.SIGTERM, handler)  # Ray brings one of its own
     yield
     ray.shutdown()
     for name, value in before.items():
