@@ -358,6 +358,13 @@ class RolloutDataModule(PolicyDataModule):
             max_tokens = self.sampling.max_tokens if self._environments is None else 0
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=max_tokens)
         warn_of_changes(saved, now)
+        if len(ranks) < (num_saving := saved["number of workers"]):
+            log.warning(
+                "The checkpoint was saved after an error, by %d of %d workers: what a schedule had deferred on the "
+                "others is lost, and its prompts are not drawn again in this pass over the data.",
+                len(ranks),
+                num_saving,
+            )
 
     # Loaders
 
