@@ -126,3 +126,16 @@ def test_a_run_that_was_saved_between_iterations_goes_on_to_the_bit(
     )
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
+
+
+class Demanding(Counting):
+    def reset(self, missing: str, **row: Any) -> None:
+        super().reset()
+
+
+def test_an_environment_that_fails_in_every_conversation_ends_the_run(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    data = make_data(prompts_path, **settings(environment=Demanding))
+    with pytest.raises(RuntimeError, match=r"`Demanding` failed in all of the last \d+ conversations\. .*missing"):
+        make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)

@@ -10,6 +10,7 @@ import lightning as L
 
 from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
+from tlt_lightning.environments.conversation import Conversation, check_some_held
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
@@ -153,11 +154,13 @@ class RolloutCollector:
         """Wait for the scores, and put them into the rollouts."""
         numbers = [rollout.response.request_id for rollout in rollouts]
         scores = self.rewards.collect([number for number in numbers if number in self.rewards])
+        talks: list[Conversation] = []
         for number, rollout in zip(numbers, rollouts, strict=True):
             rollout.rewards = scores.get(number, {})
             rollout.reward = sum(term.weight * rollout.rewards.get(term.name, 0.0) for term in self.rewards.terms)
             trajectory = self.stream.trajectory(number, forget=True)
             if trajectory is not None:
+                talks.append(trajectory.talk)
                 log_conversation(self.log, trajectory.talk)
                 if (reward := trajectory.talk.reward) is not None:
                     rollout.rewards = {trajectory.talk.environments.name: reward, **rollout.rewards}
@@ -166,6 +169,7 @@ class RolloutCollector:
             self.log.sum(name, count)
         if not self.trainer.predicting:  # to which rewards matter little
             self.rewards.check()
+            check_some_held(talks)
         self.log.lap("reward")
 
     def _take(

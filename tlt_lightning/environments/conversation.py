@@ -11,7 +11,7 @@ from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.tool_calls import ToolCall
 from tlt_lightning.environments.turns import Message
 from tlt_lightning.environments.workers import Late
-from tlt_lightning.rewards.pool import as_score
+from tlt_lightning.rewards.pool import as_score, describe
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
 """Awaits a method of the environment, with its arguments."""
@@ -76,3 +76,12 @@ def _text(method: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"`{method}` returned {value!r:.200}, which is neither text nor None")
     return value
+
+
+def check_some_held(talks: Sequence[Conversation]) -> None:
+    """Raise RuntimeError if all conversations broke, on two rows or more: a policy would learn from zeros."""
+    if len({id(talk.row) for talk in talks}) > 1 and all(talk.error is not None for talk in talks):
+        raise RuntimeError(
+            f"Environment `{talks[-1].environments.name}` failed in all of the last {len(talks)} conversations. The "
+            f"last error: {describe(talks[-1].error)}."
+        )
