@@ -24,11 +24,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(source)]
-    subprocess.run([*pip, *build], check=True)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would find this checkout
+    subprocess.run([*pip, *build], check=True, env=clean)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     install = ["install", "--no-deps", "--no-index", *map(str, folder.glob("*.whl"))]
-    subprocess.run([*pip, "--python", str(python), *install], check=True)
+    subprocess.run([*pip, "--python", str(python), *install], check=True, env=clean)
     (site_packages,) = (folder / "venv/lib").glob("python*/site-packages")
     # Lines of a .pth are not followed further, so this checkout, where it is installed editably, stays unseen.
     (site_packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])

@@ -22,9 +22,14 @@ def cluster() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(address="local", num_cpus=4, **options)  # type: ignore[arg-type]
     signal.signal(signal.SIGTERM, handler)  # Ray brings one of its own
+    restore("PYTHONPATH", before["PYTHONPATH"])  # other tests' processes are not Ray's
     yield
     ray.shutdown()
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
+    for name in SETTINGS:
+        restore(name, before[name])
+
+
+def restore(name: str, value: str | None) -> None:
+    os.environ.pop(name)
+    if value is not None:
+        os.environ[name] = value
