@@ -140,10 +140,8 @@ def test_what_another_callback_has_saved_in_this_run_stays(tmp_path: Path, caplo
     assert "earlier run" not in caplog.text
 
 
-def test_a_kill_amid_the_moves_leaves_no_parts_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "checkpoints"
-    fit_into(folder, 1)
-    (folder / "epoch=0.ckpt.ranks").mkdir()
+def die_amid_the_moves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run into a folder whose files another run wrote, and be killed once one of them has been moved."""
     rename, moved = Path.rename, []
 
     def die_after_the_first(path: Path, target: Path) -> Path:
@@ -156,6 +154,13 @@ def test_a_kill_amid_the_moves_leaves_no_parts_to_be_removed(tmp_path: Path, mon
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         fit_into(folder, 1)
     monkeypatch.undo()
+
+
+def test_a_kill_amid_the_moves_leaves_no_parts_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints"
+    fit_into(folder, 1)
+    (folder / "epoch=0.ckpt.ranks").mkdir()
+    die_amid_the_moves(folder, monkeypatch)
     fit_into(folder, 1)
     assert [path.name for path in tmp_path.rglob("*.ranks")] == ["epoch=0.ckpt.ranks"]
 
@@ -163,18 +168,7 @@ def test_a_kill_amid_the_moves_leaves_no_parts_to_be_removed(tmp_path: Path, mon
 def test_moves_that_a_kill_cut_off_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoints"
     fit_into(folder, 1)
-    rename, moved = Path.rename, []
-
-    def die_after_the_first(path: Path, target: Path) -> Path:
-        if moved:
-            raise KeyboardInterrupt
-        moved.append(target)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", die_after_the_first)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit_into(folder, 1)
-    monkeypatch.undo()
+    die_amid_the_moves(folder, monkeypatch)
     assert not (folder / "last.ckpt").is_symlink()  # rather than one without its file
     fit_into(folder, 1)
     assert (folder / "earlier_0" / "last.ckpt").exists()

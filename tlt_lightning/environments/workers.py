@@ -12,8 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-MAX_STUCK = 64
-"""Threads that may be stuck in calls past their time limit; more end the run, because nothing else can end them."""
+from tlt_lightning.rewards.pool import MAX_STUCK
 
 MAX_THREADS = 256
 """Plain methods that run at once; more wait."""

@@ -17,7 +17,7 @@ from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.rollout import Request, Response
 
 START_SECONDS = 300
-"""What a process may take to start, before it loads: without a free place in the cluster Ray waits for ever."""
+"""Seconds in which a process must start, before it loads: without room in the cluster Ray would wait for ever."""
 
 _REPORT_SECONDS = 0.2  # between two reports of progress
 _LAPS_SECONDS = 1.0  # that an iteration waits for the stages of a host
@@ -42,7 +42,7 @@ class RemoteHost:
         self.open: dict[int, Request] = {}
         """Requests that it has not answered, by id."""
         self.stopped: set[int] = set()
-        """Those of them that were stopped."""
+        """Ids of open requests that were stopped."""
         self.report = Report()
         """Its last."""
         self.num_deaths = 0
