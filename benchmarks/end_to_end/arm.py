@@ -161,13 +161,15 @@ def modules_of(
 ) -> tuple[RLModule, RolloutDataModule]:
     """Return the policy and its data."""
     num_responses = work.prompts * work.group_size // work.devices
+    stays_awake = isinstance(schedule, AsyncRollout)
     engine = ReplayEngine(
         dtype="float32" if work.is_tiny else "bfloat16",
         max_num_seqs=num_responses if schedule is None else ceil(num_responses * (1 + (schedule.extra or 0.0))),
-        gpu_memory_utilization=work.gpu_memory_utilization,
+        # An engine that stays awake leaves the update its room: a pass of one response of full length.
+        gpu_memory_utilization=work.gpu_memory_utilization * (0.6 if work.sleep and stays_awake else 1.0),
         kv_cache_gib=work.kv_cache_gib,
         enforce_eager=work.is_tiny,
-        sleep=work.sleep and not isinstance(schedule, AsyncRollout),
+        sleep=work.sleep and not stays_awake,
         speculation=speculation,
         kv_on_update=kv_on_update,
     )

@@ -3,8 +3,8 @@
     python -m benchmarks environments --size 25m
 
 Each conversation has three turns; behind each of the first two a simulated tool sleeps, meanwhile the engine writes
-the others. Speculation drafts from siblings, and `CostModelSelector` chooses. A rollout is
-written once untimed. `--tiny` takes the quickstart's policy, fewer conversations and shorter waits.
+the others. Arms: no drafts, drafts from siblings, and those of the size's head, each length by `CostModelSelector`. A
+rollout is written once untimed. `--tiny` takes the quickstart's policy, fewer conversations and shorter waits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def main(arguments: list[str]) -> None:
     waits, number = ([0.1, 1.0], 8) if args.tiny else (args.waits, args.conversations)
     cache = 0.5 if args.tiny else 8.0
     rows: list[dict[str, Any]] = []
-    for name, speculation in (("off", None), ("siblings", drafts())):
+    arms = {"off": None, "siblings": drafts()}
+    if args.head:
+        arms["head"] = Speculation(head=args.head[0])
+    for name, speculation in arms.items():
         engine = VLLMEngine(kv_cache_gib=cache, max_num_seqs=number, speculation=speculation)
         engine.setup(args.policy, max_model_len=1024, seed=args.seed)
         engine.update_weights(PolicyWeights(load_policy(args.policy)), 0)
@@ -65,11 +68,9 @@ def main(arguments: list[str]) -> None:
             rows.append({"drafts": name, "tool_seconds": seconds, **timed(engine, args, seconds, number)})
         del rows[-len(waits) - 1]  # the first is not timed
         engine.close()
-    record = {**about(args.size, note_of(args.policy, args.note), args.seed), "rollouts": rows}
-    cells = [list(row.values()) for row in rows]
-    save(
-        args.out / f"environments_{args.size}", record, [*heading("Environments", record), *table(list(rows[0]), cells)]
-    )
+        record = {**about(args.size, note_of(args.policy, args.note), args.seed), "rollouts": rows}
+        lines = [*heading("Environments", record), *table(list(rows[0]), [list(row.values()) for row in rows])]
+        save(args.out / f"environments_{args.size}", record, lines)
 
 
 def drafts() -> Speculation:
