@@ -199,7 +199,6 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: objectives.DAPO(advantage="a", overlong=OVERLONG), "advantage"),  # type: ignore[arg-type]
         (lambda: objectives.OverlongPunishment(max_tokens="9", buffer_tokens=1), "overlong.max_tokens"),  # type: ignore[arg-type]
         (lambda: objectives.KLPenalty(estimator="k3"), "estimator"),  # type: ignore[arg-type]
-        (lambda: objectives.StraightThrough(value="k3"), "value"),  # type: ignore[arg-type]
         (lambda: TransformersEngine(batch_size=1.5), "batch_size"),  # type: ignore[arg-type]
         (lambda: VLLMEngine(max_num_seqs=1.5), "max_num_seqs"),  # type: ignore[arg-type]
         (lambda: VLLMEngine(tensor_parallel=1.5), "tensor_parallel"),  # type: ignore[arg-type]

@@ -37,7 +37,6 @@ from tlt_lightning.objectives import (
     ReinforcePlusPlusBaseline,
     SequenceMeanTokenSumNorm,
     SequenceRatio,
-    StraightThrough,
     Surrogate,
 )
 from tlt_lightning.objectives.advantages import GroupCentred
@@ -79,8 +78,8 @@ def build(config: dict[str, Any]) -> PolicyObjective:
         ("SAPO", {}, SAPO()),
         (
             "RLOO",
-            {"loss_kl": {"estimator": {"class_path": "StraightThrough", "init_args": {"value": "K1"}}}},
-            RLOO(loss_kl=KLPenalty(estimator=StraightThrough(value=K1()))),
+            {"loss_kl": {"coef": 0.01, "estimator": "K1"}},
+            RLOO(loss_kl=KLPenalty(coef=0.01, estimator=K1())),
         ),
         ("ReinforcePlusPlus", {}, ReinforcePlusPlus()),
         ("ReinforcePlusPlusBaseline", {}, ReinforcePlusPlusBaseline()),

@@ -27,14 +27,11 @@ from tlt_lightning.objectives import (
     MaskedImportance,
     MismatchCorrection,
     SequenceMeanTokenMean,
-    SequenceMeanTokenSum,
     SequenceMeanTokenSumNorm,
     SequenceRatio,
     SoftGate,
-    StraightThrough,
     Surrogate,
     TokenMean,
-    TokenSum,
     TruncatedImportance,
     WhitenedGroupBaseline,
     WhitenedRewardToGo,
@@ -50,9 +47,8 @@ SEQUENCE_MEAN, NORM = SequenceMeanTokenMean(), SequenceMeanTokenSumNorm(max_toke
 # Key in golden.json: surrogate, aggregation, correction, KL. All with GRPO's advantages.
 LOSSES: dict[str, tuple[Surrogate, Aggregation, MismatchCorrection | None, KLPenalty | None]] = {
     "verl/loss/vanilla/token-mean/lo0.2hi0.2": (CLIP, TokenMean(), None, None),
-    "verl/loss/vanilla/token-sum/lo0.2hi0.2": (CLIP, TokenSum(), None, None),
     "verl/loss/vanilla/seq-mean-token-mean/lo0.2hi0.2": (CLIP, SEQUENCE_MEAN, None, None),
-    "verl/loss/vanilla/seq-mean-token-sum/lo0.2hi0.2": (CLIP, SequenceMeanTokenSum(), None, None),
+    "verl/loss/vanilla/seq-mean-token-sum/lo0.2hi0.2": (CLIP, SequenceMeanTokenSumNorm(max_tokens=1), None, None),
     "verl/loss/vanilla/seq-mean-token-sum-norm/lo0.2hi0.2": (CLIP, NORM, None, None),
     "verl/loss/vanilla/token-mean/lo0.2hi0.28": (ClippedRatio(), TokenMean(), None, None),
     "verl/loss/vanilla/token-mean/lo0.2hi0.2/is": (CLIP, TokenMean(), TIS, None),
@@ -105,7 +101,6 @@ ESTIMATORS: dict[str, KLEstimator] = {
     "verl/kl/k1": K1(),
     "verl/kl/k2": K2(),
     "verl/kl/k3": K3(),
-    "verl/kl/k3+": StraightThrough(value=K3()),
 }
 
 WEIGHTS: dict[str, MismatchCorrection] = {
@@ -116,8 +111,11 @@ WEIGHTS: dict[str, MismatchCorrection] = {
 }
 
 TESTED_ALONE = {"cmp/dr_grpo(seq-mean-token-sum-norm)", "verl/R_gae", "verl/value_loss"}
-# Objectives that we do not have, and TRL's bias-corrected KL and sequence-level RLOO, which we decided against.
+# Objectives that we do not have, and TRL's bias-corrected KL and sequence-level RLOO, which we decided against. The
+# sum over all tokens is TokenMean at another learning rate, and k3+ has K2's gradient.
 NOT_OURS = {
+    "verl/loss/vanilla/token-sum/lo0.2hi0.2",
+    "verl/kl/k3+",
     "verl/A_remax",
     "verl/loss/geo_mean/token-mean/lo0.4hi0.4",
     "trl/luspo",

@@ -15,10 +15,8 @@ from tlt_lightning.objectives.advantages import (
 from tlt_lightning.objectives.aggregation import (
     Aggregation,
     SequenceMeanTokenMean,
-    SequenceMeanTokenSum,
     SequenceMeanTokenSumNorm,
     TokenMean,
-    TokenSum,
     token_mean,
 )
 from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective, Reduce
@@ -26,7 +24,7 @@ from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.correction import MaskedImportance, MismatchCorrection, TruncatedImportance
 from tlt_lightning.objectives.distillation import Distillation
 from tlt_lightning.objectives.divergence import Divergence
-from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty, StraightThrough
+from tlt_lightning.objectives.kl import K1, K2, K3, KLEstimator, KLPenalty
 from tlt_lightning.objectives.named import (
     CISPO,
     DAPO,

@@ -68,14 +68,6 @@ class TokenMean(Aggregation):
 
 
 @dataclass(frozen=True)
-class TokenSum(Aggregation):
-    """Sum over all tokens: the learning rate then depends on the batch size and on the lengths."""
-
-    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        return sequence_sum(per_token, batch.response_mask.bool()).sum() * batch.num_shares
-
-
-@dataclass(frozen=True)
 class SequenceMeanTokenMean(Aggregation):
     """Mean of token means: every response weighs the same (GRPO, arXiv 2402.03300, Eq. 3)."""
 
@@ -83,18 +75,10 @@ class SequenceMeanTokenMean(Aggregation):
         return _per_sequence(sequence_mean(per_token, batch.response_mask.bool()).sum(), batch)
 
 
-@dataclass(frozen=True)
-class SequenceMeanTokenSum(Aggregation):
-    """Mean over sequences of each one's token sum: the plain policy gradient of a sequence."""
-
-    def __call__(self, per_token: Tensor, batch: RolloutBatch) -> Tensor:
-        return _per_sequence(sequence_sum(per_token, batch.response_mask.bool()).sum(), batch)
-
-
 @checked()
 @dataclass(frozen=True, kw_only=True)
 class SequenceMeanTokenSumNorm(Aggregation):
-    """Divides SequenceMeanTokenSum by a constant: no length bias (arXiv 2503.20783, 3.1).
+    """Mean over responses of token sums over a constant: no length bias (arXiv 2503.20783, 3.1).
 
     Args:
         max_tokens: The constant: the longest allowed response, the sampling's `max_tokens`. verl falls back to the

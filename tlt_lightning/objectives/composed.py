@@ -4,15 +4,15 @@ No `from __future__ import annotations` here: jsonargparse looks inherited annot
 silently accepts anything where it does not find the names (a researcher's file).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.arguments import NotNegative, check_argument
-from tlt_lightning.objectives.advantages import AdvantageEstimator, BestOfGroup
-from tlt_lightning.objectives.aggregation import Aggregation, token_mean
+from tlt_lightning.objectives.advantages import AdvantageEstimator, BestOfGroup, GroupNormalized
+from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
 from tlt_lightning.objectives.base import (
     Advantages,
     ObjectiveOutput,
@@ -22,16 +22,16 @@ from tlt_lightning.objectives.base import (
     require,
     upcast,
 )
-from tlt_lightning.objectives.correction import Level, MismatchCorrection, importance_weights
+from tlt_lightning.objectives.correction import Level, MismatchCorrection, TruncatedImportance, importance_weights
 from tlt_lightning.objectives.kl import KLPenalty, k3
 from tlt_lightning.objectives.proximal import BehaviourPolicy, OldPolicy, ProximalPolicy
-from tlt_lightning.objectives.surrogates import Surrogate
+from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
 from tlt_lightning.rollout import RolloutBatch
 
 
 @dataclass(kw_only=True)
 class ComposedObjective(PolicyObjective):
-    """Composes an objective from four pieces; the named objectives are this with defaults.
+    """Composes an objective from four pieces, by default GRPO's; a named objective says in what it differs.
 
     Args:
         advantage: Turns rewards into advantages.
@@ -48,10 +48,10 @@ class ComposedObjective(PolicyObjective):
         imitation: Imitates the best responses of each group besides, by a small `coef`; null is off.
     """
 
-    advantage: AdvantageEstimator
-    surrogate: Surrogate
-    aggregation: Aggregation
-    correction: MismatchCorrection | None
+    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
+    surrogate: Surrogate = field(default_factory=ClippedRatio)
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     proximal: ProximalPolicy | None = None
     loss_kl: KLPenalty | None = None
     reward_kl: KLPenalty | None = None
@@ -59,8 +59,8 @@ class ComposedObjective(PolicyObjective):
     imitation: BestOfGroup | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # a subclass's too, whose constructor is its own
-            check_argument(field.name, getattr(self, field.name), field.type)
+        for each in fields(self):  # a subclass's too, whose constructor is its own
+            check_argument(each.name, getattr(self, each.name), each.type)
         if self.advantage.needs_critic and not self.needs_critic:
             raise ValueError(
                 f"`advantage` {type(self.advantage).__name__} needs a critic and {type(self).__name__} trains none; "

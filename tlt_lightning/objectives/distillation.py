@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tlt_lightning.arguments import NotNegative
-from tlt_lightning.objectives.advantages import AdvantageEstimator, GroupNormalized
-from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
+from tlt_lightning.objectives.aggregation import token_mean
 from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, Reduce, fill, require
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
 from tlt_lightning.objectives.divergence import Divergence
-from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
 from tlt_lightning.rollout import RolloutBatch
 
 
@@ -34,10 +31,6 @@ class Distillation(ComposedObjective):
         reward_coef: Weight of the loss that the rewards make, everything else of which is GRPO's; 0 needs no rewards.
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     divergence: Divergence | None = field(default_factory=Divergence)
     reward_coef: NotNegative = 0.0
 

@@ -81,22 +81,6 @@ class K3(KLEstimator):
 
 @checked()
 @dataclass(frozen=True, kw_only=True)
-class StraightThrough(KLEstimator):
-    """Reports one estimator and descends K2, whose gradient is that of the KL itself (reverse).
-
-    Args:
-        value: The estimator whose value is reported.
-    """
-
-    value: KLEstimator = field(default_factory=K3)
-
-    def __call__(self, logps: Tensor, ref_logps: Tensor) -> Tensor:
-        gradient = K2()(logps, ref_logps)
-        return gradient + (self.value(logps, ref_logps) - gradient).detach()
-
-
-@checked()
-@dataclass(frozen=True, kw_only=True)
 class KLPenalty:
     """Holds the policy near the reference, which costs a frozen copy and one pass with it.
 

@@ -1,4 +1,4 @@
-"""Name the critic-free objectives, each with its four pieces.
+"""Name the critic-free objectives, each by the pieces in which it differs from GRPO.
 
 Where papers leave it open the pieces are the field's usual ones: token-level clip 0.2 / 0.28, mean over tokens,
 mismatch weights truncated at 2, no KL penalty. Any piece can be exchanged (`DrGRPO` with `surrogate: SequenceRatio`).
@@ -21,20 +21,13 @@ from tlt_lightning.arguments import Bound, Count, check_argument, checked
 from tlt_lightning.objectives.advantages import (
     AdvantageEstimator,
     GroupCentred,
-    GroupNormalized,
     LeaveOneOut,
     WhitenedGroupBaseline,
     WhitenedRewardToGo,
 )
-from tlt_lightning.objectives.aggregation import (
-    Aggregation,
-    SequenceMeanTokenMean,
-    SequenceMeanTokenSumNorm,
-    TokenMean,
-)
+from tlt_lightning.objectives.aggregation import Aggregation, SequenceMeanTokenMean, SequenceMeanTokenSumNorm
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
-from tlt_lightning.objectives.surrogates import CappedRatio, ClippedRatio, SequenceRatio, SoftGate, Surrogate
+from tlt_lightning.objectives.surrogates import CappedRatio, SequenceRatio, SoftGate, Surrogate
 from tlt_lightning.rollout import RolloutBatch
 
 
@@ -48,11 +41,6 @@ class GRPO(ComposedObjective):
     The paper's own loss: `aggregation: SequenceMeanTokenMean`, `surrogate.clip_high: 0.2` and a `loss_kl`.
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
-
 
 @dataclass(kw_only=True)
 class DrGRPO(ComposedObjective):
@@ -65,9 +53,7 @@ class DrGRPO(ComposedObjective):
     """
 
     advantage: AdvantageEstimator = field(default_factory=GroupCentred)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
     aggregation: Aggregation = field(default_factory=SequenceMeanTokenSumNorm)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @checked("overlong.")
@@ -110,10 +96,6 @@ class DAPO(ComposedObjective):
         overlong: The punishment; required, because it has to know the length limit.
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     overlong: OverlongPunishment
 
     @property
@@ -135,10 +117,8 @@ class GSPO(ComposedObjective):
     Suits mixtures of experts. Clips 3e-4 / 4e-4 as in the paper; the mean log-ratio is clamped at +-20 (verl: +10).
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=SequenceRatio)
     aggregation: Aggregation = field(default_factory=SequenceMeanTokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
@@ -150,10 +130,7 @@ class CISPO(ComposedObjective):
     Steady far off-policy. The ratio is capped at 5 without a lower bound, as in ScaleRL.
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=CappedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
@@ -163,10 +140,8 @@ class SAPO(ComposedObjective):
     L = -1/n sum_i mean_t w_it A_i 4/k sigmoid(k (r_it - 1))      k is 1 where A_i > 0, 1.05 elsewhere; A_i is GRPO's
     """
 
-    advantage: AdvantageEstimator = field(default_factory=GroupNormalized)
     surrogate: Surrogate = field(default_factory=SoftGate)
     aggregation: Aggregation = field(default_factory=SequenceMeanTokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
@@ -179,9 +154,6 @@ class RLOO(ComposedObjective):
     """
 
     advantage: AdvantageEstimator = field(default_factory=LeaveOneOut)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
@@ -195,9 +167,6 @@ class ReinforcePlusPlus(ComposedObjective):
     """
 
     advantage: AdvantageEstimator = field(default_factory=WhitenedRewardToGo)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
 
 
 @dataclass(kw_only=True)
@@ -210,6 +179,3 @@ class ReinforcePlusPlusBaseline(ComposedObjective):
     """
 
     advantage: AdvantageEstimator = field(default_factory=WhitenedGroupBaseline)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)

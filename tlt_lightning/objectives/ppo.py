@@ -13,11 +13,9 @@ from torch import Tensor
 
 from tlt_lightning.arguments import Positive
 from tlt_lightning.objectives.advantages import GAE, AdvantageEstimator, global_moments
-from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
+from tlt_lightning.objectives.aggregation import token_mean
 from tlt_lightning.objectives.base import ObjectiveOutput, Reduce, fill, require
 from tlt_lightning.objectives.composed import ComposedObjective
-from tlt_lightning.objectives.correction import MismatchCorrection, TruncatedImportance
-from tlt_lightning.objectives.surrogates import ClippedRatio, Surrogate
 from tlt_lightning.rollout import RolloutBatch
 
 
@@ -67,9 +65,6 @@ class PPO(ComposedObjective):
     needs_critic: ClassVar[bool] = True
 
     advantage: AdvantageEstimator = field(default_factory=GAE)
-    surrogate: Surrogate = field(default_factory=ClippedRatio)
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    correction: MismatchCorrection | None = field(default_factory=TruncatedImportance)
     value_coef: Positive = 1.0
     value_clip: Positive | None = 0.2
     target_kl: Positive | None = None
