@@ -23,6 +23,7 @@ from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine.base import OnProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.gallery.policy_drift import PolicyDrift
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
@@ -129,19 +130,18 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
 
 
 def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
-    """Return the callback that trains the drafter, for the arms that have one.
+    """Return the callbacks of arms with a head: they tell how far the policy drifts, and train the head as pays.
 
-    Heads train as much as pays; beside a frozen one the callback trains nothing and tells how far the policy drifts,
-    which matters where lengths come naturally.
+    A frozen head is not trained; there the drift matters where lengths come naturally.
     """
-    if arm not in ("adaptive", "random", "random-siblings", *["frozen"] * (work.lengths is None)):
+    if arm == "frozen" and work.lengths is None:
+        return [PolicyDrift()]
+    if arm not in ("adaptive", "random", "random-siblings"):
         return []
     from tlt_lightning.drafter.module import DrafterModule
-    from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
     is_random = arm.startswith("random")
-    budget = FixedBudget(0.0) if arm == "frozen" else AdaptiveBudget()
     drafter = DrafterModule(
         work.policy,
         head=None if is_random else head,
@@ -149,7 +149,7 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
         if is_random
         else lambda parameters: torch.optim.AdamW(parameters, lr=work.drafter_lr, weight_decay=0.0),
     )
-    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens, budget=budget)]
+    return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens), PolicyDrift()]
 
 
 def modules_of(

@@ -99,7 +99,7 @@ def drafter_table(runs: Runs, warmup: int) -> list[str]:
         for was_published in (True, False):
             gains = [(each.gain, each.found_gain) for each in decisions if each.published is was_published]
             cells += [len(gains), means(gains, "+.3f")]
-        drift = rounded(middle(values(rows[-1:], "drafter/policy_drift")), 4)
+        drift = rounded(middle(values(rows[-1:], "rollout/policy_drift")), 4)
         name = f"{run['arm']} {run['mode']} {run['seed']}"
         lines.append([name, *(rounded(rate, 3) for rate in rates), means(pairs, ".2f"), *cells, drift])
     if not lines:

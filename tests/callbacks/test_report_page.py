@@ -49,7 +49,7 @@ def make_data(url: str = "http://127.0.0.1:9", iterations: int = 3) -> dict[str,
         "speculation/kept_sibling",
     ]
     names += ["schedule/age", "schedule/age_max", "schedule/deferred", "mismatch/effective_sample_size"]
-    names += ["drafter/acceptance_before", "drafter/acceptance_after", "drafter/published", "drafter/policy_drift"]
+    names += ["drafter/acceptance_before", "drafter/acceptance_after", "drafter/published", "rollout/policy_drift"]
     history = {i: dict.fromkeys(names, 1.0 + i / 7) for i in range(1, iterations + 1)}
     history[2]["train/loss"] = float("nan")
     timeline = RolloutTimeline()

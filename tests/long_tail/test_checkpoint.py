@@ -12,7 +12,7 @@ NUM_WORKERS = 2
 def state_of(rank: int) -> dict[str, Any]:
     buffer = {"newest": [f"states {rank}"], "held_out": []}
     trainer = {"weights": "weights", "optimizer": f"optimizer {rank}", "buffer": buffer}
-    return {"trainer": trainer, "drift": f"drift {rank}", "history": {1: {}}}
+    return {"trainer": trainer, "history": {1: {}}}
 
 
 def saved(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -43,4 +43,3 @@ def test_a_rank_without_a_part_begins_with_the_optimizer_of_rank_zero(
         "optimizer": "optimizer 0",
         "buffer": {"newest": [], "held_out": []},
     }
-    assert state["drift"] == "drift 0"

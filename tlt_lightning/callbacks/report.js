@@ -216,7 +216,7 @@ section("Speculation",
   chart("Tokens per request and speculative step", [line("speculation/acceptance_length", "orange", "in the engine"), line("drafter/acceptance_before", "sky", "held out, before training", { dots: true, hollow: true }), line("drafter/acceptance_after", "blue", "after", { dots: true })], { latest: true, marks: published, note: published.length ? "lines mark the drafter's publications" : "" }),
   chart("Tokens that a drafter proposed", drafted, { stacked: true, show: percent, latest: true, note: "share of all tokens written; the policy's own are the rest" }),
   chart("How often the head guesses the likeliest token", named("drafter/top1_pos_").map((name, i) => line(name, PALETTE[i % 8], `draft ${name.slice(17)}`)), { zero: true, show: percent, note: "on held-out text, by draft position" }),
-  chart("Drift of the policy", [line("drafter/policy_drift", "green", "KL from the first policy")], { zero: true, latest: true }),
+  chart("Drift of the policy", [line("rollout/policy_drift", "green", "KL from the first policy")], { zero: true, latest: true }),
   chart("Engine steps without drafts", [line("speculation/off_share", "grey", "share of steps")], { zero: true, top: 1, show: percent, latest: true }));
 
 // Inside a rollout

@@ -25,7 +25,6 @@ from tlt_lightning.long_tail.budget import AdaptiveBudget, TrainingBudget
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.checkpoint import from_checkpoint, to_checkpoint
 from tlt_lightning.long_tail.plan import DrafterPlan
-from tlt_lightning.long_tail.policy_drift import PolicyDrift, policy_logps
 from tlt_lightning.long_tail.publishing import DrafterPublisher, held_out_sample
 from tlt_lightning.long_tail.trainer import DrafterTrainer, TrainingCosts, TrainingStretch
 from tlt_lightning.metrics import IterationLog
@@ -96,7 +95,6 @@ class LongTailIdleCallback(RolloutCallback):
         self._served = ServedHead(drafter)
         self._trainer: DrafterTrainer | None = None
         self._publisher: DrafterPublisher | None = None
-        self._drift = PolicyDrift()
         self._plan = DrafterPlan()
         self._costs: TrainingCosts | None = None
         self._seconds_tried = 0.0  # before the first iteration, which will be charged with them
@@ -128,7 +126,7 @@ class LongTailIdleCallback(RolloutCallback):
         self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
         if begins_run(trainer):
             self.publisher.forget_policy()
-            self._drift, self._plan = PolicyDrift(), DrafterPlan()
+            self._plan = DrafterPlan()
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -217,9 +215,6 @@ class LongTailIdleCallback(RolloutCallback):
             counts = count_tokens(batch.input_ids, batch.lengths, self.drafter.target_config.vocab_size)
             self.training.choose_vocabulary(counts, pl_module.policy)
         self.training.average()
-        if self._plan.share is not None:  # at rest, not even this is paid for
-            drift = self._drift.measure(batch, partial(policy_logps, trainer, pl_module))
-            iteration_log.mean("drafter/policy_drift", drift)
         iteration_log.sum("drafter/idle_seconds_available", iteration_log.seconds("idle"))
         for name in ("micro_steps", "tokens", "idle_seconds_used"):  # where nothing was trained
             iteration_log.sum(f"drafter/{name}", 0)
@@ -319,7 +314,6 @@ class LongTailIdleCallback(RolloutCallback):
         return {
             "trainer": self.training.state_dict(),
             "publisher": self.publisher.state_dict(),
-            "drift": self._drift.state_dict(),
             "budget": self.budget.state_dict(),
             "plan": self._plan.state_dict(),
             "vocabulary": self.drafter.vocabulary,
@@ -331,7 +325,6 @@ class LongTailIdleCallback(RolloutCallback):
             self.drafter.load_vocabulary(vocabulary)
         self.training.load_state_dict(state_dict["trainer"])
         self.publisher.load_state_dict(state_dict["publisher"])
-        self._drift.load_state_dict(state_dict["drift"])
         self.budget.load_state_dict(state_dict["budget"])
         self._plan = DrafterPlan.restore(state_dict["plan"])
 

@@ -13,7 +13,7 @@ def to_checkpoint(state: dict[str, Any], rank: int, num_workers: int) -> dict[st
     own = dict(state["trainer"])
     # Weights are the same on all workers whenever a checkpoint may be saved.
     state |= {"trainer": {"weights": own.pop("weights")}, "num_workers": num_workers}
-    return {"rank": rank, "trainer": own, "drift": state.pop("drift")}
+    return {"rank": rank, "trainer": own}
 
 
 def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -32,4 +32,4 @@ def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int) -> di
             "exactly, with rank zero's optimizer and no hidden states. `<name>.ckpt.ranks` belongs to a checkpoint.",
             *(rank, state["num_workers"]),
         )
-    return {**state, "trainer": trainer, "drift": own["drift"]}
+    return {**state, "trainer": trainer}
