@@ -121,7 +121,7 @@ def test_the_plugins_of_the_docs_keep_their_duties(
     testing.check_objective(own["WeightedGRPO"]())
     testing.check_objective(own["Reinforce"]())
     testing.check_schedule(own["OneWaits"]())
-    testing.check_methods(own["EarlyOnly"]())
+    assert [own["EarlyOnly"](2).decide(iteration, None) for iteration in (0, 1, 2)] == [0.2, 0.2, None]
 
 
 def test_the_loss_of_the_docs_does_not_hang_on_micro_batches(

@@ -20,12 +20,9 @@ from tlt_lightning.gallery.answer_variety import AnswerVariety
 from tlt_lightning.gallery.completions_table import CompletionsTable
 from tlt_lightning.gallery.early_warning import RewardLengthWarning
 from tlt_lightning.gallery.length_histogram import LengthHistogram
-from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget
 from tlt_lightning.rewards import Format, PythonTests, countdown, exact_match, math_equivalence, multiple_choice
-from tlt_lightning.speculation.graph_plan import BucketedGraphPool
 from tlt_lightning.testing import (
     check_callback,
-    check_methods,
     check_objective,
     check_reward,
     check_schedule,
@@ -79,11 +76,6 @@ def test_selectors(selector: Any) -> None:
 @pytest.mark.parametrize("wanted", [1, 4])
 def test_schedules(schedule: Any, wanted: int) -> None:
     check_schedule(schedule, wanted)
-
-
-@pytest.mark.parametrize("plugin", [BucketedGraphPool(), FixedBudget(), AdaptiveBudget()])
-def test_graph_pools_and_budgets(plugin: Any) -> None:
-    check_methods(plugin)
 
 
 def test_callbacks_of_the_gallery(policy_path: str, tmp_path: Path) -> None:

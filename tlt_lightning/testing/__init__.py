@@ -10,7 +10,6 @@ Example:
 
 from tlt_lightning.testing.callbacks import check_callback
 from tlt_lightning.testing.engines import check_engine
-from tlt_lightning.testing.methods import check_methods
 from tlt_lightning.testing.objectives import check_objective
 from tlt_lightning.testing.rewards import check_reward
 from tlt_lightning.testing.schedules import check_schedule
@@ -19,7 +18,6 @@ from tlt_lightning.testing.selectors import check_selector
 __all__ = [
     "check_callback",
     "check_engine",
-    "check_methods",
     "check_objective",
     "check_reward",
     "check_schedule",

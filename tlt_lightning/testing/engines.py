@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.probe import TOLERANCES
+from tlt_lightning.engine.requests import expected
 from tlt_lightning.policy import PolicyWeights, causal_lm, end_token_ids, load_policy, load_tokenizer
 from tlt_lightning.rollout import Request, Response, Sampling
-from tlt_lightning.testing.methods import POLICY, check_methods, named
+from tlt_lightning.testing.plugin import POLICY, named, shown
 
 MAX_MODEL_LEN = 96
 
@@ -45,7 +45,6 @@ class EngineCase:
     """
 
     def __init__(self, engine: RolloutEngine, policy: str) -> None:
-        check_methods(engine)
         self.engine, self.policy, self.who = engine, policy, named(engine, "generate")
         self.ends = end_token_ids(policy, load_tokenizer(policy))
         engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
@@ -70,25 +69,17 @@ class EngineCase:
         """Return the responses to the requests `asked`, in their order, None being all; each has the right form."""
         requests: list[Request] = asked or self.requests
         given: dict[str, Any] = {"max_tokens": 16, **sampling}
-        found: dict[int, Response] = {}
-        for response in self.engine.generate(requests, Sampling(**given), seed=seed, on_progress=on_progress):
-            self._check_form(response, {request.id for request in requests} - found.keys())
+        open_ids, found = {request.id for request in requests}, dict[int, Response]()
+        responses = self.engine.generate(requests, Sampling(**given), seed=seed, on_progress=on_progress)
+        for response in expected(responses, open_ids):
+            are_lists = isinstance(response.token_ids, Sequence) and isinstance(response.logps, Sequence)
+            assert are_lists, f"{self.who} wrote {shown(response)}: give lists as `token_ids` and `logps`, not tensors."
+            versions = response.policy_versions
+            is_current = versions[-1:] == (self.engine.policy_version,)
+            assert is_current, f"{self.who} gave `policy_versions` {versions}: give `(self.policy_version,)`."
             found[response.request_id] = response
-        left = [request.id for request in requests if request.id not in found]
-        assert not left, f"{self.who} left requests {left} without a response: yield one for each."
+        assert not open_ids, f"{self.who} left requests {sorted(open_ids)} without a response: yield one for each."
         return [found[request.id] for request in requests]
-
-    def _check_form(self, response: Response, open_ids: Collection[int]) -> None:
-        who, tokens, logps = f"{self.who} answered request {response.request_id}", response.token_ids, response.logps
-        is_open = response.request_id in open_ids
-        assert is_open, f"{who}, which was not asked or has been answered: give the `id` of each request back, once."
-        are_lists = isinstance(tokens, Sequence) and isinstance(logps, Sequence)  # tensors are none
-        assert are_lists and len(tokens) == len(logps) and all(-inf < value < 1e-3 for value in logps), (
-            f"{who} with `token_ids` {tokens!r:.200} and `logps` {logps!r:.200}: give lists, with a finite log-prob "
-            "for each token, the end-of-sequence token included."
-        )
-        is_current = response.policy_versions[-1:] == (self.engine.policy_version,)
-        assert is_current, f"{who} with `policy_versions` {response.policy_versions}: give `(self.policy_version,)`."
 
     def logps(self, request: Request, response: Response, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the policy's own log-probs of a response's tokens, (T,), and of the likeliest in their places."""
@@ -100,11 +91,7 @@ class EngineCase:
 
     def check_logps(self, when: str, temperature: float = 1.0) -> None:
         """Write, and check the log-probs against the policy's own."""
-        self.check_those_of(self.requests, self.write(temperature=temperature), when, temperature)
-
-    def check_those_of(self, requests: Any, responses: Any, when: str, temperature: float = 1.0) -> None:
-        """Check the log-probs of responses against the policy's own."""
-        pairs = zip(requests, responses, strict=True)
+        pairs = zip(self.requests, self.write(temperature=temperature), strict=True)
         differences = [self.logps(*pair, temperature)[0] - torch.tensor(pair[1].logps) for pair in pairs]
         mean, dtype = float(torch.cat(differences).abs().mean()), self.engine.compute_dtype
         assert mean <= TOLERANCES[dtype], (
@@ -170,39 +157,10 @@ def progress_counts_every_request_and_token(case: EngineCase) -> None:
     )
 
 
-def running_responses_go_on_with_new_weights(case: EngineCase) -> None:
-    """With `updates_running`, a response has a segment of each version, and what begins then is the new weights'."""
-    if not case.engine.updates_running:
-        return
-    limits = [2, *[24] * 11]
-    *asked, late = [replace(each, max_tokens=limit) for each, limit in zip(case.requests, limits, strict=True)]
-    found: dict[int, Response] = {}
-    before, old, new = case.model, case.engine.policy_version, case.engine.policy_version + 1
-    for response in case.engine.generate(asked, Sampling(max_tokens=24), seed=0):
-        if not found:
-            case.push(change=0.05)
-            case.engine.add([late])
-        found[response.request_id] = response
-    both = [request for request in asked if found[request.id].policy_versions == (old, new)]
-    assert both and found[late.id].policy_versions == (new,), (
-        f"{case.who} wrote {[each.policy_versions for each in found.values()]} where `update_weights` and `add` came "
-        f"after its first response: give {(old, new)} to those that were running, and {(new,)} to those added."
-    )
-    case.check_those_of([late], [found[late.id]], "where it began after `update_weights`")
-    case.model, starts = before, [found[request.id].version_tokens[0] for request in both]
-    first = [
-        replace(found[each.id], token_ids=found[each.id].token_ids[:n], logps=found[each.id].logps[:n])
-        for each, n in zip(both, starts, strict=True)
-    ]
-    case.check_those_of(both, first, "before `update_weights` came, by `version_tokens`")
-    case.push()
-
-
 DUTIES: tuple[Callable[[EngineCase], None], ...] = (
     responses_end_where_they_must,
     logps_are_those_of_the_distribution_sampled_from,
     the_seed_decides_the_text,
     new_weights_write_the_next_response,
     progress_counts_every_request_and_token,
-    running_responses_go_on_with_new_weights,
 )

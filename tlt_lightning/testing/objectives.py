@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, cast
@@ -14,7 +13,7 @@ from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.surrogates import Surrogate
 from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
-from tlt_lightning.testing.methods import check_methods, named, shown
+from tlt_lightning.testing.plugin import named, shown
 
 
 def check_objective(objective: PolicyObjective) -> None:
@@ -23,10 +22,9 @@ def check_objective(objective: PolicyObjective) -> None:
     The tensors that it asks for, such as `ref_logps` by `needs_reference`, are there, and no others. Two groups have
     rewards to learn from, one has equal ones; one response is masked as a whole.
     """
-    check_methods(objective)
-    for piece in vars(objective).values() if isinstance(objective, ComposedObjective) else ():
-        if any(map(inspect.isabstract, type(piece).__mro__)):
-            check_methods(piece)
+    for name in (name for name, declared in vars(PolicyObjective).items() if isinstance(declared, property)):
+        is_method = callable(getattr(objective, name))
+        assert not is_method, f"{named(objective, name)} is a method, and is read as a value: add `@property`."
     batch, who = _scored_batch(objective), named(objective, "advantages")
     batch.advantages, batch.returns = _called(objective, "advantages", batch, lambda x: x)
     mask, targets = batch.response_mask, batch.returns if objective.needs_critic else batch.advantages

@@ -10,7 +10,7 @@ from tlt_lightning.rollout import Response
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand, RolloutSchedule
 from tlt_lightning.schedules.under_way import RolloutUnderWay
-from tlt_lightning.testing.methods import check_methods, named
+from tlt_lightning.testing.plugin import named
 
 
 def check_schedule(schedule: RolloutSchedule, wanted: int = 4) -> None:
@@ -20,7 +20,6 @@ def check_schedule(schedule: RolloutSchedule, wanted: int = 4) -> None:
         schedule: Fresh from its constructor.
         wanted: Groups that each rollout has to bring.
     """
-    check_methods(schedule)
     fresh = deepcopy(schedule)
     kept, anew = (_learned(make, wanted) for make in (lambda: schedule, lambda: deepcopy(fresh)))
     who = f"`{type(schedule).__name__}`"

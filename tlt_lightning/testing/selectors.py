@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from tlt_lightning.speculation.strategy import MeasuredStep, SelectorState, Strategy, StrategySelector
-from tlt_lightning.testing.methods import check_methods, named, saved
+from tlt_lightning.testing.plugin import named, saved
 
 
 def check_selector(selector: StrategySelector, max_batch: int = 64) -> None:
@@ -17,7 +17,6 @@ def check_selector(selector: StrategySelector, max_batch: int = 64) -> None:
         selector: Fresh from its constructor.
         max_batch: Most requests that run at once.
     """
-    check_methods(selector)
     resumed, arms = deepcopy(selector), {size: selector.arms(size) for size in range(1, max_batch + 1)}
     for size, each in arms.items():
         who, has_off = named(selector, "arms"), any(arm.is_off for arm in each)
