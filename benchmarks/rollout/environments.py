@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     arms = {"off": None, "siblings": drafts()}
     if args.head:
-        arms["head"] = Speculation(head=args.head[0])
+        arms["head"] = Speculation(selector=CostModelSelector(), head=args.head[0])
     for name, speculation in arms.items():
         engine = VLLMEngine(kv_cache_gib=cache, max_num_seqs=number, speculation=speculation)
         engine.setup(args.policy, max_model_len=1024, seed=args.seed)
