@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import datetime
 from functools import partial
 from typing import Any
 
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.results import about, heading, note_of, save, table
 from tlt_lightning import CostModelSelector, PromptSource, Request, Sampling, Speculation, VLLMEngine
-from tlt_lightning.data.prompts import Clock, load_prompts, turns_of
+from tlt_lightning.data.prompts import load_prompts, turns_of
 from tlt_lightning.data.streams.conversations import ConversationStream
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
@@ -82,7 +81,7 @@ def timed(engine: VLLMEngine, args: Any, seconds: float, number: int) -> dict[st
     """Write a rollout; return its seconds, tokens a second and tokens a step."""
     tokenizer, source = load_tokenizer(args.policy), PromptSource(path=args.prompts)
     environments = Environments(partial(Waiting, seconds))
-    turns = turns_of(source, tokenizer, Clock(datetime.now()), environments=environments)
+    turns = turns_of(source, tokenizer, environments=environments)
     prompts = load_prompts(source, tokenizer, max_prompt_tokens=64, turns=turns)[: number // GROUP]
     stream = ConversationStream(engine, environments, TurnLimits(most=TURNS, tokens=240, seconds=60))
     stream.speak(source, turns, 64)

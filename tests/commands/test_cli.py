@@ -117,7 +117,7 @@ def test_only_output_folders_follow_the_root() -> None:
             ["--model.objective=Mine"],
             "There is no class `Mine`. Name one of your own with its module: `my_module.Name`.",
         ),
-        (["--data.sampling.stop=x"], "Did you mean `--data.sampling.stop_strings`?\n  Did you mean `--data.sampling."),
+        (["--data.sampling.stop_string=x"], "Did you mean `--data.sampling.stop_strings`?"),
         (["--objective=GRPO"], "Did you mean `--model.objective`?"),
         (["--model.objectiv.clip=1"], "Did you mean `--model.objective`?"),
         (["--model.objective.clipp=1"], "Option 'clipp' is not accepted"),

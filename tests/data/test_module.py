@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
-from tlt_lightning import PartialRollout, Sampling, TransformersEngine
+from tlt_lightning import Sampling, TransformersEngine
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import module as data_module
 from tlt_lightning.training.memory import pass_size
@@ -46,17 +46,6 @@ def test_checkpoints_do_not_read_all_prompts_again(
     assert hashed == prompts
     saved = torch.load(tmp_path / "all/last.ckpt", weights_only=True)["RolloutDataModule"]["settings"]
     assert saved[PROMPTS] == crc32(prompts)
-
-
-@pytest.mark.parametrize(("limit", "waits"), [(23, True), (24, False)])
-def test_an_engine_that_cannot_run_all_responses_at_once_is_named(
-    limit: int, waits: bool, policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = make_data(prompts_path, schedule=PartialRollout(0.5))
-    data.engine.max_num_seqs = limit
-    make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
-    waiting = "24 responses wait for 23 places in the engine, which lengthens the long tail; raise"
-    assert (waiting in caplog.text) is waits
 
 
 @pytest.mark.parametrize(

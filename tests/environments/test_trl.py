@@ -1,7 +1,6 @@
 """TRL 1.16 is the reference: its own loop makes the same prompts, tokens, masks and rewards of the same environment."""
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from tests.conftest import save_policy
 from tests.support.chat_tokenizers import byte_tokenizer, template_of
 from tests.support.scripted_engine import ScriptedEngine
-from tlt_lightning.data.prompts import Clock, PromptSource, load_prompts, turns_of
+from tlt_lightning.data.prompts import PromptSource, load_prompts, turns_of
 from tlt_lightning.data.streams.conversations import ConversationStream
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
@@ -135,7 +134,7 @@ def test_trls_loop_and_ours_make_the_same_of_an_environment(
     expected = by_trl(tokenizer, tmp_path, monkeypatch)
     environments = Environments(Counter)
     source = PromptSource(rows=ROWS, answer_column=None)
-    turns = turns_of(source, tokenizer, Clock(datetime.now()), environments=environments)
+    turns = turns_of(source, tokenizer, environments=environments)
     prompts = load_prompts(source, tokenizer, max_prompt_tokens=4096, turns=turns)
     engine = ScriptedEngine(lambda request, turn: encoded(tokenizer, request.id, turn), [tokenizer.eos_token_id])
     stream = ConversationStream(engine, environments, TurnLimits(most=MAX_CALLS + 1, waits=waits))

@@ -84,17 +84,17 @@ def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -
     (tmp_path / "epoch=2.ckpt").write_bytes((tmp_path / "epoch=1.ckpt").read_bytes().replace(b"data.pkl", b"data.pki"))
     with pytest.raises(ValueError, match=f"epoch=2.ckpt' cannot be read: .*{beside}"):
         io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
-    with pytest.raises(ValueError, match="is a folder; name a checkpoint in it"):
+    with pytest.raises(ValueError, match=r"is not a complete checkpoint .* or a folder"):
         io.load_checkpoint(tmp_path)
     for content in ({"weights": torch.zeros(3)}, [1, 2]):
         torch.save(content, tmp_path / "epoch=2.ckpt")
         with pytest.raises(ValueError, match=f"cannot be read: no Trainer has written it; .*{beside}"):
             io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
     (tmp_path / "epoch=2.ckpt").unlink()
-    with pytest.raises(FileNotFoundError, match=f"epoch=2.ckpt' does not exist. {beside}"):
+    with pytest.raises(FileNotFoundError, match=f"epoch=2.ckpt' does not exist, or links to what does not. {beside}"):
         io.load_checkpoint(tmp_path / "epoch=2.ckpt")
     (tmp_path / "last.ckpt").symlink_to("epoch=2.ckpt")
-    with pytest.raises(FileNotFoundError, match=f"last.ckpt' is a link to 'epoch=2.ckpt', which is missing. {beside}"):
+    with pytest.raises(FileNotFoundError, match=f"last.ckpt' does not exist, or links to what does not. {beside}"):
         io.load_checkpoint(tmp_path / "last.ckpt")
 
 
@@ -176,8 +176,8 @@ def test_the_next_save_hears_of_the_failure_of_the_one_before(tmp_path: Path) ->
         save_behind(io, tmp_path, 1, torch.ones(3))
 
 
-def test_what_no_file_can_hold_is_named_by_its_owner(tmp_path: Path) -> None:
+def test_what_no_file_can_hold_leaves_none(tmp_path: Path) -> None:
     state = {"weights": torch.zeros(3), "callbacks": {"Fine": {"a": 1}, "Mine": {"f": lambda: None}}}
-    with pytest.raises(TypeError, match=r"epoch=1\.ckpt' could not be written, .* `callbacks\.Mine\.f`: Can't"):
+    with pytest.raises(RuntimeError, match=r"epoch=1\.ckpt' could not be written: Can't .*lambda"):
         WholeCheckpointIO().save_checkpoint(state, tmp_path / "epoch=1.ckpt")
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 import signal
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
-from tlt_lightning import LoRA, PromptSource, RLModule, RolloutCallback, Sampling, TailBatching
-from tlt_lightning.data import module as data_module
+from tlt_lightning import LoRA, RLModule, RolloutCallback, Sampling, TailBatching
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.training import optimization
 
@@ -277,32 +275,6 @@ def test_other_prompts_are_named_on_resume_and_take_nothing_of_those_before(
     assert history[2]["schedule/deferred"] == 4  # drawn anew
     assert "checksum of the training prompts was" in caplog.text
     assert "number of training prompts" not in caplog.text
-
-
-def test_a_run_resumed_on_another_day_goes_on_with_the_date_that_it_began_with(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Clock(datetime):
-        day = 25
-
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return datetime(2026, 11, cls.day, 12)
-
-    monkeypatch.setattr(data_module, "datetime", Clock)
-    template = "{{ strftime_now('%d') }} {% for m in messages %}{{ m.content }} {% endfor %}"
-    source = PromptSource(path=paths[1], chat_template=template)
-    data = {"train": source, "val": source, "schedule": TailBatching(1.0)}
-    path = checkpoint_of(paths, data=data)
-    whole, history, _ = run(paths, data=data)
-    Clock.day = 26
-    resumed, rows, trainer = run(paths, ckpt=path, data=data)
-    assert {prompt.text[:3] for prompt in trainer.datamodule.train_prompts + trainer.datamodule.val_prompts} == {"25 "}
-    assert "goes on otherwise" not in caplog.text
-    assert {each: history[each] for each in rows} == rows
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    _, _, trainer = run(paths, data=data)
-    assert trainer.datamodule.train_prompts[0].text.startswith("26 ")
 
 
 def test_a_checkpoint_can_be_validated_by_a_run_of_another_size(paths: Paths) -> None:

@@ -33,7 +33,6 @@ WRONG = {
     "accumulate_grad_batches": 3,
     "gradient_clip_val": float("nan"),
     "check_val_every_n_epoch": 0,
-    "reload_dataloaders_every_n_epochs": 1,
 }
 
 

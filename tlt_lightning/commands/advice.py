@@ -60,15 +60,6 @@ def close_options(message: str, options: set[str]) -> list[str]:
 
 
 def _nearest(option: str, options: set[str]) -> list[str]:
-    """Return the options that `option` may stand for, at most three, all of which fit equally well."""
-    group, _, leaf = option.rpartition(".")
-    siblings = {known.rpartition(".")[2]: known for known in sorted(options) if known.rpartition(".")[0] == group}
-    if group and siblings:
-        near = [name for name in siblings if name.startswith(leaf) or leaf.startswith(name)]
-        return [siblings[name] for name in near[:3] or difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
-    if within := sorted(known for known in options if known.endswith(f".{option}")):  # its group is left out
-        return within[:3]
-    if near := difflib.get_close_matches(option, options, n=1, cutoff=0.8):
-        return near
-    groups = options | {known.rpartition(".")[0] for known in options}
-    return [f"{near}.{leaf}" for near in difflib.get_close_matches(group, groups, n=1, cutoff=0.7) if group]
+    """Return the options that `option` may stand for: at most three without its group, or else the closest one."""
+    within = sorted(known for known in options if known.endswith(f".{option}"))[:3]
+    return within or difflib.get_close_matches(option, options, n=1, cutoff=0.75)

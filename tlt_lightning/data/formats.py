@@ -21,7 +21,8 @@ FORMATS = (
     "`prompt_ids` and `response_ids` (as `predict` writes them), `messages` (each with `role` and `content`), "
     "`conversations` (each with `from` and `value`), or `prompt` and `completion`"
 )
-_A_DAY = datetime(2024, 7, 26)  # which Llama 3 takes if there is no clock: texts are the same tokens on every day
+A_DAY = datetime(2024, 7, 26)
+"""The date that chat templates write, Llama 3's where there is no clock: texts are the same tokens on every day."""
 _MARK = "[answer]"
 _ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are as they are
 
@@ -66,7 +67,7 @@ class RowReader:
     def __init__(self, target: str, max_tokens: int) -> None:
         self.target = target
         self.max_tokens = max_tokens
-        self.variables: dict[str, Any] = {"strftime_now": _A_DAY.strftime}
+        self.variables: dict[str, Any] = {"strftime_now": A_DAY.strftime}
         """Of the chat template."""
 
     @cached_property

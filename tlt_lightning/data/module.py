@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from datetime import datetime
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +31,6 @@ from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import (
-    Clock,
     PromptCursor,
     PromptSource,
     checksum,
@@ -150,7 +148,6 @@ class RolloutDataModule(PolicyDataModule):
         self._read_arguments()
         self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
         self.cursor: PromptCursor | None = None
-        self.clock: Clock | None = None
         self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
@@ -184,7 +181,7 @@ class RolloutDataModule(PolicyDataModule):
         if is_fit:  # else a run that is validated is saved with what it has deferred
             self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
         self._check(is_fit=is_fit)
-        self._read_data(is_fit=is_fit, goes_on=goes_on)
+        self._read_data(is_fit=is_fit)
         self._make_parts()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         if is_fit:
@@ -194,12 +191,10 @@ class RolloutDataModule(PolicyDataModule):
         if kept is not None:
             self.load_state_dict(kept)
 
-    def _read_data(self, *, is_fit: bool, goes_on: bool) -> None:
-        """Read the prompts with the date of the run, and make room for the longest unless there is a limit."""
+    def _read_data(self, *, is_fit: bool) -> None:
+        """Read the prompts, and make room for the longest unless there is a limit."""
         self.tokenizer = load_tokenizer(self._module.policy_path)
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
-        if self.clock is None or (is_fit and not goes_on):
-            self.clock = Clock(self._trainer.strategy.broadcast(datetime.now()))
         self._read_prompts(is_fit=is_fit)
         if self.max_prompt_tokens is None:
             self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
@@ -245,7 +240,7 @@ class RolloutDataModule(PolicyDataModule):
 
     def _check(self, *, is_fit: bool) -> None:
         """Check settings of module, data and Trainer together: all that needs neither prompts nor the engine."""
-        module, num_ranks = self._module, self._trainer.world_size
+        module = self._module
         check_trainer(self._trainer)
         module.check_networks()
         check_models(module.network_settings)
@@ -261,7 +256,6 @@ class RolloutDataModule(PolicyDataModule):
             check_rewards(module.objective, scores, draws_by_them=self.dynamic_sampling is not None)
             settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
-            self.backlog.warn_of_waiting(self.engine, settings.prompts_per_iteration // num_ranks, self.group_size)
             self.history.check(self.engine)
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
@@ -289,7 +283,7 @@ class RolloutDataModule(PolicyDataModule):
         room, responses = self.max_prompt_tokens, (self.sampling.max_tokens, self._held_out_sampling.max_tokens)
         if room is None:
             room = (context_of(self._module.policy_path) or sys.maxsize) - max(responses)
-        turns = turns_of(source, self.tokenizer, cast("Clock", self.clock), self._ends, self._environments)
+        turns = turns_of(source, self.tokenizer, self._ends, self._environments)
         self._spoken[name] = source, turns
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, turns=turns, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
@@ -312,7 +306,6 @@ class RolloutDataModule(PolicyDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         assert self.cursor is not None, "`state_dict` before `setup`"
-        assert self.clock is not None
         iteration = self._iteration
         start = iteration.start if iteration is not None and not iteration.has_moved else None  # it begins anew
         own = {"engine": self.engine.state_dict() if start is None else start.engine}
@@ -322,7 +315,6 @@ class RolloutDataModule(PolicyDataModule):
             "cursor": self.cursor.position if start is None else start.position,
             "answers": (self.history if start is None else start.history).state_dict(),
             "ranks": ranks,
-            "clock": self.clock.now.isoformat(),
             "settings": self._kept_settings,
         }
 
@@ -341,12 +333,7 @@ class RolloutDataModule(PolicyDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert self.cursor is not None, "`load_state_dict` before `setup`"
-        assert self.clock is not None
         ranks, rank, num_ranks = state_dict["ranks"], self._trainer.global_rank, self._trainer.world_size
-        was_read, self.clock = self.clock.was_read, Clock(datetime.fromisoformat(state_dict["clock"]))
-        if was_read:  # by a chat template, which wrote today's date into the prompts
-            self._read_prompts(is_fit=self._trainer.state.fn == "fit")
-            self.cursor = PromptCursor(len(self.train_prompts), run_seed())
         self.cursor.position = state_dict["cursor"]
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])
         if self._trainer.state.fn != "fit":

@@ -5,7 +5,6 @@ import random
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from tlt_lightning.arguments import checked, text_of
+from tlt_lightning.data.formats import A_DAY
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, plain, read_rows
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.turns import Message, Turns
@@ -175,24 +175,6 @@ def _without_missing(value: Any) -> Any:
     return [_without_missing(inner) for inner in value] if isinstance(value, list) else value
 
 
-@dataclass
-class Clock:
-    """Tells chat templates that write today's date the time of the run, which a resumed run keeps.
-
-    Args:
-        now: Time of the run.
-        was_read: True once a template has asked for it.
-    """
-
-    now: datetime
-    was_read: bool = False
-
-    def strftime_now(self, form: str) -> str:
-        """Write the time of the run; templates know it by this name."""
-        self.was_read = True
-        return self.now.strftime(form)
-
-
 @cache
 def _compiled(template: str) -> "Template":
     from jinja2 import StrictUndefined
@@ -211,16 +193,16 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read, template and tokenise the prompts of `source`; warn of those left out as too long.
 
-    What a template computes anew, the date or a random choice, is the same for the same clock and seed.
+    What a template computes anew is always the same: the date is `A_DAY`, and random choices hang on the seed.
 
     Args:
         source: Where they are.
         tokenizer: The policy's.
         max_prompt_tokens: Longest prompt in tokens.
-        turns: Writes them; None writes them with the time of now.
+        turns: Writes them; None is what `turns_of` returns.
         seed: Of random choices that a template makes.
     """
-    turns = turns or turns_of(source, tokenizer, Clock(datetime.now()))
+    turns = turns or turns_of(source, tokenizer)
     prompts, num_dropped, longest = [], 0, 0
     known: dict[int, int] = {}  # of each token one number in memory, in tuples, which the garbage collector passes over
     rows = source.read()
@@ -256,15 +238,14 @@ def load_prompts(
 def turns_of(
     source: PromptSource,
     tokenizer: "PreTrainedTokenizerBase",
-    clock: Clock,
     end_tokens: Collection[int] = (),
     environments: Environments | None = None,
 ) -> Turns:
     """Return what writes conversations as the source wants them, with tools of environments if there are any.
 
-    `clock` tells templates the time. ValueError if conversations with environments could not go on.
+    ValueError if conversations with environments could not go on.
     """
-    variables = {"strftime_now": clock.strftime_now, **(source.chat_template_kwargs or {})}
+    variables = {"strftime_now": A_DAY.strftime, **(source.chat_template_kwargs or {})}
     tools = [] if environments is None else [*environments.tools.values()]
     turns = Turns(tokenizer, chat_template_of(source, tokenizer), variables, end_tokens, tools)
     if environments is not None:

@@ -186,21 +186,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
 def check_readable(path: Any) -> None:
     """Raise FileNotFoundError or ValueError if a checkpoint is missing or not whole; name others."""
     file = Path(path)
-    if "://" in str(path):
+    if "://" in str(path) or zipfile.is_zipfile(file):
         return
-    if file.is_dir():
-        raise ValueError(f"`ckpt_path` {str(path)!r} is a folder; name a checkpoint in it, such as 'last.ckpt'.")
-    if file.is_symlink() and not file.exists():
-        raise FileNotFoundError(
-            f"`ckpt_path` {str(path)!r} is a link to {os.readlink(file)!r}, which is missing{_others(file)}"
-        )
     if not file.exists():
-        raise FileNotFoundError(f"`ckpt_path` {str(path)!r} does not exist{_others(file)}")
-    if not zipfile.is_zipfile(file):
-        raise ValueError(
-            f"`ckpt_path` {str(path)!r} is not a complete checkpoint (cut off while written, or another kind of file)"
-            f"{_others(file)}"
-        )
+        raise FileNotFoundError(f"`ckpt_path` {str(path)!r} does not exist, or links to what does not{_others(file)}")
+    raise ValueError(
+        f"`ckpt_path` {str(path)!r} is not a complete checkpoint (cut off while written, or a folder, or another kind "
+        f"of file){_others(file)}"
+    )
 
 
 def replace_link(filepath: str, linkpath: str) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 log = logging.getLogger(__name__)
 
@@ -42,35 +39,11 @@ def write_whole(state: Any, target: Path) -> None:
             part.unlink()
         if not isinstance(error, Exception):
             raise
-        if name := unpicklable_part(state):
-            raise TypeError(
-                f"The checkpoint {str(target)!r} could not be written, for no file can hold `{name}`: {error}. Earlier "
-                "ones are whole. Return tensors, numbers, texts and containers of them from that `state_dict`."
-            ) from error
         reason = error if isinstance(error, OSError) else error.__context__ or error  # torch's, of a full disk
         raise RuntimeError(
-            f"The checkpoint {str(target)!r} could not be written: {reason}. Earlier ones are whole; make room "
-            "or give another folder, and resume."
+            f"The checkpoint {str(target)!r} could not be written: {reason}. Earlier ones are whole: mend this, "
+            "or give a folder with room, and resume."
         ) from reason
-
-
-def unpicklable_part(state: Any, name: str = "") -> str | None:
-    """Return the keys, joined by dots, that lead to what cannot be pickled; None if all can be."""
-    try:
-        _Trial(BytesIO()).dump(state)
-    except Exception:
-        parts = state.items() if isinstance(state, Mapping) else ()
-        keys = (unpicklable_part(value, f"{name}.{key}" if name else str(key)) for key, value in parts)
-        return next((key for key in keys if key), name or type(state).__name__)
-    return None
-
-
-class _Trial(pickle.Pickler):
-    """Pickles all but the numbers of tensors."""
-
-    @override
-    def persistent_id(self, obj: Any) -> str | None:
-        return "tensor" if isinstance(obj, torch.Tensor) else None
 
 
 def set_aside(folder: Path, paths: Sequence[Path], what: str) -> None:

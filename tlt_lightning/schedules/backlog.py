@@ -60,20 +60,6 @@ class Backlog:
                 f"of a continued response would be missed. Use `stop_token_ids`. {remedy}"
             )
 
-    def warn_of_waiting(self, engine: RolloutEngine, num_wanted: int, group_size: int) -> None:
-        """Warn if responses wait for others to end; `num_wanted` groups are a rank's share of an iteration."""
-        demand = RolloutDemand(wanted=num_wanted, iteration=0)
-        num_fresh = self.schedule.begin(demand, ())[1]
-        groups = [PendingGroup(prompt=draw, draw=draw, drawn_in=0, begun_in=0) for draw in range(num_fresh)]
-        num_begun = len(self.schedule.start(demand, groups)) * group_size * engine.num_ranks
-        if engine.max_num_seqs is not None and num_begun > engine.max_num_seqs:
-            log.warning(
-                "%s responses wait for %s places in the engine, which lengthens the long tail; raise "
-                "`data.engine.max_num_seqs` as far as its cache allows.",
-                f"{num_begun:,}",
-                f"{engine.max_num_seqs:,}",
-            )
-
     def note_weights(self, version: int, iteration: int) -> None:
         """Note that an iteration writes with this version of the weights."""
         oldest = min((group.begun_in for group in self.deferred), default=iteration)

@@ -77,13 +77,6 @@ RULES = (
         "divides by zero behind the first iteration",
         "For a run without validation leave `data.val` out, or set `limit_val_batches=0`.",
     ),
-    Rule(
-        "reload_dataloaders_every_n_epochs",
-        lambda value: value != 0,
-        "0",
-        "is not needed: every epoch rolls out anew",
-        "Leave it at 0.",
-    ),
 )
 
 _TUNER = (

@@ -241,20 +241,15 @@ def test_a_module_that_makes_a_tensor_is_imported_before_weights_load(monkeypatc
 
 
 @pytest.mark.vllm
-def test_what_a_closed_engine_still_holds_is_named_whatever_tensors_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_closed_engine_still_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.device_allocator import AllocationData, cumem
 
     allocator = cumem.CuMemAllocator()
     monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: allocator)
     monkeypatch.setattr(asleep_free, "_lives", None)
-    forgotten = torch.zeros(2**19)  # fills what is said to be held: no other tensor lies there
-    allocator.pointer_to_data[forgotten.data_ptr()] = AllocationData((0, 2**21, forgotten.data_ptr(), 7), "kv_cache")
-    traced = torch.zeros(7)
-    torch._C._set_throw_on_mutable_data_ptr(traced)  # as torch.compile leaves some of a trace's tensors
-    with pytest.raises(RuntimeError, match="data pointer"):
-        traced.data_ptr()
+    allocator.pointer_to_data[7] = AllocationData((0, 2**21, 7, 7), "kv_cache")
     asleep_free.release_sleep_mode()
-    with pytest.raises(RuntimeError, match=r"still holds 2\.0 MiB \(kv_cache; tensors: \(524288,\) torch\.float32\)"):
+    with pytest.raises(RuntimeError, match=r"still holds 2\.0 MiB in this process"):
         asleep_free.claim_sleep_mode()
 
 

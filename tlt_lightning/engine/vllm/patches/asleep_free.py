@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
 from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
@@ -96,20 +95,4 @@ def _memory_left() -> str:
     gc.collect()  # an engine that failed to start had no `close`
     allocator = free_pools()
     left = allocator.get_current_usage() / 2**20
-    return f"a closed one still holds {left:,.1f} MiB{_tensors_left(allocator)}" if left else ""
-
-
-def _tensors_left(allocator: Any) -> str:
-    """Describe what keeps memory of a closed engine, by the allocator's tags and by tensor; never raise."""
-    kept = [range(pointer, pointer + data.handle[1]) for pointer, data in allocator.pointer_to_data.items()]
-    tags = sorted({data.tag for data in allocator.pointer_to_data.values()})
-    tensors = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor))
-    found = [f"{tuple(each.shape)} {each.dtype}" for each in tensors if any(_address(each) in part for part in kept)]
-    return f" ({', '.join(tags)}; tensors: {', '.join(found[:8]) or 'none that Python knows'})"
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # of torch.compile's traces, without memory
-        return 0
+    return f"a closed one still holds {left:,.1f} MiB" if left else ""
