@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -18,7 +18,7 @@ from typing_extensions import override
 from benchmarks.common.engine import BenchEngine
 from benchmarks.common.results import hardware
 from benchmarks.end_to_end.work import Diary, Work, score
-from tlt_lightning import RLModule, RolloutDataModule
+from tlt_lightning import RayEngine, RLModule, RolloutDataModule
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine.base import OnProgress
@@ -43,8 +43,15 @@ KEPT = (
     "mismatch/",
     "train/",
     "memory/",
+    "engine/",
 )
 """Metrics that go into the results."""
+
+OF_A_DEVICE_ALONE = 0.85
+"""Share of a device that an engine takes where nobody trains."""
+
+BESIDE = "ray"
+"""Of arms whose engines are beside the trainer, before the most iterations that they write ahead."""
 
 SCHEDULES: dict[str, Callable[[], TailBatching | PartialRollout | AsyncRollout] | None] = {
     "": None,
@@ -53,11 +60,12 @@ SCHEDULES: dict[str, Callable[[], TailBatching | PartialRollout | AsyncRollout] 
     "recompute": partial(AsyncRollout, extra=0.5),  # as many under way as in partial rollouts
     "keep": partial(AsyncRollout, extra=0.5),
     "earlier": None,
+    **{f"{BESIDE}{bound}": partial(AsyncRollout, max_staleness=bound, extra=float(bound)) for bound in (0, 1, 2, 4)},
 }
 """By the part of an arm's name behind `+`.
 
 `earlier` drafts from earlier answers. In `recompute` and `keep` weights come amid the writing: the names say what
-becomes of keys and values of requests that run.
+becomes of keys and values of requests that run. Of `ray` engines have the devices on which nobody trains.
 """
 
 
@@ -108,9 +116,20 @@ class Recorder(RolloutCallback):
     ) -> None:
         is_over = False
         if trainer.is_global_zero:
+            metrics |= device_seconds(pl_module.iteration_log.laps_by_engine)  # type: ignore[union-attr,arg-type]
             kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
             is_over = self._diary.iteration(iteration, kept, self._lengths if self._keep_lengths else None)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(is_over, all=False)
+
+
+def device_seconds(laps_by_engine: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, float]:
+    """Return the seconds of an iteration by engine beside the trainer and by stage."""
+    found: dict[str, float] = {}
+    for engine, laps in laps_by_engine.items():
+        for stage, seconds in laps:
+            name = f"engine/{engine.removeprefix('engine ')}/{stage}"
+            found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None:
@@ -175,7 +194,7 @@ def modules_of(
     )
     engine.lengths, engine.ignores_ends = work.lengths, work.lengths is not None
     data = RolloutDataModule(
-        engine=engine,
+        engine=RayEngine(engine, num_engines=work.engines) if work.engines else engine,
         rewards=[RewardTerm(function=score, name="countdown")],
         train=PromptSource(path=work.train),
         group_size=work.group_size,

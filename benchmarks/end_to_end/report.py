@@ -260,6 +260,50 @@ def schedule_table(runs: Runs, warmup: int) -> list[str]:
     return ["## Schedules", "", lead, "", *table([*header, "age"], lines)]
 
 
+def device_table(runs: Runs, warmup: int) -> list[str]:
+    """Return what devices did in runs with engines beside the trainer, and in the same arms without."""
+    parted = {run["arm"].split("+")[0] for run in runs if "+ray" in run["arm"]}
+    lines: list[list[Any]] = []
+    for run in runs:
+        rows = timed(run, warmup)
+        if run["arm"].split("+")[0] not in parted or not rows:
+            continue
+        total = sum(seconds(rows, "iteration"))
+        trainer = [sum(seconds(rows, stage)) for stage in ("update", "logprobs", "sync")]
+        names = {name for row in rows for name in row["metrics"] if name.startswith("engine/")}
+        engines: dict[str, dict[str, float]] = {}
+        for name in sorted(names):
+            _, engine, stage = name.split("/")
+            engines.setdefault(engine, {})[stage] = sum(values(rows, name))
+        shares = [
+            ", ".join(f"{each.get(stage, 0.0) / sum(each.values()):.0%}" for each in engines.values()) or None
+            for stage in ("writing", "weights", "waiting")
+        ]
+        oldest = values(rows, "schedule/age_max")
+        lines.append(
+            [
+                f"{run['arm']} {run['seed']}",
+                len(rows),
+                spread(seconds(rows, "iteration")),
+                f"{sum(trainer[:2]) / total:.0%}",
+                f"{sum(seconds(rows, 'rollout')) / total:.0%}",
+                f"{trainer[2] / len(rows):.2f}",
+                *shares,
+                rounded(statistics.mean(values(rows, "schedule/age") or [0.0]), 2),
+                f"{max(oldest, default=0.0):.0f}",
+            ]
+        )
+    if not lines:
+        return []
+    header = ["run", "iterations", "iteration s", "ranks learn", "wait for text", "sync s"]
+    header += ["engines write", "take weights", "wait", "age", "oldest"]
+    lead = (
+        "Half of the devices train in runs with engines beside the trainer, the others write; in the other runs all do "
+        "both in turn. Shares of the time, of engines each by its own; sync is what ranks wait for: their own copy."
+    )
+    return ["## Devices", "", lead, "", *table(header, lines)]
+
+
 def _mean_and_deviation(by_seed: Sequence[Sequence[Point]]) -> str | None:
     if not all(by_seed):  # a run had not finished an iteration by then
         return None
@@ -302,7 +346,7 @@ def render(results: dict[str, Any]) -> list[str]:
         lines += course_table(
             [run for run in replayed if run["iterations"]], "In the course of the run, lengths replayed"
         )
-    lines += schedule_table(natural, warmup)
+    lines += [*schedule_table(natural, warmup), *device_table(natural, warmup)]
     lines += [*memory_table(runs, warmup), *drafter_table(runs, warmup)]
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []

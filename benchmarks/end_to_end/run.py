@@ -8,7 +8,8 @@
 an `adaptive` one, trained along; an adaptive one from `random` weights, alone or beside siblings as in
 recipes/adaptive_drafter.yaml (`random-siblings`); `trl`, GRPOTrainer with colocated vLLM and no speculation; in mode
 `natural` also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`; `+recompute`
-and `+keep` take weights amid the writing, at most an iteration ahead, in an engine that does not sleep. In mode
+and `+keep` take weights amid the writing, at most an iteration ahead, in an engine that does not sleep; `+ray0`, `1`,
+`2` and `4` train on half of `--devices` and write on the others, at most so many iterations ahead. In mode
 `replay` all arms write responses of the same recorded lengths; the first plain run records them. In mode `natural` end
 tokens decide, over `--seeds`: reward at equal steps and at equal time.
 
@@ -41,8 +42,9 @@ from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "random-siblings", "trl")
 WITH_HEAD = ("frozen", "adaptive")
+SCHEDULES = ("tail", "partial", "recompute", "keep", "ray0", "ray1", "ray2", "ray4")
 SCHEDULED = (
-    *(f"{arm}+{name}" for arm in ("plain", "siblings", "frozen") for name in ("tail", "partial", "recompute", "keep")),
+    *(f"{arm}+{name}" for arm in ("plain", "siblings", "frozen") for name in SCHEDULES),
     "siblings+earlier",
 )
 GIVEN = (
@@ -109,6 +111,7 @@ class Bench:
         """Do a run in a process of its own, and read its diary whatever became of it."""
         print(f"--- {run}: {seconds:.0f} s left", flush=True)
         work = replace(self.replayed if run.mode == "replay" else self.work, seed=run.seed)
+        work = work.beside() if "+ray" in run.arm else work
         with tempfile.TemporaryDirectory() as folder:
             diary = Diary(Path(folder, "diary.jsonl"), time.time() + seconds)
             target: Callable[..., None] = run_peer if run.arm == "trl" else run_arm
@@ -231,7 +234,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="learning rate")
     parser.add_argument("--lora-rank", type=int, help="of adapters; 0 trains all weights")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again")
-    parser.add_argument("--devices", type=int, default=1, help="ranks, with a device each; TRL's arm has one")
+    parser.add_argument("--devices", type=int, default=1, help="ranks, with a device each, or engines; TRL's has one")
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp", help="of several ranks")
     parser.add_argument("--shape", choices=list(SHAPES), help="write random weights of it to `--policy`, if not there")
     parser.add_argument("--lengths", type=Path, help="results of another size whose recorded lengths are replayed")
@@ -245,6 +248,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args.natural_arms = args.natural_arms or ["plain", "adaptive" if args.head else "siblings"]
     if needing := [arm for arm in (*args.arms, *args.natural_arms) if arm.split("+")[0] in WITH_HEAD and not args.head]:
         parser.error(f"the arms {needing} need `--head`")
+    if args.devices < 2 and any("+ray" in arm for arm in args.natural_arms):
+        parser.error(f"`--devices` {args.devices} leaves none to engines beside the trainer: give 2 or more")
     return args
 
 

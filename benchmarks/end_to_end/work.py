@@ -40,7 +40,8 @@ class Work:
         drafter_lr: Learning rate of a drafter that is trained on from a good head.
         pack_tokens: Tokens of one training step of the drafter.
         draft_sampling: How a head drafts, as in `Speculation`.
-        devices: Devices of the run, one process each.
+        devices: Devices of the run, a process on each; those of `engines` are others.
+        engines: Engines beside the trainer, each on a device of its own; with none they write where it trains.
         strategy: Of the Trainer, where there are several.
         gradient_checkpointing: Whether the update computes activations again instead of keeping them.
         seed: Of everything.
@@ -66,6 +67,7 @@ class Work:
     pack_tokens: int = 4096
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     devices: int = 1
+    engines: int = 0
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     gradient_checkpointing: bool = False
     seed: int = 0
@@ -80,6 +82,10 @@ class Work:
     def is_tiny(self) -> bool:
         """True if it runs on a CPU."""
         return self.precision == "32-true"
+
+    def beside(self) -> Work:
+        """Return the work with half of the devices for engines alone; of an odd number they have one less."""
+        return replace(self, devices=self.devices - self.devices // 2, engines=self.devices // 2)
 
     def fitted(self) -> Work:
         """Return the work with `max_tokens` filled in, and lengths for its iterations.

@@ -14,6 +14,7 @@ from benchmarks.common.arguments import ASSETS, RESULTS, ROOT
 from benchmarks.end_to_end import report as end_to_end_report
 from benchmarks.end_to_end import run as end_to_end
 from benchmarks.end_to_end.work import SETTINGS, Diary, Work, score
+from tlt_lightning import RayEngine
 
 
 def tiny_work(**settings: Any) -> Work:
@@ -137,6 +138,18 @@ def test_an_engine_that_takes_weights_amid_its_writing_does_not_sleep_and_has_se
         engine = modules_of(work, None, make(), kv_on_update="keep")[1].engine
         assert (engine.sleeps, engine.kv_on_update) == (sleeps, "keep")
         assert engine.max_num_seqs == work.prompts * work.group_size * 3 // 2
+
+
+def test_engines_beside_the_trainer_have_half_of_the_devices_and_seats_for_all_that_is_under_way() -> None:
+    from benchmarks.end_to_end.arm import SCHEDULES, modules_of
+
+    make, work = SCHEDULES["ray2"], tiny_work(devices=4).beside()
+    assert make is not None
+    assert (work.devices, work.engines) == (2, 2)
+    engine: Any = modules_of(work, None, make())[1].engine
+    assert (type(engine), engine.num_engines) == (RayEngine, 2)
+    assert engine.engine.max_num_seqs == 4 * 4 * 3 // 2  # prompts, responses to each, iterations, engines
+    assert not engine.engine.sleeps
 
 
 def one_iteration(work: Work, arm: str, head: str | None, path: Path, until: float, keep_lengths: bool) -> None:
@@ -316,3 +329,16 @@ def test_arms_write_the_lengths_they_are_told_on_the_prompts_the_peer_would_take
         stages = {name: seconds for name, seconds in row["metrics"].items() if name.startswith("time/")}
         assert stages.pop("time/iteration") == pytest.approx(sum(stages.values()), abs=1e-4)
     assert prompts == trl_peer.dataset(work)["prompt"]
+
+
+def test_devices_are_told_by_what_engines_and_ranks_did_with_them() -> None:
+    from benchmarks.end_to_end.arm import device_seconds
+
+    laps = {"engine 0": [("writing", 1.0), ("weights", 1.0), ("writing", 2.0)], "engine 1": [("waiting", 4.0)]}
+    row = iteration(2, rollout=2.9)  # and 1 s of update, 0.1 s of sync
+    row["metrics"] |= {**device_seconds(laps), "schedule/age": 1.25, "schedule/age_max": 2.0}
+    beside = vars(run("plain+ray2", "natural", iterations=[iteration(1, rollout=9.0), row]))
+    lines = end_to_end_report.device_table([beside, vars(run("siblings", "natural", iterations=[row]))], warmup=1)
+    (line,) = [line for line in lines if line.startswith("| plain") or line.startswith("| siblings")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["plain+ray2 5", "1", "4.00", "25%", "72%", "0.10", "75%, 0%", "25%, 0%", "0%, 100%", "1.25", "2"]
