@@ -75,6 +75,9 @@ class RolloutEngine(ABC):
     compute_dtype: str = "float32"
     """Type of the log-probs, which limits how closely they agree with the trainer's."""
 
+    weight_dtype: str | None = None
+    """Type that all its weights are kept in, in which they may travel; None if they are of several."""
+
     sleeps = True
     """True if `sleep` gives back all bytes of `planned_memory`."""
 

@@ -5,7 +5,7 @@ import ray
 import torch
 
 from tlt_lightning.engine.ray import snapshot
-from tlt_lightning.engine.ray.snapshot import Snapshot
+from tlt_lightning.engine.ray.snapshot import SnapshotWriter
 
 pytestmark = pytest.mark.ray
 
@@ -25,9 +25,12 @@ def test_tensors_arrive_as_they_were_when_they_were_sent(
 ) -> None:
     monkeypatch.setattr(snapshot, "GROUP_BYTES", group_bytes)
     live = {name: tensor.clone() for name, tensor in TENSORS.items()}
-    sent = Snapshot.of(live.items(), 3)
+    writer = SnapshotWriter()
+    writing = writer.write(live.items(), 3)
     for tensor in live.values():
         tensor.zero_()  # as an optimizer's step does
+    sent = writing.result()
+    writer.write(live.items(), 4).result()  # into the same memory
     found = ray.get(ray.remote(lambda weights: (weights.version, dict(weights))).remote(sent))
     assert found[0] == 3
     assert found[1].keys() == TENSORS.keys()
@@ -36,7 +39,8 @@ def test_tensors_arrive_as_they_were_when_they_were_sent(
         assert torch.equal(found[1][name], tensor)
 
 
-def test_floating_tensors_travel_in_the_engines_type(cluster: None) -> None:
-    found = dict(Snapshot.of(TENSORS.items(), 0, torch.bfloat16))
+def test_floating_tensors_travel_in_the_engines_type_if_that_is_smaller(cluster: None) -> None:
+    found = dict(SnapshotWriter().write(TENSORS.items(), 0, torch.bfloat16).result())
     assert found["whole"].dtype == torch.int64
+    assert dict(SnapshotWriter().write(TENSORS.items(), 0, torch.float32).result())["half"].dtype == torch.bfloat16
     assert torch.equal(found["float"], TENSORS["float"].to(torch.bfloat16))

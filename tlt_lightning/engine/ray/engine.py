@@ -27,7 +27,7 @@ class RayEngine(RolloutEngine):
     Args:
         engine: What each of them is, with all its settings. Its `max_num_seqs` and cache are those of one.
         num_engines: How many, over all ranks; each rank has as many of its own.
-        gpus_per_engine: GPUs of each; None takes one where Ray finds any.
+        gpus_per_engine: GPUs of each; None takes one where the trainer has one or Ray finds any.
         address: Of a cluster of Ray, ``host:port`` or ``auto``; None takes the environment's `RAY_ADDRESS`, and without
             it rank zero starts one of this host's cores and of the GPUs on which no rank trains.
     """
@@ -100,7 +100,7 @@ class RayEngine(RolloutEngine):
         self._disconnect = connect(self.address)
         gpus = self.gpus_per_engine
         if gpus is None:
-            gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+            gpus = float(torch.cuda.is_initialized() or "GPU" in ray.cluster_resources())
         check_room(number, gpus)
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         names = [f"Engine {rank * number + index}" for index in range(number)]
@@ -145,11 +145,8 @@ class RayEngine(RolloutEngine):
         self.drafter_version = version
 
     def _publish(self, kind: str, named_tensors: NamedTensors, version: int) -> None:
-        from tlt_lightning.engine.ray.snapshot import Snapshot
-
-        is_half = self.compute_dtype in ("bfloat16", "float16")  # else in the trainer's own type
-        dtype = getattr(torch, self.compute_dtype) if is_half else None
-        self._live.publish(kind, Snapshot.of(named_tensors, version, dtype))
+        dtype = self._live.hosts[0].report.weight_dtype
+        self._live.publish(kind, named_tensors, version, None if dtype is None else getattr(torch, dtype))
 
     @override
     def warm_up(self, num_requests: int = 1) -> None:

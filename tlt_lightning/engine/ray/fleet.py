@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
+import torch
 from ray import cloudpickle
 
-from tlt_lightning.engine.base import OnProgress, RolloutEngine, RolloutProgress
+from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine, RolloutProgress
 from tlt_lightning.engine.ray.host import DRAFTER, WEIGHTS, Command, EngineHost
 from tlt_lightning.engine.ray.remote_host import HostDied, RemoteHost
-from tlt_lightning.engine.ray.snapshot import Snapshot
+from tlt_lightning.engine.ray.snapshot import Snapshot, SnapshotWriter
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
 
@@ -43,7 +45,8 @@ class Fleet:
         self, engine: RolloutEngine, names: Sequence[str], num_gpus: float, set_up_for: tuple[str, int, int]
     ) -> None:
         self.set_up_for = set_up_for
-        self._newest: dict[str, Snapshot] = {}  # by kind; new hosts take them
+        self._writers: dict[str, SnapshotWriter] = {}  # by kind
+        self._newest: dict[str, Future[Snapshot]] = {}  # by kind; new hosts take them
         self._rollout, self._sampling, self._seed = 0, Sampling(), 0
         self._host_of: dict[int, RemoteHost] = {}  # by group of this rollout
         pickled, resources = cloudpickle.dumps(engine), {"num_cpus": 1.0, "num_gpus": num_gpus}
@@ -57,11 +60,12 @@ class Fleet:
             self.close()
             raise
 
-    def publish(self, kind: str, snapshot: Snapshot) -> None:
-        """Let every host load it between two of its steps, as soon as it can."""
-        self._newest[kind] = snapshot
+    def publish(self, kind: str, named_tensors: NamedTensors, version: int, dtype: torch.dtype | None) -> None:
+        """Let every host load them between two of its steps, as soon as it can; they may change when this returns."""
+        writer = self._writers.setdefault(kind, SnapshotWriter())
+        self._newest[kind] = snapshot = writer.write(named_tensors, version, dtype)
         for host in self.hosts:
-            host.tell(_UPDATES[kind], (kind, snapshot))
+            host.tell(_UPDATES[kind], kind, snapshot)
 
     def tell(self, command: Command) -> None:
         """Give every host a command."""
@@ -152,6 +156,8 @@ class Fleet:
         self._rollout += 1
         for host in self.hosts:
             host.kill()
+        for writer in self._writers.values():
+            writer.close()
 
     def _to_write(self, host: RemoteHost, requests: Sequence[Request]) -> Command:
         return partial(
@@ -164,6 +170,9 @@ class Fleet:
 
     def _take(self) -> list[Response]:
         """Wait for a host to report, and return what has ended."""
+        for snapshot in self._newest.values():
+            if snapshot.done():
+                snapshot.result()  # or what went wrong, for no host hears of it
         handles = [handle for host in self.hosts for handle in host.handles]
         ray.wait(handles, timeout=1.0)
         ready = {*ray.wait(handles, num_returns=len(handles), timeout=0)[0]}
@@ -201,7 +210,7 @@ class Fleet:
         if host.report.state:
             host.tell(partial(EngineHost.load, state=host.report.state))
         for kind, snapshot in self._newest.items():
-            host.tell(_UPDATES[kind], (kind, snapshot))
+            host.tell(_UPDATES[kind], kind, snapshot)
         if host.open:
             host.tell(partial(EngineHost.warm_up, num_requests=len(host.open)))
             host.tell(self._to_write(host, [*host.open.values()]))

@@ -46,6 +46,7 @@ class Report:
         is_at_rest: True if it writes nothing.
         num_steps: Engine steps of this rollout.
         compute_dtype: Type that the engine computes in.
+        weight_dtype: Type of its weights, if they have one.
         stats: The engine's, of what it wrote before it last came to rest or got new weights.
         state: What the engine had learned then.
     """
@@ -57,6 +58,7 @@ class Report:
     is_at_rest: bool = True
     num_steps: int = 0
     compute_dtype: str = "float32"
+    weight_dtype: str | None = None
     stats: dict[str, float] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -175,7 +177,7 @@ class EngineHost:
     def set_up(self, policy: str, max_model_len: int, seed: int) -> bool:
         """Load the engine."""
         self._engine.setup(policy, max_model_len=max_model_len, seed=seed)
-        self._note(compute_dtype=self._engine.compute_dtype)
+        self._note(compute_dtype=self._engine.compute_dtype, weight_dtype=self._engine.weight_dtype)
         return True
 
     def load(self, state: dict[str, Any]) -> bool:

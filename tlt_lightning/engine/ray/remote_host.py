@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -60,10 +62,14 @@ class RemoteHost:
         self._running = self._actor.run.remote(installed_versions(), self._pickled_engine)
         self._taking = self._actor.take.remote(_REPORT_SECONDS)
 
-    def tell(self, command: Command, snapshot: tuple[str, Snapshot] | None = None) -> None:
-        """Give a command, which is carried out after those before it."""
+    def tell(self, command: Command, kind: str = "", snapshot: Future[Snapshot] | None = None) -> None:
+        """Give a command, which is carried out after those before it; one with a snapshot travels when that exists."""
         self._num_told += 1
-        self._actor.tell.remote(self._num_told, command, snapshot)
+        tell = partial(self._actor.tell.remote, self._num_told, command)
+        if snapshot is None:
+            tell()
+        else:
+            snapshot.add_done_callback(lambda done: done.exception() or tell((kind, done.result())))
 
     @property
     def is_done(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.host_copy import HostCopy
 
 GROUP_BYTES = 2**28
 """Tensors travel in groups of at least so many bytes, so that nobody ever holds the model twice."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # NumPy has no bfloat16
+_CHECKSUMS = ""  # in place of a tensor's name
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class TensorRecord:
 class Snapshot(Iterable[tuple[str, Tensor]]):
     """Holds one version of weights outside of all processes; iterate over it to read the tensors.
 
-    The writer waits for its own copy alone, and steps on. A reader takes it when it likes: one that is slow, dead or
-    new holds up nobody. Ray frees a snapshot when neither its writer nor a reader knows it any more.
+    A reader takes it when it likes: one that is slow, dead or new holds up nobody. Engines of a node read the same
+    memory. Ray frees a snapshot when neither its writer nor a reader knows it any more.
 
     Args:
         version: Of the weights.
@@ -52,34 +55,20 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
     version: int
     groups: tuple[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]], ...]
 
-    @classmethod
-    def of(cls, named_tensors: NamedTensors, version: int, dtype: torch.dtype | None = None) -> Snapshot:
-        """Copy tensors out of the writer, floating ones as `dtype`; they may change when this returns."""
-        groups: list[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]] = []
-        group: list[tuple[TensorRecord, Any]] = []
-        for name, tensor in named_tensors:
-            as_type = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            copy = tensor.detach().to("cpu", as_type, copy=True).contiguous()
-            record = TensorRecord(name, tuple(copy.shape), as_type, _checksum(copy))
-            group.append((record, copy.view(_BITS[as_type.itemsize]).numpy()))
-            if sum(array.nbytes for _, array in group) >= GROUP_BYTES:
-                groups.append(_put(group))
-                group = []
-        return cls(version, (*groups, _put(group)) if group else tuple(groups))
-
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors, which are shared with other readers and must not be written.
+        """Yield names and tensors on the engine's device; on a CPU other readers share them, and none may write.
 
         Raises:
             RuntimeError: A tensor is not what the writer sent.
         """
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"  # where checksums take no time
         for records, handle in self.groups:
             arrays = ray.get(handle)
             for record, array in zip(records, arrays, strict=True):
                 with warnings.catch_warnings(action="ignore"):  # that it must not be written
-                    tensor = torch.from_numpy(array).view(record.dtype)
-                if tuple(tensor.shape) != record.shape or _checksum(tensor) != record.checksum:
+                    tensor = torch.from_numpy(array).view(record.dtype).to(device)
+                if tuple(tensor.shape) != record.shape or _checksum(tensor).item() != record.checksum:
                     raise RuntimeError(
                         f"{record.name} of version {self.version} arrived with other bits than were sent, and no "
                         "engine may write with it: memory or network of this node is at fault. Resume from the last "
@@ -88,10 +77,58 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
                 yield record.name, tensor
 
 
+class SnapshotWriter:
+    """Copies weights out of their device, then hands them to Ray in a thread, while the policy learns on.
+
+    The trainer queues the copy on its device and waits for nothing, unless the snapshot before is still being handed
+    over. The host's memory is page-locked, and used again by the next.
+    """
+
+    def __init__(self) -> None:
+        self._copy, self._thread = HostCopy(), ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._last: Future[Snapshot] | None = None
+
+    def write(self, named_tensors: NamedTensors, version: int, dtype: torch.dtype | None = None) -> Future[Snapshot]:
+        """Copy tensors, floating ones as `dtype` where that is smaller; they may change when this returns."""
+        if self._last is not None:
+            self._last.result()
+        self._copy.fill(_with_checksums(named_tensors, dtype))
+        self._last = self._thread.submit(self._hand_over, version)
+        return self._last
+
+    def close(self) -> None:
+        """Wait for the snapshot that is being handed over; safe to call twice."""
+        self._thread.shutdown()
+
+    def _hand_over(self, version: int) -> Snapshot:
+        tensors = dict(self._copy.tensors)
+        checksums = tensors.pop(_CHECKSUMS).tolist() if tensors else []
+        groups: list[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]] = []
+        group: list[tuple[TensorRecord, Any]] = []
+        for (name, tensor), checksum in zip(tensors.items(), checksums, strict=True):
+            record = TensorRecord(name, tuple(tensor.shape), tensor.dtype, checksum)
+            group.append((record, tensor.view(_BITS[tensor.itemsize]).numpy()))
+            if sum(array.nbytes for _, array in group) >= GROUP_BYTES:
+                groups.append(_put(group))
+                group = []
+        return Snapshot(version, (*groups, _put(group)) if group else tuple(groups))
+
+
+def _with_checksums(named_tensors: NamedTensors, dtype: torch.dtype | None) -> NamedTensors:
+    """Yield tensors as they travel, and last the checksums of all."""
+    checksums = []
+    for name, tensor in named_tensors:
+        is_smaller = dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.itemsize
+        sent = tensor.detach().to(dtype if is_smaller else tensor.dtype).contiguous()
+        checksums.append(_checksum(sent))
+        yield name, sent
+    if checksums:
+        yield _CHECKSUMS, torch.stack(checksums)
+
+
 def _put(group: list[tuple[TensorRecord, Any]]) -> tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]:
     return tuple(record for record, _ in group), ray.put([array for _, array in group])
 
 
-def _checksum(tensor: Tensor) -> int:
-    hashed: Any = torch.hash_tensor(tensor).tolist() if tensor.numel() else 0
-    return int(hashed)
+def _checksum(tensor: Tensor) -> Tensor:
+    return torch.hash_tensor(tensor) if tensor.numel() else torch.zeros((), dtype=torch.uint64, device=tensor.device)

@@ -171,6 +171,8 @@ class VLLMEngine(RolloutEngine):
         engine = self._live
         internals.reach(engine, "output_processor").tokenizer = self._tokenizer  # for stop strings
         self.compute_dtype = self.quantization.compute_dtype(engine)
+        types = {parameter.dtype for parameter in internals.live_model(engine).parameters()}
+        self.weight_dtype = str(types.pop()).removeprefix("torch.") if len(types) == 1 else None
         engine_ranks = internals.live_executor(engine).join(engine, graphs)
         if self.speculation is not None:
             self._speculative = install(
