@@ -21,7 +21,7 @@ def render(results: dict[str, Any]) -> list[str]:
         {arm: found for arm, found in results.get(part, {}).items() if "cells" in found} for part in ("steps", "serve")
     )
     lines += [*(learned(heads) if heads else []), *(timed(steps) if steps else [])]
-    lines += foretold(heads, steps) if "eagle3" in heads and any(arm.startswith("eagle3=") for arm in steps) else []
+    lines += foretold(heads, steps, served) if any(arm.startswith("eagle3=") for arm in steps) else []
     if served:
         lines += ["## Served by vLLM's own runner\n", "Milliseconds and tokens per step, tokens/s:\n"]
         cells = {arm: found["cells"] for arm, found in served.items()}
@@ -65,24 +65,33 @@ def timed(steps: Mapping[str, Any]) -> list[str]:
     )
 
 
-def foretold(heads: Mapping[str, Any], steps: Mapping[str, Any]) -> list[str]:
-    """Return tokens/s that follow from acceptance at the head's own size and from steps in the shape of 7B."""
+def foretold(heads: Mapping[str, Any], steps: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
+    """Return tokens/s that follow from steps in the shape of 7B and from acceptance at the head's own size.
+
+    Acceptance is what was served, where that was measured; else what held-out text foretells.
+    """
     lines = ["## Tokens/s in the shape of 7B that follow from both\n"]
-    for way in ("greedy", "sampled"):
+    for way in ("as served",) if served else ("greedy", "sampled"):
         rates: dict[str, list[float]] = {}
         for arm, found in steps.items():
             name, _, drafts = arm.partition("=")
-            if name in heads:
-                tokens = 1 + sum(heads[name]["accepted"][way][: int(drafts)])
+            if served:
+                tokens = served[arm]["natural"]["tokens per step"] if arm in served else None
+            else:
+                tokens = 1 + sum(heads[name]["accepted"][way][: int(drafts)]) if name in heads else None
+            if tokens is not None:
                 rates[arm] = [rate(batch, ms, tokens) for batch, (ms, _) in found["cells"].items()]
-        cells = {arm: found["cells"] for arm, found in steps.items()}
         ours = [each for arm, each in rates.items() if arm.startswith("eagle3=")]
+        if not ours:
+            continue
+        cells = {arm: found["cells"] for arm, found in steps.items()}
         best = [max(each) for each in zip(*ours, strict=True)]
         rows = [
             [arm, *(f"{each:,.0f} ({each / its:.2f})" for each, its in zip(found, best, strict=True))]
             for arm, found in rates.items()
         ]
-        lines += [f"With {way} drafts; in brackets over EAGLE-3's best length at this batch:\n"]
+        which = "tokens per step as served to natural ends" if served else f"{way} drafts"
+        lines += [f"With {which}; in brackets over EAGLE-3's best length at this batch:\n"]
         lines += table(["drafts", *batches(cells)], rows)
     return lines
 

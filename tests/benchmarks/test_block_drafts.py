@@ -118,10 +118,15 @@ def test_tokens_per_second_follow_from_acceptance_and_steps() -> None:
     heads = {"eagle3": accepting(0.8, 0.6, 0.4), "dflash-2-4": accepting(0.7, 0.5, 0.3)}
     times = {"plain=0": 4.0, "eagle3=1": 6.0, "eagle3=3": 8.0, "dflash-2-4=3": 5.0}
     steps = {arm: {"cells": {"10": [ms, 1.0]}} for arm, ms in times.items()}
-    report = "\n".join(foretold(heads, steps))
+    report = "\n".join(foretold(heads, steps, {}))
     assert "| eagle3=3 | 3,500 (1.00) |" in report
     assert "| eagle3=1 | 3,000 (0.86) |" in report
     assert "| dflash-2-4=3 | 5,000 (1.43) |" in report
+    served = {arm: {"natural": {"tokens per step": n}} for arm, n in (("eagle3=3", 3.2), ("dflash-2-4=3", 2.2))}
+    report = "\n".join(foretold(heads, steps, served))
+    assert "| eagle3=3 | 4,000 (1.00) |" in report
+    assert "| dflash-2-4=3 | 4,400 (1.10) |" in report
+    assert "eagle3=1" not in report
 
 
 @pytest.mark.slow
