@@ -204,7 +204,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     files = {OWN: own, **dict(zip(WRITERS, others, strict=True))}
     texts = [(writer, read(file)) for writer, file in files.items()]
     judged, layers = read(held_out), choose_layer_ids(read_target(POLICY).num_hidden_layers)
-    reader = StateReader(load_target(POLICY, torch.device("cpu"), is_mixed=False, shards=False), layers, PACK_TOKENS)
+    reader = StateReader(load_target(POLICY, torch.device("cpu"), is_mixed=False), layers, PACK_TOKENS)
     packs = list(packs_of(reader.read(judged), PACK_TOKENS))
     results: dict[str, Any] = {
         "about": about("quickstart", args.note, args.seed, on_cpu=True),

@@ -308,7 +308,6 @@ def test_mistakes_are_found_before_anything_is_loaded(completions: str, tmp_path
         ("config", 3),
         ("num_tokens", "a"),
         ("val_share", "a"),
-        ("shard_target", "no"),
         ("seed", "a"),
     ],
 )

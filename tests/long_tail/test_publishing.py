@@ -71,29 +71,6 @@ def test_a_head_that_pays_for_one_worker_is_published_for_all() -> None:
     assert versions == {0: 1, 1: 1}
 
 
-def test_a_decision_without_memory_for_a_pack_is_made_on_smaller_ones(caplog: pytest.LogCaptureFixture) -> None:
-    class Hungry(OneWeight):
-        room = 256
-
-        def measure(self, batch: PackedBatch) -> Tensor:
-            if batch.input_ids.numel() > self.room:
-                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
-            return super().measure(batch)
-
-    publisher = DrafterPublisher(make_trainer(Hungry(0.1), pack_tokens=640))
-    publisher.trainer.train(steps(2))
-    decision = publisher.publish_if_better()
-    assert decision is not None
-    assert decision.after.num_steps == len(publisher.trainer.buffer.held_out)  # each text is counted once
-    assert (decision.is_published, publisher.trainer.pack_tokens) == (True, 256)
-    assert "no memory to judge a pack of 640 tokens, and halves it: Tried to allocate" in caplog.text
-    publisher.trainer.train(steps(1))
-    publisher.trainer.drafter.room = 0  # nothing smaller than the least pack can help
-    with pytest.raises(torch.OutOfMemoryError):
-        publisher.publish_if_better()
-    assert publisher.trainer.pack_tokens == 128
-
-
 @pytest.mark.parametrize(
     ("enough", "chosen"), [(90, [0, 3, 6, 1, 4, 7, 2, 5, 8]), (50, [0, 3, 6, 1, 4]), (1, [0, 3, 6])]
 )

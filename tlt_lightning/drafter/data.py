@@ -42,8 +42,6 @@ class DrafterDataModule(L.LightningDataModule):
         config: Configuration of a hub dataset.
         num_tokens: Length of a pack, a multiple of 128; memory and time of a step grow with it.
         val_share: Share of the prompts held out, with all their responses, to measure acceptance on.
-        shard_target: Shard the target over the ranks, for one that no device holds whole. They run it together, each
-            over its own texts; the head is whole on each.
         seed: Seed of the held-out prompts and of the texts' order.
 
     Example:
@@ -61,7 +59,6 @@ class DrafterDataModule(L.LightningDataModule):
         config: Annotated[str | None, "Leave it out, or give a text."] = None,
         num_tokens: int = 4096,
         val_share: float = 0.1,
-        shard_target: bool = False,
         seed: CountOrZero = 0,
     ) -> None:
         super().__init__()
@@ -76,7 +73,6 @@ class DrafterDataModule(L.LightningDataModule):
         self.split, self.config = split, config
         self.num_tokens = num_tokens
         self.val_share = val_share
-        self.shard_target = shard_target
         self.seed = seed
         self.target: PreTrainedModel | None = None
         self.liveness: Liveness | None = None
@@ -93,8 +89,7 @@ class DrafterDataModule(L.LightningDataModule):
         strategy = self.trainer.strategy  # type: ignore[union-attr]
         if isinstance(strategy, ModelParallelStrategy):  # it adds up gradients of what is sharded alone
             raise MisconfigurationException(
-                f"`strategy` {type(strategy).__name__} would leave the heads of ranks apart; use `ddp`, with "
-                "`shard_target` for a target that no device holds whole."
+                f"`strategy` {type(strategy).__name__} would leave the heads of ranks apart; use `ddp`."
             )
         self.liveness = Liveness(self.trainer)  # type: ignore[arg-type]
         protect(self.trainer)  # type: ignore[arg-type]
@@ -104,9 +99,7 @@ class DrafterDataModule(L.LightningDataModule):
         parts = split_by_prompt(texts.prompts, self.val_share, self.seed)
         self.train_texts, self.val_texts = map(texts.part, parts)
         is_mixed = self.trainer.precision != "32-true"  # type: ignore[union-attr]
-        self.target = load_target(
-            self._drafter.target, strategy.root_device, is_mixed=is_mixed, shards=self.shard_target
-        )
+        self.target = load_target(self._drafter.target, strategy.root_device, is_mixed=is_mixed)
 
     def token_counts(self) -> Tensor:
         """Count how often each token was written in the training texts, (V,)."""

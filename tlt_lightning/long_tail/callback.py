@@ -62,7 +62,7 @@ class LongTailIdleCallback(RolloutCallback):
             of a random head. A random head first learns drafts of 3 tokens, from packs of a quarter of `pack_tokens`;
             once it makes 2 tokens per engine step, drafts 1.5 times as long as that number, from packs of half.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
-            grow with it; it is halved where memory does not suffice.
+            grow with it.
         buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
             a 7B policy takes 28.7 kB a token. Each worker saves it beside the checkpoint, rank zero in it.
         budget: Decides how many of an iteration's tokens are trained on; None is an `AdaptiveBudget`, which trains as

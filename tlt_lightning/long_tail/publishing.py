@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import PACK_MULTIPLE, fill_pack, plan_packs
+from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import DraftQuality, quality_of
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.hidden_states import PolicyText
@@ -169,27 +169,14 @@ class DrafterPublisher:
 
     def _measure(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor:
         """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
-        trainer = self.trainer
-        while (sums := self._sums(held_out, clusters)) is None:
-            trainer.halve_packs()
-        return trainer.sum_over_ranks(sums)
-
-    def _sums(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor | None:
-        """Return this worker's sums; None, with a warning, if the device has no memory for a pack of this size."""
         trainer, num_tokens = self.trainer, self.trainer.pack_tokens
         sums = torch.zeros(NUM_CLUSTERS, 6, trainer.drafter.num_draft_tokens, dtype=torch.float64)
-        try:
-            with trainer.autocast():
-                for plan in plan_packs([len(text) for text in held_out], num_tokens):
-                    pieces = [(held_out[piece.sequence], piece) for piece in plan]
-                    index = torch.tensor([clusters[piece.sequence] for piece in plan])
-                    sums.index_add_(0, index, trainer.drafter.measure(fill_pack(pieces, num_tokens, trainer.device)))
-        except torch.OutOfMemoryError as error:
-            if num_tokens == PACK_MULTIPLE:
-                raise
-            log.warning("The drafter had no memory to judge a pack of %d tokens, and halves it: %s", num_tokens, error)
-            return None
-        return sums
+        with trainer.autocast():
+            for plan in plan_packs([len(text) for text in held_out], num_tokens):
+                pieces = [(held_out[piece.sequence], piece) for piece in plan]
+                index = torch.tensor([clusters[piece.sequence] for piece in plan])
+                sums.index_add_(0, index, trainer.drafter.measure(fill_pack(pieces, num_tokens, trainer.device)))
+        return trainer.sum_over_ranks(sums)
 
     def forget_policy(self) -> None:
         """Forget texts and versions of the policy of an earlier run; the weights stay."""

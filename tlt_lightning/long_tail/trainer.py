@@ -1,7 +1,7 @@
 """Train a drafter inside the policy's run, in micro-steps that stop at any time.
 
 Unlike TLT's spot trainer: weights are averaged over the workers that trained, so
-that all engines serve the same drafter; passes over the same text are capped; packs shrink when memory runs out.
+that all engines serve the same drafter; passes over the same text are capped; a lack of memory ends no run.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class DrafterTrainer:
         drafter.compute_on(device, is_mixed=self._is_mixed)
         self.buffer = buffer
         self.pack_tokens = pack_tokens
-        """Tokens of a pack; halved wherever the device has no memory for one."""
+        """Tokens of a pack."""
         self.device = device
         self.num_workers, self.sum_over_ranks = num_workers, sum_over_ranks
         self.seen_version = -1
@@ -172,8 +172,9 @@ class DrafterTrainer:
                 message = str(error)
             # Here, not in the handler: its traceback holds the tensors of the step.
             stretch.num_out_of_memory += 1
-            if not self._shrink(message):
-                break
+            self._free()
+            log.warning("The drafter had no memory for a training step and stops for now: %s", message)
+            break
         if self._ahead is not None:  # its turn comes, but until then it takes no memory
             self._packs, self._ahead = chain([self._ahead[0]], self._packs), None
         if self.device.type == "cuda":
@@ -272,23 +273,9 @@ class DrafterTrainer:
         self.num_seen += self.step_tokens
         return value
 
-    def _shrink(self, message: str) -> bool:
-        """Halve the packs after a training step ran out of memory; False, unchanged, if a step cannot be smaller."""
+    def _free(self) -> None:
+        """Give up the memory of gradients and of packs that were made ahead."""
         self.optimizer.zero_grad()
-        before = self.step_tokens
-        can_go_on = before > PACK_MULTIPLE
-        if can_go_on:
-            self.halve_packs()
-            outcome = f"goes on with {self.step_tokens} (`pack_tokens` is {self.pack_tokens} from now on)"
-        else:
-            torch.cuda.empty_cache()
-            outcome = "stops for now: there are no smaller ones"
-        log.warning("The drafter had no memory for a training step of %d tokens and %s: %s", before, outcome, message)
-        return can_go_on
-
-    def halve_packs(self) -> None:
-        """Make packs half as long, at least `PACK_MULTIPLE`, and free what is kept of the larger ones."""
-        self.pack_tokens = max(PACK_MULTIPLE, self.pack_tokens // 2 // PACK_MULTIPLE * PACK_MULTIPLE)
         self._packs, self._ahead = self._draw(), None
         torch.cuda.empty_cache()
 

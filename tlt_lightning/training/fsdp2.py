@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -24,50 +23,33 @@ from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.micro_batches import LargestCounts
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards policy, critic and reference over all ranks; Lightning's own would split them as tensors by default.
 
     Args:
-        num_replicas: Copies of the shards, each in ranks that follow one another: with as many as nodes, weights are
-            gathered within a node alone, and gradients added up across. 1 shards over all ranks.
         timeout: Longest time a collective may take.
     """
 
-    def __init__(self, num_replicas: int = 1, timeout: timedelta | None = default_pg_timeout) -> None:
+    def __init__(self, timeout: timedelta | None = default_pg_timeout) -> None:
         super().__init__(timeout=timeout)
-        self.num_replicas = num_replicas
-        self._mesh: DeviceMesh | None = None
 
     @override
     def setup_environment(self) -> None:
-        num_ranks = self.num_nodes * self.num_processes
-        if self.num_replicas < 1 or num_ranks % self.num_replicas:
-            raise MisconfigurationException(
-                f"`FSDP2Strategy(num_replicas={self.num_replicas})` does not divide {num_ranks} ranks; give the number "
-                "of nodes, or 1."
-            )
-        self._data_parallel_size, self._tensor_parallel_size = num_ranks, 1
+        self._data_parallel_size, self._tensor_parallel_size = self.num_shards, 1
         super().setup_environment()
 
     @property
     def num_shards(self) -> int:
         """Ranks that hold a weight's rows together."""
-        return self.num_nodes * self.num_processes // self.num_replicas
+        return self.num_nodes * self.num_processes
 
     @property
     def sharding(self) -> Sharding:
-        """The ranks that shard, and copies of them."""
-        if self._mesh is None:
-            if self.num_replicas == 1:
-                self._mesh = self.device_mesh["data_parallel"]
-            else:
-                shape, names = (self.num_replicas, self.num_shards), ("replicate", "shard")
-                kind = self.root_device.type
-                self._mesh = torch.distributed.init_device_mesh(kind, shape, mesh_dim_names=names)
-        return Sharding(self._mesh, is_half=self.precision_plugin.precision == "bf16-mixed")
+        """The ranks that shard."""
+        return Sharding(self.device_mesh["data_parallel"], is_half=self.precision_plugin.precision == "bf16-mixed")
 
     # Checkpoints: as every other strategy's, but for the shards, which `guard.parts` and `guard.shards` write and read
 

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from tlt_lightning.data.formats import Text
 from tlt_lightning.drafter.target import frozen_dtype
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 from tlt_lightning.model_files import load_whole
-from tlt_lightning.sharding.units import Sharding, is_sharded
 from tlt_lightning.training.micro_batches import fill
 
 if TYPE_CHECKING:
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StateReader:
-    """Reads texts with their states from a target; of a sharded one all ranks together, equally often.
+    """Reads texts with their states from a target.
 
     Args:
         target: Frozen trunk, see `load_target`.
@@ -35,56 +31,29 @@ class StateReader:
         self.layer_ids = layer_ids
         self.max_tokens = max_tokens
 
-    @torch.inference_mode(False)  # which a validation's tensors are made in, and sharded weights may not be
     @torch.no_grad()
     def read(self, texts: Sequence[Text]) -> list[PolicyText]:
         """Return `texts` with the target's states over them, on the CPU, in their order."""
         results: dict[int, PolicyText] = {}
         groups = similar_lengths([len(text.ids) for text in texts], self.max_tokens)
-        num_others = self._most(len(groups)) - len(groups)  # asked before the first pass: ranks ask and pass in step
         for rows in groups:
             ids = [torch.tensor(texts[row].ids) for row in rows]
             with HiddenStateTap(self.target, self.layer_ids, range(len(rows))) as tap:
-                self._run(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
+                padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+                self.target(input_ids=padded.to(self.target.device), use_cache=False)
             results |= zip(rows, tap.read(ids, [texts[row].prompt_length for row in rows]), strict=True)
-        for _ in range(num_others):
-            self._run(torch.zeros(1, 1, dtype=torch.long))  # for ranks that have more to read
         for row, sequence in results.items():
             sequence.others = texts[row].others
         return [results[row] for row in range(len(texts))]
 
-    def _run(self, input_ids: Tensor) -> None:
-        self.target(input_ids=input_ids.to(self.target.device), use_cache=False)
 
-    def _most(self, number: int) -> int:
-        """Return the largest `number` of all ranks that share a target, a collective."""
-        if not is_sharded(self.target):
-            return number
-        most = torch.tensor(number, device=self.target.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
-
-def load_target(path: str, device: torch.device, *, is_mixed: bool, shards: bool) -> PreTrainedModel:
-    """Load the trunk of the model at `path`, frozen, whole or sharded over all ranks.
-
-    It is in the type of its files, but on a CPU (`frozen_dtype`).
-
-    Raises:
-        MisconfigurationException: Only one rank is there to shard it over.
-    """
+def load_target(path: str, device: torch.device, *, is_mixed: bool) -> PreTrainedModel:
+    """Load the trunk of the model at `path`, frozen, in the type of its files, but on a CPU (`frozen_dtype`)."""
     from transformers import AutoModel
 
-    if shards and not (dist.is_initialized() and dist.get_world_size() > 1):
-        raise MisconfigurationException(
-            "`shard_target` shards the target over the ranks of a run, of which there is one; use it with "
-            "`Trainer(strategy='ddp', devices=...)`."
-        )
     target: Any = load_whole(
         AutoModel, path, "target", may_hold_more=True, dtype=frozen_dtype(device, is_mixed=is_mixed) or "auto"
     ).requires_grad_(False)
-    if shards:  # its weights lie in their files until a layer is taken to the device, and cut
-        Sharding(dist.init_device_mesh(device.type, (dist.get_world_size(),))).shard(target, target.dtype)
     return target.to(device)
 
 

@@ -1,4 +1,4 @@
-"""Run by drafter/texts/test_shard_target.py, once per rank: a warm-up over texts of which ranks read unequally many."""
+"""Run by drafter/test_two_ranks.py, once per rank: a warm-up over texts of which ranks read unequally many."""
 
 import json
 import os
@@ -20,22 +20,15 @@ LENGTHS = [700, 20, 31, 44, 9, 600, 25, 60, 12, 18, 90, 500, 33, 41]
 
 
 class Observer(L.Callback):
-    """Counts the target's passes and the bytes that a rank holds of it, once it has run."""
+    """Counts the tokens that a rank's target reads."""
 
-    def __init__(self) -> None:
-        self.num_passes, self.num_tokens = 0, 0
+    num_tokens = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.datamodule.target.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
-        self.num_passes += 1
         self.num_tokens += int((kwargs["input_ids"] > 0).sum())
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        target = trainer.datamodule.target
-        self.held = sum(getattr(each, "_local_tensor", each).nbytes for each in target.parameters())
-        self.whole = sum(each.nbytes for each in target.parameters())
 
 
 def write_texts(path: Path) -> str:
@@ -48,19 +41,17 @@ def write_texts(path: Path) -> str:
     return str(path)
 
 
-def main(policy: str, completions: str, out: str, strategy: str, shard_target: str) -> None:
+def main(policy: str, completions: str, out: str, strategy: str) -> None:
     observer = Observer()
     over_ranks = DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else FSDP2Strategy()
     validated = {"num_sanity_val_steps": 1, "limit_val_batches": 1.0}
     trainer = make_trainer(Path(out), observer, devices=2, strategy=over_ranks, **validated)
     module = DrafterModule(policy)
-    data = DrafterDataModule(completions, num_tokens=128, val_share=0.2, shard_target=shard_target == "True")
+    data = DrafterDataModule(completions, num_tokens=128, val_share=0.2)
     trainer.fit(module, data)
     state = {
         "weights": dict(module.trainable_tensors()),
         "metrics": dict(trainer.callback_metrics),
-        "passes": observer.num_passes,
         "tokens": observer.num_tokens,
-        "held": observer.held / observer.whole,
     }
-    torch.save(state, Path(out) / f"{strategy}_{shard_target}_{trainer.global_rank}.pt")
+    torch.save(state, Path(out) / f"{trainer.global_rank}.pt")
