@@ -30,6 +30,7 @@ _NAMES = {
     "hidden_states": "HiddenStateRequest PolicyText",
     "hooks": "RolloutCallback",
     "long_tail.callback": "LongTailIdleCallback",
+    "long_tail.supervised": "SupervisedDrafterCallback",
     "metrics": "IterationLog",
     "metrics.rollouts": "zero_std_share",
     "module": "RLModule",

@@ -20,6 +20,7 @@ from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
 from tlt_lightning.hidden_states import PolicyText as PolicyText
 from tlt_lightning.hooks import RolloutCallback as RolloutCallback
 from tlt_lightning.long_tail.callback import LongTailIdleCallback as LongTailIdleCallback
+from tlt_lightning.long_tail.supervised import SupervisedDrafterCallback as SupervisedDrafterCallback
 from tlt_lightning.metrics import IterationLog as IterationLog
 from tlt_lightning.metrics.rollouts import zero_std_share as zero_std_share
 from tlt_lightning.module import RLModule as RLModule

@@ -34,6 +34,9 @@ class RolloutCallback(L.Callback):
     def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
         """Change the engine's arguments on every rank, before the engine is loaded."""
 
+    def on_texts_read(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[Sequence[int]]) -> None:
+        """Read the token ids of all training texts of a `SupervisedDataModule`, before the networks are loaded."""
+
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Act once an iteration, when the engine has the current weights and is about to write."""
 

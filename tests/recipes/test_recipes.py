@@ -30,7 +30,7 @@ from tlt_lightning.rewards import RewardPool
 pytestmark = pytest.mark.slow
 
 RECIPES = read_recipes()
-TEXTS = ["sft_quickstart", "sft_smollm2"]
+TEXTS = ["sft_quickstart", "sft_drafter", "sft_smollm2"]
 # Those of a rollout alone; a draft head's is tested in tests/drafter/test_data.py.
 POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1] and name not in TEXTS]
 FORMATS = {

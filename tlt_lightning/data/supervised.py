@@ -19,6 +19,7 @@ from tlt_lightning.data.formats import Text
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts
 from tlt_lightning.data.texts import AnsweredRows
+from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.ranks.liveness import Liveness
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
@@ -111,6 +112,7 @@ class SupervisedDataModule(PolicyDataModule):
         if is_fit:
             self.cursor, self._first_step = PromptCursor(len(self.train_texts), run_seed()), None
             self.cursor.position = position
+            call_rollout_hook(trainer, "on_texts_read", [text.ids for text in self.train_texts])
         longest = max(len(text.ids) for text in (*self.train_texts, *self.val_texts))
         on_gpu = trainer.strategy.root_device.type == "cuda"
         sizes = pass_sizes(self.micro_batch_tokens, longest, on_gpu=on_gpu)

@@ -42,11 +42,6 @@ class ServedHead:
         self._start: Path | None = None
 
     @property
-    def is_attached(self) -> bool:
-        """True while there is an engine."""
-        return self._engine is not None
-
-    @property
     def is_cold(self) -> bool:
         """True while the engine has a head of random weights, which drafts nothing."""
         return self.drafter.head_path is None and not self.version
@@ -103,6 +98,17 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             "`LongTailIdleCallback` trains a drafter, but `engine.speculation` is not set, so nobody would use it; "
             f"set it, {_SELECTOR}."
         )
+    check_drafter(drafter, policy)
+    if not _learned_arms(engine, speculation):
+        raise MisconfigurationException(
+            "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
+            f"name it, {_SELECTOR}."
+        )
+    return engine, speculation
+
+
+def check_drafter(drafter: DrafterModule, policy: str) -> None:
+    """Raise MisconfigurationException if `drafter` is for another policy, or has what a warm-up alone has."""
     if drafter.target != policy:
         raise MisconfigurationException(
             f"`drafter.target` is {drafter.target!r}, but the policy is {policy!r}; in YAML write "
@@ -114,12 +120,6 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
                 f"`drafter.{name}` is for `drafter fit`: leave it out. Beside a policy the learning rate rises and "
                 "stays, and the head goes to `final` in the callback's `dirpath`."
             )
-    if not _learned_arms(engine, speculation):
-        raise MisconfigurationException(
-            "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
-            f"name it, {_SELECTOR}."
-        )
-    return engine, speculation
 
 
 def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:

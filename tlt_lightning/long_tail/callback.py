@@ -2,44 +2,36 @@
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from tlt_lightning.arguments import Positive, checked, text_of
+from tlt_lightning.arguments import Positive, checked
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.drafter.packing import check_num_tokens
+from tlt_lightning.drafter.quality import DraftQuality
 from tlt_lightning.drafter.vocabulary import count_tokens
 from tlt_lightning.engine.base import RolloutEngine
-from tlt_lightning.guard.parts import OWN
 from tlt_lightning.hidden_states import PolicyText
-from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.long_tail.attach import ServedHead
+from tlt_lightning.long_tail.base import DrafterCallback
 from tlt_lightning.long_tail.budget import AdaptiveBudget, TrainingBudget
-from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.checkpoint import from_checkpoint, to_checkpoint
 from tlt_lightning.long_tail.plan import DrafterPlan
-from tlt_lightning.long_tail.publishing import DrafterPublisher, held_out_sample
-from tlt_lightning.long_tail.trainer import DrafterTrainer, TrainingCosts, TrainingStretch
+from tlt_lightning.long_tail.publishing import held_out_sample
+from tlt_lightning.long_tail.trainer import TrainingCosts, TrainingStretch
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.ranks.idle_windows import IdleWindow
-from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.seeds import iteration_seed
-from tlt_lightning.training.memory.optimizer_state import training_bytes
 from tlt_lightning.training.resume import begins_run
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
 
 
-class LongTailIdleCallback(RolloutCallback):
+class LongTailIdleCallback(DrafterCallback):
     """Trains a drafter beside the policy, and publishes it whenever it drafts better.
 
     1. At the start the engine, a `VLLMEngine` whose selector may choose the drafter `learned`, loads the head that
@@ -75,6 +67,8 @@ class LongTailIdleCallback(RolloutCallback):
         >>> callback = LongTailIdleCallback(DrafterModule("Qwen/Qwen2.5-0.5B-Instruct"))  # doctest: +SKIP
     """
 
+    data: ClassVar[str] = "RolloutDataModule"
+
     @checked()
     def __init__(
         self,
@@ -85,16 +79,10 @@ class LongTailIdleCallback(RolloutCallback):
         max_passes: Positive = 2.0,
         dirpath: str | None = None,
     ) -> None:
-        check_num_tokens(pack_tokens, "pack_tokens")
-        self.drafter = drafter
-        self.buffer = DrafterBuffer(int(buffer_gib * 2**30))
-        self.pack_tokens = pack_tokens
+        super().__init__(drafter, pack_tokens, buffer_gib, dirpath)
         self.budget = AdaptiveBudget() if budget is None else budget
         self.max_passes = max_passes
-        self.dirpath = None if dirpath is None else Path(text_of("dirpath", dirpath, "Give a folder."))
         self._served = ServedHead(drafter)
-        self._trainer: DrafterTrainer | None = None
-        self._publisher: DrafterPublisher | None = None
         self._plan = DrafterPlan()
         self._costs: TrainingCosts | None = None
         self._seconds_tried = 0.0  # before the first iteration, which will be charged with them
@@ -104,29 +92,21 @@ class LongTailIdleCallback(RolloutCallback):
     @override
     def on_engine_setup(self, trainer: L.Trainer, pl_module: Any, engine: RolloutEngine) -> None:
         """Build the drafter, and set it as the head that the engine loads."""
-        start = self._folder(trainer) / f"start-{trainer.global_rank}"  # one per rank: none waits for another
+        start = self.folder(trainer) / f"start-{trainer.global_rank}"  # one per rank: none waits for another
         self._served.attach(engine, pl_module.policy_path, start)
-        pl_module.callback_bytes["drafter, trained"] = training_bytes(self.drafter, self.drafter.optimizer)
+        self.count_memory(pl_module)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not self._served.is_attached:
-            raise MisconfigurationException("`LongTailIdleCallback` needs a `RolloutDataModule`.")
+        super().setup(trainer, pl_module, stage)
         sampling = trainer.datamodule.sampling  # type: ignore[attr-defined]
         self.drafter.acceptance = self.drafter.acceptance.of(sampling)
-        if self._trainer is None:
-            self._trainer = DrafterTrainer(
-                self.drafter,
-                self.buffer,
-                pack_tokens=self.pack_tokens,
-                device=trainer.strategy.root_device,
-                num_workers=trainer.world_size,
-            )
-            self._publisher = DrafterPublisher(self._trainer, self._served.expected_speedup)
-        self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
         if begins_run(trainer):
-            self.publisher.forget_policy()
             self._plan = DrafterPlan()
+
+    @override
+    def expected_speedup(self, quality: DraftQuality) -> float | None:
+        return self._served.expected_speedup(quality)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -286,69 +266,19 @@ class LongTailIdleCallback(RolloutCallback):
             rank_zero_info("The drafter was not trained in iteration %d: no worker had idle time.", iteration)
 
     @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.drafter.refresh_target(pl_module.policy)
-        self.publisher.publish_if_better()
-        if trainer.is_global_zero:
-            self.publisher.export(self._folder(trainer))
-
-    def _folder(self, trainer: L.Trainer) -> Path:
-        return self.dirpath or Path(trainer.default_root_dir) / "drafter"
-
-    @override
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        pl_module.hidden_state_request = None
-        pl_module.callback_bytes.pop("drafter, trained", None)
+        super().teardown(trainer, pl_module, stage)
         self._served.detach()
-
-    @override
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "")
 
     # Checkpoints
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._trainer is None:
-            return {}
-        return {
-            "trainer": self.training.state_dict(),
-            "publisher": self.publisher.state_dict(),
-            "budget": self.budget.state_dict(),
-            "plan": self._plan.state_dict(),
-            "vocabulary": self.drafter.vocabulary,
-        }
+        own = {"budget": self.budget.state_dict(), "plan": self._plan.state_dict()}
+        return {**state, **own} if (state := super().state_dict()) else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (vocabulary := state_dict["vocabulary"]) is not None:
-            self.drafter.load_vocabulary(vocabulary)
-        self.training.load_state_dict(state_dict["trainer"])
-        self.publisher.load_state_dict(state_dict["publisher"])
+        super().load_state_dict(state_dict)
         self.budget.load_state_dict(state_dict["budget"])
         self._plan = DrafterPlan.restore(state_dict["plan"])
-
-    @override
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if state := checkpoint["callbacks"].get(self.state_key):
-            checkpoint.setdefault(OWN, {})[self.state_key] = to_checkpoint(
-                state, trainer.global_rank, trainer.world_size
-            )
-
-    @override
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if state := checkpoint["callbacks"].get(self.state_key):
-            own = checkpoint[OWN][self.state_key]
-            checkpoint["callbacks"][self.state_key] = from_checkpoint(state, own, trainer.global_rank)
-
-    @property
-    def training(self) -> DrafterTrainer:
-        """Trainer of the drafter."""
-        assert self._trainer is not None, "used before `setup`"
-        return self._trainer
-
-    @property
-    def publisher(self) -> DrafterPublisher:
-        """Keeper of the published weights, which decides on new ones."""
-        assert self._publisher is not None, "used before `setup`"
-        return self._publisher
