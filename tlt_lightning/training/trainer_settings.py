@@ -39,29 +39,30 @@ RULES = (
         "max_steps",
         lambda value: value != -1,
         "-1",
-        "counts optimizer steps and cannot resume an iteration exactly",
-        "Give the number of policy iterations as `max_epochs`.",
+        "counts optimizer steps and cannot resume an epoch exactly",
+        "Give the number of policy iterations, or of epochs over texts, as `max_epochs`.",
     ),
     Rule(
         "precision",
         lambda value: value not in ("32-true", "bf16-mixed"),
         "`32-true`, `bf16-mixed`",
-        "would round advantages and log-probs",
+        "would round log-probs",
         "Use `32-true` or `bf16-mixed`.",
     ),
     Rule(
         "limit_train_batches",
         lambda value: not isinstance(value, float) or value != 1,  # an int of 1 is one batch, a float all of them
         "1.0",
-        "would drop part of every iteration's rollouts",
-        "Lower `data.prompts_per_iteration`, or give `fast_dev_run` for one small iteration.",
+        "would drop part of what every epoch learns from",
+        "Lower `data.prompts_per_iteration`, for texts `data.steps_per_epoch`, or give `fast_dev_run`.",
     ),
     Rule(
         "accumulate_grad_batches",
         lambda value: value != 1,
         "1",
         "would put steps together, and each takes as many passes as it needs by itself",
-        "Set the tokens of a pass with `data.micro_batch_tokens`, and the steps with `data.num_minibatches`.",
+        "Set the tokens of a pass with `data.micro_batch_tokens`, and the steps with `data.num_minibatches`, for texts "
+        "with `data.batch_size`.",
     ),
     Rule(
         "gradient_clip_val",
@@ -74,13 +75,13 @@ RULES = (
         "check_val_every_n_epoch",
         lambda value: value == 0,
         "from 1, None",
-        "divides by zero behind the first iteration",
+        "divides by zero behind the first epoch",
         "For a run without validation leave `data.val` out, or set `limit_val_batches=0`.",
     ),
 )
 
 _TUNER = (
-    "tries settings on fixed batches (`Tuner`), and here the policy writes each batch: compare short runs "
+    "tries settings on fixed batches (`Tuner`), and here every epoch makes its own: compare short runs "
     "(`max_epochs`) with other values of `optimizer` and `data` instead."
 )
 UNFIT: dict[type[L.Callback], str] = {
