@@ -83,12 +83,14 @@ class Task:
         write_texts: Writes as many texts as it is told.
         sft: Recipe of the supervised fine-tuning, and options.
         grpo: Recipes of GRPO, of which the first alone runs on a CPU, and options.
+        gpu: Options of both on a GPU that other runs share.
     """
 
     policy: Path
     write_texts: Callable[[Path, int], None]
     sft: tuple[str, dict[str, Any]]
     grpo: tuple[list[str], dict[str, Any]]
+    gpu: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
 
 
 def tasks(texts: int) -> dict[str, Task]:
@@ -127,7 +129,14 @@ def tasks(texts: int) -> dict[str, Task]:
                     "data.train": json.dumps({"rows": rows, "split": f"train[{HELD_OUT}:]"}),
                     "data.val": json.dumps({"rows": rows, "split": f"train[:{HELD_OUT}]"}),
                     "data.sampling.max_tokens": 64,
-                    "data.engine.init_args.enforce_eager": "true",
+                },
+            ),
+            (
+                {"trainer.precision": "bf16-mixed", "data.init_args.micro_batch_tokens": 4096},
+                {
+                    "data.micro_batch_tokens": 4096,
+                    "data.engine.init_args.gpu_memory_utilization": 0.1,
+                    "data.engine.init_args.enforce_eager": "true",  # starts sooner, and steps are few
                 },
             ),
         ),
@@ -182,7 +191,13 @@ def learn(task: Task, args: Any, folder: Path, arm: str, seed: int) -> dict[str,
     iterations = 1 if args.tiny else iterations
     out = folder / f"{args.task}_{arm.replace(', ', '_').replace(' ', '_')}_{seed}"
     recipes, options = task.grpo
-    options = {**options, "data.prompts_per_iteration": 16, "model.policy": policy, "trainer.max_epochs": iterations}
+    options = {
+        **options,
+        **({} if args.tiny else task.gpu[1]),
+        "data.prompts_per_iteration": 16,
+        "model.policy": policy,
+        "trainer.max_epochs": iterations,
+    }
     options["trainer.check_val_every_n_epoch"] = (iterations + 1) // 2
     if args.tiny:
         recipes = recipes[:1]
@@ -194,7 +209,11 @@ def learn(task: Task, args: Any, folder: Path, arm: str, seed: int) -> dict[str,
 def imitate(task: Task, args: Any, folder: Path, seed: int) -> tuple[str, float]:
     """Fine-tune the task's policy; return the folder it is exported to, and the seconds of the run."""
     out = folder / f"{args.task}_SFT_{seed}"
-    texts = {"path": str(folder / f"{args.task}.jsonl"), "split": f"train[:{16 if args.tiny else args.texts}]"}
+    texts = {
+        "rows": None,
+        "path": str(folder / f"{args.task}.jsonl"),
+        "split": f"train[:{16 if args.tiny else args.texts}]",
+    }
     recipe, options = task.sft
     options = {
         "model.policy": str(task.policy),
@@ -203,9 +222,8 @@ def imitate(task: Task, args: Any, folder: Path, seed: int) -> tuple[str, float]
         "trainer.max_epochs": 1 if args.tiny else args.passes,
         "trainer.num_sanity_val_steps": 0,
         **options,
+        **({} if args.tiny else task.gpu[0]),
     }
-    if args.task == "products" and not args.tiny:
-        options["trainer.precision"] = "bf16-mixed"
     run([recipe], out, seed, options)
     command = [sys.executable, "-m", "tlt_lightning", "export", "--ckpt_path", str(out / "checkpoints/last.ckpt")]
     subprocess.check_call([*command, "--output_dir", str(out / "policy")])

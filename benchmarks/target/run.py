@@ -9,6 +9,10 @@ and `val.jsonl` are questions to go on from with reinforcement learning. `target
 `head-brief` the same after a tenth of its training, and `head-random` before it. `--models` names another directory
 than `target`. `--tiny` runs the same on a CPU within a minute, to see that it works.
 
+    python -m benchmarks target --parts sft
+
+fine-tunes the policy on fresh text, into `target/sft/policy`, and trains a head along, `target/sft/drafter/final`.
+
     python -m benchmarks target --base models/SmolLM2-135M-Instruct --models target/smollm2
 
 goes on from a pre-trained model instead, with its tokenizer, which spells a number digit by digit.
@@ -32,6 +36,7 @@ from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
 from benchmarks.target.head import train_heads
 from benchmarks.target.policy import LARGE, PRETRAINED, TINY, Scale, train_policy
+from benchmarks.target.sft import fine_tune
 from benchmarks.target.text import make_questions
 from recipes.assets.make_countdown import write_questions
 
@@ -52,6 +57,14 @@ def run_policy(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
 def run_head(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     """Train the draft heads."""
     return train_heads(args.models / "policy", args.models, scale, args.head_seconds, args.device, args.seed)
+
+
+def run_sft(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
+    """Fine-tune the policy on fresh text, and train a head along."""
+    epochs, steps = (1, 2) if args.tiny else (4, 30)
+    return fine_tune(
+        args.models / "policy", args.models / "sft", epochs=epochs, steps=steps, device=args.device, seed=args.seed
+    )
 
 
 def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     }
 
 
-PARTS = {"policy": run_policy, "head": run_head, "measure": run_measure}
+PARTS = {"policy": run_policy, "head": run_head, "measure": run_measure, "sft": run_sft}
 
 
 def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -118,6 +131,9 @@ def render(results: dict[str, Any]) -> list[str]:
             rows.append([name, f"{quality['acceptance_length']:.2f}", *rates])
         lines += ["Tokens per step of 7 greedy drafts, text at temperature 1, and how often each draft is accepted:\n"]
         lines += table(["head", "tokens per step", *map(str, drafts)], rows)
+    if sft := results.get("sft"):
+        lines += ["Fine-tuned on fresh text, a head trained along, judged on texts of the last step:\n"]
+        lines += table(list(sft), [list(sft.values())])
     taken = [f"{part} {results[part]['seconds']}" for part in PARTS if part in results]
     return [*lines, f"Seconds in all, start-up included: {', '.join(taken)}."]
 
@@ -129,7 +145,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--base", type=Path, help="directory of a pre-trained model to go on from")
     parser.add_argument("--seconds", type=float, default=240, help="of the policy's training, start-up not counted")
     parser.add_argument("--head-seconds", type=float, default=45, help="of the head's training, start-up not counted")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to do")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS)[:3], help="what to do")
     args = parser.parse_args(arguments)
     args.device = "cpu" if args.tiny else "cuda"
     name = args.base.name.lower() if args.base else "25m"
