@@ -64,7 +64,7 @@ def steps_of(out: Path, *, tiny: bool) -> dict[str, Step]:
             "rollout": Step(rollout, 300, "rollout_tiny"),
             "iteration": Step([*iteration, "--natural-arms", "plain", "--seeds", "0"], 300, "end_to_end_tiny"),
         }
-    rollout = ["rollout", "--size", "7b", "--kv-cache-gib", "8", "--repeats", "2", "--parts", "core", "others", "stock"]
+    rollout = ["rollout", "--size", "7b", "--kv-gib", "8", "--repeats", "2", "--parts", "core", "others", "stock"]
     after = [*rollout, "fp8", "--resume", f"{out}/rollout_7b.json", "--arms", "plain"]
     runs = ["end_to_end", "--size", "25m", "--draft-sampling", "probabilistic", "--seeds", "0", "--warmup", "1"]
     replay = [*runs, "--modes", "replay", "--lengths", "benchmarks/results/end_to_end_25m.json", "--iterations", "4"]

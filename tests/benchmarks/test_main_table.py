@@ -1,10 +1,13 @@
 """The main table: ratios of arms that ran beside each other, and what it says where one is missing."""
 
+import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.main_table import Step, cold_rows, iteration_rows, render, rollout_rows, run, steps_of
 
 
@@ -40,6 +43,25 @@ def test_a_run_from_no_head_counts_as_many_iterations_of_both() -> None:
     arms = [iterations("natural", "plain", [10.0, 10.0]), iterations("natural", "random-siblings", [12.0, 4.0, 1.0])]
     (row,) = cold_rows({"runs": arms})
     assert (row.claim, row.value) == ("2 iterations from no head, its training included", 20 / 16)
+
+
+class Parsed(Exception):
+    """Raised where a benchmark has read its command line."""
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_each_step_is_a_command_that_its_benchmark_understands(tiny: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+        read(parser, arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    for step in steps_of(Path("results"), tiny=tiny).values():
+        benchmark = importlib.import_module(BENCHMARKS[step.command[0]])
+        with pytest.raises(Parsed):
+            benchmark.main([*step.command[1:], "--out", "results", "--seed", "0"])
 
 
 def test_a_step_that_fails_is_said_below_the_table(tmp_path: Path) -> None:

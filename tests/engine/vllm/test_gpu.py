@@ -177,7 +177,7 @@ def test_sleep_keeps_the_head_and_a_sleeper_is_closed_on_a_full_device(paths: Pa
     command = [sys.executable, "-m", "tests.support.sleeping_engine", *paths]
     finished = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-4000:]
-    assert "CUDA Error" not in finished.stderr
+    assert "CUDA Error" not in finished.stderr, finished.stderr[-4000:]
     line = next(line for line in finished.stdout.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
     for texts in found["texts"]:
