@@ -38,5 +38,6 @@ def test_unknown_prompts_start_one_request_each_and_then_the_longest() -> None:
     order.begin(2, 50.0)
     assert order.order([0, 0, 1, 1, 2], {}) == [0, 2, 4, 1, 3]
     assert order.order([0, 1, 2], {0: [10], 1: [40]}) == [1, 2, 0]
+    assert order.order([0, 1, -1, 2, -2], {0: [10], 1: [40]}) == [2, 4, 1, 3, 0]  # what probes new weights comes first
     order.end(0, 200)
     assert order.order([0, 1, 2], {1: [40]}) == [0, 1, 2]

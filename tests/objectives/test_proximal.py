@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import Paths
 from tests.objectives.conftest import batch_of
+from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning.objectives import (
     GRPO,
     K1,
@@ -229,3 +231,15 @@ def test_which_kl_an_estimator_descends_as_a_loss(estimator: KLEstimator, descen
     (found,) = torch.autograd.grad((logps.detach().exp() * estimator(logps, reference)).sum(), logits)
     same = [name for name, gradient in expected.items() if torch.allclose(found, gradient, atol=1e-15, rtol=0)]
     assert same == [descends]
+
+
+@pytest.mark.parametrize("proximal", [OldPolicy(), BehaviourPolicy()])
+def test_steps_away_from_the_text_are_not_called_an_engine_of_another_policy(
+    proximal: OldPolicy | BehaviourPolicy, paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, prompts, folder = paths
+    module = make_module(policy, objective=GRPO(proximal=proximal), optimizer=lambda p: torch.optim.SGD(p, lr=30.0))
+    trainer = make_trainer(folder, max_epochs=1)
+    trainer.fit(module, make_data(prompts))
+    assert (float(trainer.callback_metrics["mismatch/kl"]) > 0.02) == isinstance(proximal, BehaviourPolicy)
+    assert "samples from another policy" not in caplog.text

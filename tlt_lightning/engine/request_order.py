@@ -46,6 +46,8 @@ class RequestOrder:
     def order(self, groups: Sequence[int], running: Mapping[int, Sequence[int]]) -> list[int]:
         """Return the places of waiting requests in the order in which they are to start.
 
+        Negative groups come first: somebody waits for these probes of new weights. A validation has no others.
+
         Args:
             groups: Group of each waiting request.
             running: Tokens so far of the responses that are being written, by group.
@@ -53,8 +55,8 @@ class RequestOrder:
         lengths = {group: self.expected(group, running.get(group, ())) for group in {*groups}}
         first = {group: place for place, group in reversed([*enumerate(groups)])}
 
-        def rank(place: int) -> float:
+        def rank(place: int) -> tuple[bool, float]:
             group = groups[place]
-            return 0.0 if lengths[group] == inf and place != first[group] else -lengths[group]
+            return group >= 0, 0.0 if lengths[group] == inf and place != first[group] else -lengths[group]
 
         return sorted(range(len(groups)), key=rank)

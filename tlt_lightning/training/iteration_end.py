@@ -44,13 +44,18 @@ class CloseIteration(L.Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         pl_module.iteration_log.lap("update")
-        engine: RolloutEngine | None = trainer.datamodule.engine  # type: ignore[attr-defined]
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        engine: RolloutEngine | None = data.engine
         pl_module.iteration_metrics = metrics = pl_module.iteration_log.close(
             trainer, None if engine is None else engine.take_laps()
         )
         metrics |= utilisation(metrics, trainer.world_size, peak_flops(pl_module.device))
         check_policy_is_whole(pl_module, metrics)
-        if engine is not None and not metrics.get("schedule/age"):  # tokens of older weights differ, as they should
+        # Tokens of older weights differ, as they should, and so do all where every step is compared with the text.
+        if engine is not None and not (
+            metrics.get("schedule/age")
+            or pl_module.objective.clips_behaviour(asynchronous=data.backlog.schedule.is_asynchronous)
+        ):
             warn_of_mismatch(metrics.get("mismatch/kl", 0.0), trainer.current_epoch + 1, engine.compute_dtype)
         warn_of_surprise(metrics, trainer.current_epoch + 1)
         judge_weights(metrics, trainer.current_epoch + 1)

@@ -115,7 +115,7 @@ def test_a_slow_engine_holds_up_no_update_and_loads_the_newest_alone(cluster: No
         seconds.append(time.perf_counter() - started)
     list(stream)
     assert sum(seconds) < 1.5
-    assert engine.state_dict() == {"hosts": [{"versions": [0, 4]}]}
+    assert engine.state_dict() == {"versions": [0, 4], "hosts": [{"versions": [0, 4]}]}
     engine.close()
 
 
@@ -160,9 +160,9 @@ def test_a_host_that_dies_again_and_again_ends_the_run(failing: RayEngine, monke
 
 def test_what_is_restored_is_saved_before_the_engines_have_told(engine: RayEngine) -> None:
     engine.load_state_dict({"hosts": [{"versions": [7]}]})  # of a run with one
-    assert engine.state_dict() == {"hosts": [{"versions": [7]}] * 2}
+    assert engine.state_dict() == {"versions": [7], "hosts": [{"versions": [7]}] * 2}
     list(engine.generate(requests(4), SAMPLING, seed=0))
-    assert engine.state_dict() == {"hosts": [{"versions": [7]}] * 2}
+    assert engine.state_dict() == {"versions": [7], "hosts": [{"versions": [7]}] * 2}
 
 
 def test_a_response_that_ends_while_a_report_is_made_is_in_the_next() -> None:

@@ -30,6 +30,7 @@ def test_tensors_arrive_as_they_were_when_they_were_sent(
     for tensor in live.values():
         tensor.zero_()  # as an optimizer's step does
     sent = writing.result()
+    assert sent.shapes == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
     writer.write(live.items(), 4).result()  # into the same memory
     found = ray.get(ray.remote(lambda weights: (weights.version, dict(weights))).remote(sent))
     assert found[0] == 3

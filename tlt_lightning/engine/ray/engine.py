@@ -163,12 +163,14 @@ class RayEngine(RolloutEngine):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._fleet is None else {"hosts": [host.report.state for host in self._fleet.hosts]}
+        states = [] if self._fleet is None else [host.report.state for host in self._fleet.hosts]
+        first: dict[str, Any] = next(filter(None, states), {})  # an engine in the trainer's process goes on from it
+        return {**first, "hosts": states} if first else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._fleet is not None and (states := state_dict.get("hosts")):
-            self._fleet.load(states)
+        if self._fleet is not None and state_dict:
+            self._fleet.load(state_dict.get("hosts", [state_dict]))
 
     # Writing
 

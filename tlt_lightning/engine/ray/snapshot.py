@@ -55,6 +55,11 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
     version: int
     groups: tuple[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]], ...]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name, with nothing read: a device need not hold all tensors beside the engine."""
+        return {record.name: record.shape for records, _ in self.groups for record in records}
+
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors on the engine's device; on a CPU other readers share them, and none may write.

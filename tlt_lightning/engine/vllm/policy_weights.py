@@ -11,7 +11,6 @@ import torch
 
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
-from tlt_lightning.policy import PolicyWeights
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -22,13 +21,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 def checked_weights(named_tensors: NamedTensors, expected: Shapes) -> NamedTensors:
     """Return the policy's new tensors, with names and shapes checked.
 
-    `PolicyWeights` tells its shapes beforehand. Any other stream is made a list first, which copies nothing where the
-    stream yields live tensors. Raises ValueError as `check_shapes` does.
+    A stream with `shapes`, as `PolicyWeights`, tells them beforehand. Any other is made a list first, which copies
+    nothing where it yields live tensors. Raises ValueError as `check_shapes` does.
     """
-    tensors = named_tensors if isinstance(named_tensors, PolicyWeights) else list(named_tensors)
-    shapes = tensors.shapes if isinstance(tensors, PolicyWeights) else {name: each.shape for name, each in tensors}
+    shapes: Shapes | None = getattr(named_tensors, "shapes", None)
+    if shapes is None:
+        named_tensors = list(named_tensors)
+        shapes = {name: tensor.shape for name, tensor in named_tensors}
     check_shapes(shapes, expected)
-    return tensors
+    return named_tensors
 
 
 def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
