@@ -65,6 +65,13 @@ def test_layers_autocast_and_adapters_count(lora: LoRA | None, tmp_path) -> None
     assert kept < kept_bytes(load_shapes(path, lora), PASSES)[0]
 
 
+def test_sharded_weights_come_in_half_and_autocast_keeps_no_copies_of_them(tmp_path) -> None:
+    path, passes = str(save_policy(tmp_path, num_hidden_layers=5)), replace(PASSES, is_autocast=True, num_shards=2)
+    kept, _ = kept_bytes(load_shapes(path), passes)
+    assert kept == pytest.approx(really_kept(load_policy(path).bfloat16(), passes), rel=0.01)
+    assert kept < 0.9 * kept_bytes(load_shapes(path), replace(passes, num_shards=1))[0]
+
+
 def test_recomputing_frees_most_of_many_layers(tmp_path) -> None:
     path = str(save_policy(tmp_path, num_hidden_layers=8, num_attention_heads=4))  # small next to the layers' inputs
     model = load_policy(path)

@@ -67,7 +67,8 @@ def kept_bytes(model: Any, passes: Passes) -> tuple[float, float]:
         raise RuntimeError("experts are chosen by values, and shapes have none")
     layers, kept, widest = trunk.layers, [], 0.0
     with FakeTensorMode():
-        _give_storage(model)
+        # Sharded weights are gathered in half; elsewhere autocast makes copies, and keeps them for the backward pass.
+        _give_storage(model, as_half=passes.is_autocast and passes.num_shards > 1)
         for number in (1, 2):
             trunk.layers = layers[-number:]
             sizes = _kept_of_pass(trunk, passes)
@@ -117,14 +118,14 @@ def _kept_of_pass(trunk: nn.Module, passes: Passes) -> list[float]:
     return [float(size) for storage, size in saved.items() if storage not in own]
 
 
-def _give_storage(model: nn.Module) -> None:
+def _give_storage(model: nn.Module, *, as_half: bool) -> None:
     """Put fake tensors on the CPU in the place of meta tensors: autocast knows no meta device."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:  # tied weights stay one
-                    tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    tensor = torch.empty(parameter.shape, dtype=torch.bfloat16 if as_half else parameter.dtype)
                     made[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
