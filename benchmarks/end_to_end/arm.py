@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from benchmarks.common.engine import BenchEngine
 from benchmarks.common.results import hardware
-from benchmarks.end_to_end.work import Diary, Work, score
+from benchmarks.end_to_end.work import Diary, Work, noise, score
 from tlt_lightning import RayEngine, RLModule, RolloutDataModule
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.data.prompts import PromptSource
@@ -25,12 +25,14 @@ from tlt_lightning.engine.base import OnProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.gallery.policy_drift import PolicyDrift
 from tlt_lightning.hooks import RolloutCallback
+from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.rollout import Request, Response, Rollout, Sampling
 from tlt_lightning.schedules import AsyncRollout, EarlierAnswers, PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
+from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 KEPT = (
     "time/",
@@ -118,7 +120,8 @@ class Recorder(RolloutCallback):
         if trainer.is_global_zero:
             metrics |= device_seconds(pl_module.iteration_log.laps_by_engine)  # type: ignore[union-attr,arg-type]
             kept = {name: round(value, 6) for name, value in metrics.items() if name.startswith(KEPT)}
-            is_over = self._diary.iteration(iteration, kept, self._lengths if self._keep_lengths else None)
+            ranks = ranks_of(cast("RLModule", pl_module).iteration_log) if trainer.world_size > 1 else None
+            is_over = self._diary.iteration(iteration, kept, self._lengths if self._keep_lengths else None, ranks)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(is_over, all=False)
 
 
@@ -130,6 +133,17 @@ def device_seconds(laps_by_engine: Mapping[str, Sequence[tuple[str, float]]]) ->
             name = f"engine/{engine.removeprefix('engine ')}/{stage}"
             found[name] = found.get(name, 0.0) + seconds
     return found
+
+
+def ranks_of(log: IterationLog) -> list[dict[str, float]]:
+    """Return each rank's share of the iteration that was closed last: seconds by stage, and tokens of its update."""
+    names = {"used": "drafter/idle_seconds_used", "tokens": "train/tokens"}
+    ranks = []
+    for laps, numbers in zip(log.laps_by_rank, log.by_rank, strict=True):
+        seconds = {stage: sum(spent for name, spent in laps if name == stage) for stage in ("rollout", "idle")}
+        told = {name: numbers[metric] for name, metric in names.items() if metric in numbers}
+        ranks.append({name: round(value, 3) for name, value in (seconds | told).items()})
+    return ranks
 
 
 def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None:
@@ -171,6 +185,11 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens), PolicyDrift()]
 
 
+def optimizer_of(work: Work) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return what builds the policy's optimizer."""
+    return lambda groups: torch.optim.AdamW(groups, lr=work.lr, weight_decay=0.0)
+
+
 def modules_of(
     work: Work,
     speculation: Speculation | None,
@@ -179,7 +198,7 @@ def modules_of(
     kv_on_update: Literal["recompute", "keep"] = "recompute",
 ) -> tuple[RLModule, RolloutDataModule]:
     """Return the policy and its data."""
-    num_responses = work.prompts * work.group_size // work.devices
+    num_responses = work.prompts * work.group_size // work.devices * work.tensor_parallel
     stays_awake = isinstance(schedule, AsyncRollout)
     engine = ReplayEngine(
         dtype="float32" if work.is_tiny else "bfloat16",
@@ -190,12 +209,14 @@ def modules_of(
         enforce_eager=work.is_tiny,
         sleep=work.sleep and not stays_awake,
         speculation=speculation,
+        tensor_parallel=work.tensor_parallel,
         kv_on_update=kv_on_update,
+        arguments={"load_format": "dummy"} if work.is_random else None,
     )
     engine.lengths, engine.ignores_ends = work.lengths, work.lengths is not None
     data = RolloutDataModule(
         engine=RayEngine(engine, num_engines=work.engines) if work.engines else engine,
-        rewards=[RewardTerm(function=score, name="countdown")],
+        rewards=[RewardTerm(function=noise if work.is_random else score, name="countdown")],
         train=PromptSource(path=work.train),
         group_size=work.group_size,
         prompts_per_iteration=work.prompts,
@@ -208,7 +229,7 @@ def modules_of(
     module = RLModule(
         work.policy,
         GRPO(),
-        optimizer=lambda groups: torch.optim.AdamW(groups, lr=work.lr, weight_decay=0.0),
+        optimizer=optimizer_of(work),
         lora=LoRA(rank=work.lora_rank, alpha=2 * work.lora_rank, base_dtype="bfloat16") if work.lora_rank else None,
         gradient_checkpointing=work.gradient_checkpointing,
     )
@@ -222,7 +243,7 @@ def trainer_of(
     return L.Trainer(
         accelerator="cpu" if work.is_tiny else "gpu",
         devices=work.devices,
-        strategy=work.strategy if work.devices > 1 else "auto",
+        strategy=strategy_of(work),
         precision=work.precision,  # type: ignore[arg-type]
         max_epochs=work.iterations,
         gradient_clip_val=1.0,
@@ -235,6 +256,13 @@ def trainer_of(
         default_root_dir=folder,
         callbacks=[RolloutProgressBar(), *callbacks],
     )
+
+
+def strategy_of(work: Work) -> str | FSDP2Strategy:
+    """Return the Trainer's strategy."""
+    if work.devices == 1:
+        return "auto"
+    return work.strategy if work.num_replicas == 1 else FSDP2Strategy(num_replicas=work.num_replicas)
 
 
 def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, keep_lengths: bool) -> None:

@@ -80,9 +80,33 @@ def memory_table(runs: Runs, warmup: int) -> list[str]:
         peaks = [max(values(rows, f"memory/peak_{stage}"), default=None) for stage in STAGES]
         if any(peaks):
             speed = [middle(values(rows, f"train/{name}")) for name in ("tokens_per_s", "mfu")]
-            lines.append([f"{run['arm']} {run['mode']} {run['seed']}", *peaks, *speed])
-    header = ["peak GiB by stage", *STAGES, "update tok/s", "utilisation"]
+            forecast = [run.get("planned", {}).get(stage) for stage in ("rollout", "update")]
+            lines.append([f"{run['arm']} {run['mode']} {run['seed']}", *peaks, *forecast, *speed])
+    header = ["peak GiB by stage", *STAGES, "rollout, forecast", "update, forecast", "update tok/s", "utilisation"]
     return table(header, lines) if lines else []
+
+
+def rank_table(runs: Runs, warmup: int) -> list[str]:
+    """Return how long each rank wrote and waited, what used the wait, and how evenly the update was shared."""
+    lines: list[list[Any]] = []
+    for run in runs:
+        rows = [row for row in timed(run, warmup) if "ranks" in row]
+        if not rows:
+            continue
+        whole = sum(seconds(rows, "iteration"))
+        for rank in range(len(rows[0]["ranks"])):
+            mine = [row["ranks"][rank] for row in rows]
+            wrote, waited, used = (sum(each.get(name, 0.0) for each in mine) for name in ("rollout", "idle", "used"))
+            # The update lasts as long as the most tokens of a rank do.
+            busy = [row["ranks"][rank]["tokens"] / max(each["tokens"] for each in row["ranks"]) for row in rows]
+            shares = [f"{share:.1%}" for share in (waited / whole, used / waited if waited else 0.0)]
+            name = f"{run['arm']} {run['mode']} {run['seed']}"
+            lines.append([name, rank, wrote / len(rows), waited / len(rows), *shares, f"{statistics.mean(busy):.1%}"])
+    if not lines:
+        return []
+    header = ["run", "rank", "rollout s", "idle s", "idle, of the iteration", "of it training the drafter"]
+    lead = "Means over the iterations that count; tokens of the update beside those of the rank that has the most."
+    return ["## Ranks", "", lead, "", *table([*header, "tokens, of the most"], lines)]
 
 
 def drafter_table(runs: Runs, warmup: int) -> list[str]:
@@ -321,6 +345,12 @@ def render(results: dict[str, Any]) -> list[str]:
     for command in results["earlier"]:
         lines += [f"Goes on from `{command}`.", ""]
     where = f" on {work['devices']} devices by {work['strategy']}" if work.get("devices", 1) > 1 else ""
+    if (replicas := work.get("num_replicas", 1)) > 1:
+        where += f" with {replicas} replicas"
+    if (ranks := work.get("tensor_parallel", 1)) > 1:
+        where += f", {ranks} to an engine"
+    if work.get("gradient_checkpointing"):
+        where += ", activations computed again"
     trained = f"LoRA of rank {work['lora_rank']}" if work["lora_rank"] else "all weights trained"
     passes = f"{work['micro_batch_size']} sequences on average"  # of the earliest results, which lack the tokens
     if "micro_batch_tokens" in work:
@@ -347,7 +377,7 @@ def render(results: dict[str, Any]) -> list[str]:
             [run for run in replayed if run["iterations"]], "In the course of the run, lengths replayed"
         )
     lines += [*schedule_table(natural, warmup), *device_table(natural, warmup)]
-    lines += [*memory_table(runs, warmup), *drafter_table(runs, warmup)]
+    lines += [*memory_table(runs, warmup), *rank_table(runs, warmup), *drafter_table(runs, warmup)]
     starts = [f"{run['arm']} {run['setup_seconds']:.0f}" for run in replayed or natural if run["setup_seconds"]]
     lines += [f"Seconds from start to the first iteration: {', '.join(starts)}.", ""] if starts else []
     for run in runs:

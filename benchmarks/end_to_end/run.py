@@ -34,10 +34,11 @@ from typing import Any
 
 from benchmarks.common.arguments import sized_parser_of, take_size
 from benchmarks.common.processes import end_process, run_apart
+from benchmarks.common.random_policy import write_random
 from benchmarks.common.results import about, note_of, save
 from benchmarks.common.shapes import SHAPES
 from benchmarks.end_to_end.report import render
-from benchmarks.end_to_end.work import SETTINGS, Diary, Work, write_random
+from benchmarks.end_to_end.work import SETTINGS, Diary, Work
 from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "random-siblings", "trl")
@@ -49,7 +50,7 @@ SCHEDULED = (
 )
 GIVEN = (
     *("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices"),
-    *("strategy", "gradient_checkpointing", "lora_rank"),
+    *("strategy", "gradient_checkpointing", "lora_rank", "num_replicas", "tensor_parallel", "gpu_memory_utilization"),
 )
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
@@ -65,6 +66,7 @@ class Run:
     setup_seconds: float = 0.0
     device: str = ""
     error: str = ""
+    planned: dict[str, float] = field(default_factory=dict)
     iterations: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -128,6 +130,8 @@ class Bench:
             for process in ranks:
                 process.start()
             until = time.time() + seconds + MARGIN
+            if work.micro_batch_tokens is not None and run.arm == "plain":
+                run.planned = planned_apart(work)  # while the ranks start
             for process in ranks:
                 end_process(process, until - time.time())
             for told in diary.read():
@@ -205,6 +209,17 @@ def run_arm(*arguments: Any) -> None:
     arm.run_arm(*arguments)
 
 
+def planned_apart(work: Work) -> dict[str, float]:
+    """Return the forecast of a run's memory, without which no run has to do."""
+    from benchmarks.end_to_end.planned import planned
+
+    try:
+        return planned(work)
+    except Exception as error:
+        print(f"No forecast: {error}", flush=True)
+        return {}
+
+
 def plan(args: argparse.Namespace, *, has_lengths: bool) -> tuple[list[Run], list[Run]]:
     """Return the run that must record lengths, if any, and all runs, most wanted first."""
     first = args.seeds[0]
@@ -236,8 +251,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again")
     parser.add_argument("--devices", type=int, default=1, help="ranks, with a device each, or engines; TRL's has one")
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp", help="of several ranks")
+    parser.add_argument("--num-replicas", type=int, help="copies of what `fsdp2` shards")
+    parser.add_argument("--tensor-parallel", type=int, help="devices of an engine")
+    parser.add_argument("--engine-share", type=float, dest="gpu_memory_utilization", help="of a device's memory")
     parser.add_argument("--shape", choices=list(SHAPES), help="write random weights of it to `--policy`, if not there")
     parser.add_argument("--lengths", type=Path, help="results of another size whose recorded lengths are replayed")
+    parser.add_argument("--cut-lengths", type=int, help="tokens at which replayed lengths are cut")
     parser.add_argument("--previous", type=Path, nargs="*", default=[], help="results to go on from")
     args = parser.parse_args(arguments)
     if args.shape:
@@ -258,6 +277,9 @@ def main(arguments: Sequence[str]) -> None:
     args = parse(arguments)
     chosen = {name: getattr(args, name) for name in GIVEN if getattr(args, name) is not None}
     settings = {**SETTINGS[args.size], **chosen, "iterations": args.natural_iterations or args.iterations}
+    settings["is_random"] = args.shape is not None
+    if args.cut_lengths and args.max_tokens is None:
+        settings["max_tokens"] = args.cut_lengths
     if args.num_prompts is not None:
         settings["prompts"] = args.num_prompts
     work = Work(policy=args.policy, train=args.prompts, **settings).fitted()
@@ -270,6 +292,8 @@ def main(arguments: Sequence[str]) -> None:
         lengths = lengths or recorded_lengths(bench.runs)
         if lengths is None:
             raise SystemExit("There are no lengths to replay: the plain run that records them failed, see above.")
+        if args.cut_lengths:
+            lengths = [[min(length, args.cut_lengths) for length in each] for each in lengths]
         bench.replayed = replace(work, lengths=lengths, iterations=args.iterations).fitted()
     bench.run_all(wanted)
     bench.save()

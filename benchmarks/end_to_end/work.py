@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
-
-from benchmarks.common.arguments import ASSETS
+from zlib import crc32
 
 STAGES = ("rollout", "idle", "logprobs", "update", "drafter", "sync", "reward", "other")
 """Stages of an iteration, overhead last."""
@@ -43,6 +42,9 @@ class Work:
         devices: Devices of the run, a process on each; those of `engines` are others.
         engines: Engines beside the trainer, each on a device of its own; with none they write where it trains.
         strategy: Of the Trainer, where there are several.
+        num_replicas: Copies of what `fsdp2` shards.
+        tensor_parallel: Devices of an engine.
+        is_random: Whether the policy's weights are random, so that the engine need not read them before the first sync.
         gradient_checkpointing: Whether the update computes activations again instead of keeping them.
         seed: Of everything.
         lengths: Tokens of every response, by iteration and request; None lets end tokens decide.
@@ -69,6 +71,9 @@ class Work:
     devices: int = 1
     engines: int = 0
     strategy: Literal["ddp", "fsdp2"] = "ddp"
+    num_replicas: int = 1
+    tensor_parallel: int = 1
+    is_random: bool = False
     gradient_checkpointing: bool = False
     seed: int = 0
     lengths: list[list[int]] | None = None
@@ -121,20 +126,6 @@ class Work:
         return replace(work, lengths=lengths)
 
 
-def write_random(shape: dict[str, Any], path: str) -> None:
-    """Write a policy of a configuration, with random weights and the quickstart's tokenizer, unless there is one."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tlt_lightning.policy import load_tokenizer
-
-    if not Path(path, "config.json").exists():
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
-        load_tokenizer(str(ASSETS / "policy")).save_pretrained(path)
-        model.save_pretrained(path)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     # 4 x 4 responses of at most 48 tokens, to see that everything works
     "tiny": {
@@ -176,6 +167,11 @@ def score(prompt: str, response: str, row: dict[str, Any]) -> float:
     return countdown(prompt, response.partition("make")[0], row)
 
 
+def noise(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return a number of the text alone: what a policy of random weights earns, so that it has gradients at all."""
+    return crc32(response.encode()) / 2**32
+
+
 class Diary:
     """Records a run line by line, complete lines even if its process dies.
 
@@ -192,9 +188,18 @@ class Diary:
         """Tell that everything is loaded."""
         self._write(setup_seconds=round(time.perf_counter() - self._began, 1), device=device)
 
-    def iteration(self, number: int, metrics: dict[str, float], lengths: list[int] | None = None) -> bool:
-        """Tell of a finished iteration; True if another one would not fit into the time."""
-        self._write(iteration=number, metrics=metrics, **({} if lengths is None else {"lengths": lengths}))
+    def iteration(
+        self,
+        number: int,
+        metrics: dict[str, float],
+        lengths: list[int] | None = None,
+        ranks: list[dict[str, float]] | None = None,
+    ) -> bool:
+        """Tell of a finished iteration, perhaps of each rank's; True if another one would not fit into the time."""
+        more = {"lengths": lengths, "ranks": ranks}
+        self._write(
+            iteration=number, metrics=metrics, **{name: each for name, each in more.items() if each is not None}
+        )
         return time.time() + 1.2 * metrics["time/iteration"] > self.until
 
     def _write(self, **content: Any) -> None:

@@ -9,7 +9,11 @@ random weights no draft is accepted, which changes no step's cost. Parts: the `p
 graphs that its selector can reach (`bucketed`); one with `full`, all that vLLM would capture. `--tensor-parallel 2`
 makes each an engine over two GPUs, `--quantization fp8` measures each part in 8 bit as well, and `--shape 32b` takes a
 policy of Qwen2.5-32B's shape; where NVLink multicast is off, set VLLM_ALLREDUCE_USE_SYMM_MEM=0 and
-VLLM_ALLREDUCE_USE_FLASHINFER=0. Each part also times a sync of random weights.
+VLLM_ALLREDUCE_USE_FLASHINFER=0. Each part also times a sync of random weights, and with `--sleep-cycles 50` so many
+cycles of sleep, wake, sync and a short rollout, to see that memory stays flat.
+
+Several commands may start at once on one device, each with a `--kv-gib` of its own, and take turns: with `--gate PATH`
+an engine that is ready makes `PATH.ready`, and measures once there is `PATH.go`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +40,7 @@ from benchmarks.common.shapes import SHAPES
 from tlt_lightning.engine import RolloutProgress
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import policy_shapes
-from tlt_lightning.rollout import Request
+from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.speculation import BucketedGraphPool
 from tlt_lightning.speculation.eagle3_files import HEAD_PARTS
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
@@ -59,6 +64,8 @@ class Scale:
         steps: Steps timed for each cell.
         rounds: Times each cell is measured; the fastest counts.
         engine: Arguments of the engine.
+        sleep_cycles: Cycles of sleep and wake after the steps.
+        gate: Stem of the files by which engines that share devices take turns.
     """
 
     shape: dict[str, Any]
@@ -67,6 +74,8 @@ class Scale:
     steps: int
     rounds: int
     engine: dict[str, Any]
+    sleep_cycles: int = 0
+    gate: str = ""
 
 
 LARGE_SCALE = Scale(
@@ -146,7 +155,9 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
         began = time.perf_counter()
         engine.setup(policy, max_model_len=max_model_len, seed=0)
         result: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "step_ms": {}}
-        result |= sync(engine, policy_shapes(policy))
+        shapes = policy_shapes(policy)
+        result |= sync(engine, shapes)
+    pass_gate(scale.gate)
     draw = random.Random(0)
     for batch in scale.batches:
         prompts = [[draw.randrange(2, 512) for _ in range(scale.context)] for _ in range(batch)]
@@ -160,15 +171,58 @@ def run_part(part: str, scale: Scale) -> dict[str, Any]:
             controller.engine_ranks.decide(lambda: OFF)
         result["agreement_ms"] = time.perf_counter() - began
     result |= engine.describe()
+    if scale.sleep_cycles:
+        result["sleep_cycles"] = sleep_and_wake(engine, shapes, scale.sleep_cycles)
     engine.close()
     return result
+
+
+def pass_gate(gate: str) -> None:
+    """Say that this engine is ready, and wait for its turn."""
+    if gate:
+        Path(f"{gate}.ready").touch()
+        while not Path(f"{gate}.go").exists():
+            time.sleep(0.2)
+
+
+def sleep_and_wake(engine: BenchEngine, shapes: Mapping[str, tuple[int, ...]], count: int) -> list[list[float]]:
+    """Return of each cycle the device's GiB in use asleep and awake, and seconds of sleep, wake and sync."""
+    on_gpu, cycles = torch.cuda.is_available(), list[list[float]]()
+    drawn = draw_weights(shapes)
+
+    def used() -> float:
+        if not on_gpu:
+            return 0.0
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+
+    for number in range(count):
+        times = [time.perf_counter()]
+        engine.sleep()
+        asleep = used()
+        times.append(time.perf_counter())
+        engine.wake()
+        times.append(time.perf_counter())
+        engine.update_weights([(name, drawn[shape]) for name, shape in shapes.items()], number + 1)
+        times.append(time.perf_counter())
+        prompt = [Request(id=0, prompt_ids=[2] * 16)]
+        for _ in engine.generate(prompt, Sampling(max_tokens=8), seed=number):
+            pass
+        cycles.append([round(each, 4) for each in (asleep, used(), *(b - a for a, b in pairwise(times)))])
+    return cycles
+
+
+def draw_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return a random tensor in bfloat16 for each shape."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {shape: 0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in set(shapes.values())}
 
 
 def sync(engine: BenchEngine, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return seconds of a second update with random weights in bfloat16, its memory beside the weights, and theirs."""
     on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    drawn = {shape: 0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in set(shapes.values())}
+    drawn = draw_weights(shapes)
     for _ in range(2):
         if on_gpu:
             torch.cuda.synchronize()
@@ -210,14 +264,29 @@ def render(results: dict[str, Any], scale: Scale) -> list[str]:
         found = results[part]
         lines += ["", f"## {part.capitalize()} graph pool", "", *step_table(results, part, scale)]
         if "agreement_ms" in found:
-            lines += ["", f"Agreement of the ranks, in every step above: {found['agreement_ms']:.3f} ms.", ""]
+            share = found["agreement_ms"] / min(found["step_ms"].values())
+            lines += ["", f"Agreement of the ranks, in every step above: {found['agreement_ms']:.3f} ms, "]
+            lines[-1] += f"{share:.1%} of the shortest."
         if found.get("graphs"):
             lines += [f"Graphs, {found['start_seconds']:.0f} s from start to ready:", "", found["graphs"], ""]
     measured = [part for part in results if part.partition(" ")[0] in PARTS and "sync_seconds" in results[part]]
     header = ["part", "weights, GiB", "sync of weights, s", "memory beside them, GiB", "KV tokens", "peak, GiB"]
     names = ("weights_gib", "sync_seconds", "sync_extra_gib", "KV tokens", "peak GiB")
     rows = [[part, *(results[part].get(name) for name in names)] for part in measured]
-    return [*lines, "", "## Weights and memory", "", *table(header, rows), *speedups(results)]
+    lines += ["", "## Weights and memory", "", *table(header, rows)]
+    return [*lines, *sleep_table(results), *speedups(results)]
+
+
+def sleep_table(results: dict[str, Any]) -> list[str]:
+    """Return memory and seconds of the cycles of sleep and wake, of the first ones and the last."""
+    lines = ["", "## Sleep and wake", ""]
+    header = ["part", "cycle", "GiB in use, asleep", "awake", "sleep, s", "wake, s", "sync, s"]
+    rows = []
+    for part in [part for part in results if part.partition(" ")[0] in PARTS]:
+        cycles = results[part].get("sleep_cycles", [])
+        numbers = sorted({1, 2, 3, len(cycles) // 2, len(cycles)} & set(range(1, len(cycles) + 1)))
+        rows += [[part, number, *cycles[number - 1]] for number in numbers]
+    return [*lines, *table(header, rows)] if rows else []
 
 
 def speedups(results: dict[str, Any]) -> list[str]:
@@ -248,7 +317,13 @@ def main(arguments: Sequence[str]) -> None:
     """Measure all parts, each in a process of its own, and write `step_time.json` and `.md`."""
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    parser.add_argument("--shape", choices=("7b", "32b"), default="7b", help="whose shape the policy has")
+    parser.add_argument("--shape", choices=("1.5b", "3b", "7b", "14b", "32b"), default="7b", help="of the policy")
+    parser.add_argument("--batches", nargs="+", type=int, help="requests of a step")
+    parser.add_argument("--steps", type=int, help="timed of each cell")
+    parser.add_argument("--kv-gib", type=float, help="of cache on each device, where engines share them")
+    parser.add_argument("--sleep-cycles", type=int, default=0, help="of sleep and wake, after the steps")
+    parser.add_argument("--gate", default="", help="stem of the files by which engines on one device take turns")
+    parser.add_argument("--name", help="of the result files")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of an engine")
     parser.add_argument("--quantization", choices=("fp8",), help="measure each part in this type as well")
     parser.add_argument("--previous", type=Path, help="results of an earlier command, whose parts are kept")
@@ -256,9 +331,14 @@ def main(arguments: Sequence[str]) -> None:
     num_ranks, name = args.tensor_parallel, "tiny" if args.tiny else f"{args.shape} shape"
     scale = TINY_SCALE if args.tiny else replace(LARGE_SCALE, shape=SHAPES[args.shape])
     dtype = "bfloat16" if args.quantization else scale.engine["dtype"]
-    scale = replace(scale, engine={**scale.engine, "dtype": dtype, "tensor_parallel": num_ranks})
+    engine = {**scale.engine, "dtype": dtype, "tensor_parallel": num_ranks, "sleep": bool(args.sleep_cycles)}
+    if args.kv_gib:  # vLLM then asks only whether its share of the device is free
+        engine |= {"kv_cache_gib": args.kv_gib, "gpu_memory_utilization": 0.05}
+    sizes = {"batches": args.batches and tuple(args.batches), "steps": args.steps}
+    scale = replace(scale, **{name: size for name, size in sizes.items() if size})
+    scale = replace(scale, engine=engine, sleep_cycles=args.sleep_cycles, gate=args.gate)
     results: dict[str, Any] = {"about": about(name, args.note, args.seed), "failed": {}}
-    file = args.out / ("step_time" if num_ranks == 1 else f"step_time_tp{num_ranks}")
+    file = args.out / (args.name or ("step_time" if num_ranks == 1 else f"step_time_tp{num_ranks}"))
     parts = [*args.parts, *(f"{part} {args.quantization}" for part in args.parts if args.quantization)]
     if args.previous:
         earlier = json.loads(args.previous.read_text())

@@ -13,8 +13,10 @@ import yaml
 from benchmarks.common.arguments import ASSETS, RESULTS, ROOT
 from benchmarks.end_to_end import report as end_to_end_report
 from benchmarks.end_to_end import run as end_to_end
-from benchmarks.end_to_end.work import SETTINGS, Diary, Work, score
+from benchmarks.end_to_end.planned import planned
+from benchmarks.end_to_end.work import SETTINGS, Diary, Work, noise, score
 from tlt_lightning import RayEngine
+from tlt_lightning.training.memory.forecast import CONTEXT, GIB
 
 
 def tiny_work(**settings: Any) -> Work:
@@ -94,6 +96,12 @@ def test_what_a_replayed_response_says_after_its_end_does_not_count() -> None:
     solved = "3 + 4 = 7 yes <answer> 3 + 4"
     assert score("", f"{solved} make 5 from 1 2 : <answer> 1 + 2", row) == 1.0
     assert score("", f"<answer> 3 make 7 from 3 4 : {solved}", row) == 0.0
+
+
+def test_a_random_policy_earns_what_its_text_alone_says() -> None:
+    earned = [noise("", text, {}) for text in ("one", "other", "one")]
+    assert earned[0] == earned[2] != earned[1]
+    assert all(0 <= each < 1 for each in earned)
 
 
 @pytest.mark.parametrize("size", list(SETTINGS))
@@ -299,6 +307,28 @@ def test_the_course_compares_lengths_that_are_replayed_again() -> None:
     for each in runs:
         each.mode = "natural"  # equal numbers of tokens are chance there
     assert "wrote before" not in "\n".join(end_to_end_report.render(results(*runs)))
+
+
+def test_the_report_tells_how_ranks_shared_the_work_and_puts_the_forecast_beside_the_peak() -> None:
+    rows = [iteration(number, rollout=8.9) for number in (1, 2)]
+    rows[1]["metrics"] |= {"memory/peak_update": 41.5, "train/mfu": 0.25}
+    rows[1]["ranks"] = [
+        {"rollout": 6.0, "idle": 2.0, "used": 0.5, "tokens": 300},
+        {"rollout": 8.0, "idle": 0.0, "tokens": 400},
+    ]
+    text = "\n".join(end_to_end_report.render(results(run("plain", iterations=rows, planned={"update": 40.25}))))
+    assert "| plain replay 5 | 0 | 6 | 2 | 20.0% | 25.0% | 75.0% |" in text
+    assert "| plain replay 5 | 1 | 8 | 0 | 0.0% | 0.0% | 100.0% |" in text
+    assert "| - | 41.5 | - | - | - | - | - | 40.25 | - | 0.25 |" in text
+
+
+@pytest.mark.slow
+def test_a_forecast_of_a_run_shares_what_is_held_among_its_shards() -> None:
+    whole = planned(tiny_work(micro_batch_tokens=256))
+    shared = planned(tiny_work(micro_batch_tokens=256, devices=2, strategy="fsdp2"))
+    replicated = planned(tiny_work(micro_batch_tokens=256, devices=2, strategy="fsdp2", num_replicas=2))
+    assert shared["held"] - CONTEXT / GIB == pytest.approx((whole["held"] - CONTEXT / GIB) / 2, abs=0.01)
+    assert replicated["held"] == whole["held"]
 
 
 # The arms themselves

@@ -1,6 +1,7 @@
 """The report of `micro/step_time.py` says what is assumed and what is missing."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,24 @@ def test_parts_of_an_earlier_command_are_kept(tmp_path: Path, monkeypatch: pytes
     assert measured == ["plain", "bucketed"]
     assert {"plain", "bucketed"} < set(json.loads((tmp_path / "step_time.json").read_text()))
     assert "\nGoes on from `" in (tmp_path / "step_time.md").read_text()
+
+
+def test_an_engine_says_that_it_is_ready_and_waits_for_its_turn(tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate")
+    waiting = threading.Thread(target=step_time.pass_gate, args=(gate,))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert Path(f"{gate}.ready").exists()
+    Path(f"{gate}.go").touch()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_cycles_of_sleep_are_told_by_the_first_ones_and_the_last() -> None:
+    cycles = [[10.0 + number, 60.0, 0.05, 0.15, 0.1] for number in range(1, 51)]
+    rows = step_time.sleep_table({"failed": {}, "bucketed": {"sleep_cycles": cycles}, "full": {}})
+    assert [row.split(" | ")[1:3] for row in rows[5:-1]] == [
+        ["1", "11"], ["2", "12"], ["3", "13"], ["25", "35"], ["50", "60"]
+    ]  # fmt: skip
+    assert step_time.sleep_table({"plain": {}}) == []

@@ -25,6 +25,24 @@ def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], t
     assert before == (policy.chosen_logps, policy.is_frozen_linear)
 
 
+@pytest.mark.slow
+def test_sharded_updates_are_timed_by_kind_of_pass_with_the_forecast_of_each(tmp_path: Path) -> None:
+    update.main(["--tiny", "--full", "--devices", "2", "--tokens", "256", "--checkpoint", "96", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "update_7b_full_fsdp2_2.json").read_text())["rows"]
+    assert [(row["tokens a pass"], row["computed again"]) for row in rows] == [(256, False), (96, True)]
+    assert rows[0]["passes"] < rows[1]["passes"]
+    assert all(row["median, s"] > 0 and row["matrix products, ms"] > 0 for row in rows)
+    assert rows[0]["forecast GiB"] > rows[1]["forecast GiB"] > 0
+
+
+def test_kernels_of_collectives_are_told_apart() -> None:
+    kernels = [("ncclDevKernel_AllGather_RING_LL", 1, 1.0), ("ncclDevKernel_ReduceScatter_Sum_f32", 1, 2.0)]
+    found = update.by_group([*kernels, ("nvjet_tst_128x256", 1, 4.0), ("vectorized_elementwise_kernel", 1, 8.0)])
+    assert [found[f"{name}, ms"] for name in ("gathers", "reductions over ranks", "matrix products", "other")] == [
+        *(1.0, 2.0, 4.0, 8.0)
+    ]
+
+
 def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_adds_a_piece() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
