@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import sized_parser_of, take_size
-from benchmarks.common.processes import end_process, run_apart
-from benchmarks.common.random_policy import write_random
+from benchmarks.common.processes import end_process
 from benchmarks.common.results import about, note_of, save
 from benchmarks.common.shapes import SHAPES
 from benchmarks.end_to_end.report import render
@@ -259,8 +258,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cut-lengths", type=int, help="tokens at which replayed lengths are cut")
     parser.add_argument("--previous", type=Path, nargs="*", default=[], help="results to go on from")
     args = parser.parse_args(arguments)
-    if args.shape:
-        run_apart(write_random, SHAPES[args.shape], args.policy)
+    if args.shape and not Path(args.policy, "config.json").exists():
+        from benchmarks.common.random_policy import write_random
+
+        write_random(SHAPES[args.shape], args.policy)
     take_size(args, trains=True)
     args.name, args.seeds = args.name or args.size, args.seeds or [args.seed, args.seed + 1, args.seed + 2]
     args.arms = args.arms or [arm for arm in ARMS if args.head or arm not in WITH_HEAD]

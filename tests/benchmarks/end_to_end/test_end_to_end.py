@@ -98,10 +98,8 @@ def test_what_a_replayed_response_says_after_its_end_does_not_count() -> None:
     assert score("", f"<answer> 3 make 7 from 3 4 : {solved}", row) == 0.0
 
 
-def test_a_random_policy_earns_what_its_text_alone_says() -> None:
-    earned = [noise("", text, {}) for text in ("one", "other", "one")]
-    assert earned[0] == earned[2] != earned[1]
-    assert all(0 <= each < 1 for each in earned)
+def test_a_random_policy_earns_differently_whatever_it_says() -> None:
+    assert len({noise("", "", {}) for _ in range(8)}) == 8
 
 
 @pytest.mark.parametrize("size", list(SETTINGS))
