@@ -155,7 +155,8 @@ def measure_sharded(args: argparse.Namespace) -> list[dict[str, Any]]:
         device.type, (args.replicas, num_ranks // args.replicas), mesh_dim_names=("replicate", "shard")
     )
     Sharding(mesh if args.replicas > 1 else mesh["shard"], is_half=not args.tiny).shard(model, torch.float32)
-    batch = draw_batch(*((12, 20, 96) if args.tiny else (args.sequences, args.typical, args.longest)), device)
+    num_rows, typical, longest = (12, 20, 96) if args.tiny else (args.sequences, args.typical, args.longest)
+    batch = draw_batch(num_rows, typical, longest, device)
     batch.input_ids = batch.input_ids.roll(rank, 1)  # of the same lengths
     flops, rate = float(train_flops(model, batch.lengths, batch.response_mask.sum())), peak_flops(device)
     kinds = [(tokens, False) for tokens in args.tokens or []] + [(tokens, True) for tokens in args.checkpoint or []]
