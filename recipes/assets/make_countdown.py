@@ -1,6 +1,7 @@
 """Make the quickstart's policy and data: a tiny Qwen2 trained from scratch on generated Countdown searches.
 
     python recipes/assets/make_countdown.py --device cuda      # 2 minutes on one H200; README.md has its output
+    python recipes/assets/make_countdown.py --texts outputs/searches.jsonl --searches 6000   # no policy, in seconds
 
 A question reads `make 33 from 3 7 12 :`. A search tries random left-to-right chains, `7 * 3 = 21 - 12 = 9 no`, until
 one reaches the target, `3 * 7 = 21 + 12 = 33 yes`, and then writes `<answer>` and that chain as an expression. The
@@ -272,12 +273,14 @@ def write_questions(path: Path, questions: Sequence[Question]) -> None:
             file.write(json.dumps(question.row) + "\n")
 
 
-def write_searches(path: Path, questions: Sequence[Question], seed: int) -> None:
-    """Write one JSON object per question: prompt, and a patient search for its answer that has found it."""
+def write_searches(
+    path: Path, questions: Sequence[Question], seed: int, hasty_share: float = 0.0, *, must_hit: bool = True
+) -> None:
+    """Write one JSON object per question: prompt, and a search for its answer, which has found it if it must."""
     rng, rows = random.Random(seed), []
     for question in questions:
-        words = sample_response(question, rng, hasty_share=0.0)
-        if words[-1] == EOS and HIT in words:
+        words = sample_response(question, rng, hasty_share)
+        if words[-1] == EOS and (HIT in words or not must_hit):
             rows.append({"prompt": question.prompt, "completion": f" {' '.join(words[:-1])}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -309,15 +312,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=60000, help="questions to draw, before duplicates go")
     parser.add_argument("--train", type=int, default=2048, help="rows of train.jsonl")
     parser.add_argument("--val", type=int, default=256, help="rows of val.jsonl")
-    parser.add_argument("--searches", type=int, default=400, help="questions whose patient searches may be imitated")
+    parser.add_argument("--searches", type=int, default=400, help="questions whose searches may be imitated")
+    parser.add_argument("--texts", type=Path, help="write only searches, hasty and patient, to this file")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Make the data, train the policy, save both, measure."""
+    """Make the data, train the policy, save both, measure; with `--texts` write searches alone."""
     args = parse_args()
     torch.manual_seed(args.seed)
     pool, train_questions, val_questions = make_questions(args)
+    if args.texts is not None:
+        args.texts.parent.mkdir(parents=True, exist_ok=True)
+        asked = pool[args.train : args.train + args.searches]
+        write_searches(args.texts, asked, args.seed, HASTY_SHARE, must_hit=False)
+        return
     model, tokenizer = make_model(args).to(args.device), make_tokenizer()
     print(f"{len(pool)} questions to pretrain on, {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
     train(model, pool, args)

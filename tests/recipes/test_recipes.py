@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.assets.make_countdown import Question, write_searches
 from tests.support.rows import (
     ARC,
     ARC_BAD,
@@ -30,7 +31,7 @@ from tlt_lightning.rewards import RewardPool
 pytestmark = pytest.mark.slow
 
 RECIPES = read_recipes()
-TEXTS = ["sft_quickstart", "sft_drafter", "sft_smollm2"]
+TEXTS = ["sft_quickstart", "sft_drafter", "sft_smollm2", "sft_smollm2_searches"]
 # Those of a rollout alone; a draft head's is tested in tests/drafter/test_data.py.
 POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1] and name not in TEXTS]
 FORMATS = {
@@ -86,7 +87,12 @@ def test_recipe_instantiates_and_its_numbers_fit(name: str, tmp_path: Path, monk
 def test_a_recipe_of_texts_learns_from_them_and_holds_others_out(
     name: str, policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cli = instantiate(name, tmp_path, monkeypatch)
+    overrides = []
+    if name == "sft_smollm2_searches":  # whose texts its first command writes
+        questions = [Question((a, b), a + b) for a in range(1, 13) for b in range(1, 13)]
+        write_searches(tmp_path / "searches.jsonl", questions, seed=0, hasty_share=0.7, must_hit=False)
+        overrides = [f"--data.init_args.{part}.path={tmp_path}/searches.jsonl" for part in ("train", "val")]
+    cli = instantiate(name, tmp_path, monkeypatch, *overrides)
     data = cli.datamodule
     assert isinstance(data, SupervisedDataModule)
     assert data.batch_size == 32  # of mine.yaml
