@@ -18,6 +18,7 @@ BENCHMARKS = {
     "staleness": "benchmarks.end_to_end.staleness",
     "distillation": "benchmarks.end_to_end.distillation",
     "warm_start": "benchmarks.end_to_end.warm_start",
+    "start_up": "benchmarks.micro.start_up",
     "step_time": "benchmarks.micro.step_time",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",

@@ -120,7 +120,8 @@ class VLLMEngine(RolloutEngine):
         self._start(policy, max_model_len, seed, graphs)
         self._take_over(head, graphs)
         self._set_up_for = wanted
-        log.info("vLLM %s is ready after %.1f s", internals.installed_version(), time.perf_counter() - started)
+        seconds, parts = time.perf_counter() - started, internals.live_executor(self._live).start_up
+        log.info("vLLM %s is ready after %.1f s (%s)", internals.installed_version(), seconds, parts)
 
     def _read_policy(self, policy: str) -> HeadShape | None:
         """Read the policy's shapes and tokenizer, and return the draft head's shape; no weights are loaded.

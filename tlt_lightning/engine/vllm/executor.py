@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
+from tlt_lightning.engine.vllm.start_up import StartUp
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
 
@@ -35,6 +36,16 @@ class RankExecutor(UniProcExecutor):
     on_step: Callable[[SchedulerOutput], None] | None = None
     """Called with each step before it runs."""
 
+    @cached_property
+    def start_up(self) -> StartUp:
+        """Seconds of its start by part."""
+        return StartUp()
+
+    @override
+    def _init_executor(self) -> None:
+        with self.start_up.part("reading weights"):
+            super()._init_executor()
+
     @override
     def _distributed_args(self) -> tuple[str, int, int]:
         init_method, _, device = super()._distributed_args()
@@ -50,8 +61,14 @@ class RankExecutor(UniProcExecutor):
     @override
     def determine_available_memory(self) -> list[int]:
         """Return the bytes of keys and values, the same on all ranks of an engine: they schedule alike."""
-        usable = self._usable_memory()
+        with self.start_up.part("compiling and measuring memory"):
+            usable = self._usable_memory()
         return usable if self.vllm_config.parallel_config.tensor_parallel_size == 1 else _group().smallest(min(usable))
+
+    @override
+    def compile_or_warm_up_model(self) -> None:
+        with self.start_up.part("warming up, with CUDA graphs"):
+            super().compile_or_warm_up_model()
 
     @override
     def shutdown(self) -> None:

@@ -1,0 +1,27 @@
+"""A start is timed in a process of its own, from the command to the first token."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.micro.start_up import main, prepare
+
+
+def test_a_model_is_a_size_or_folders() -> None:
+    assert prepare("7b", "unused") == ("wide/policy", "wide/head")
+    assert prepare("mine=a/policy,a/head", "unused") == ("a/policy", "a/head")
+    assert prepare("mine=a/policy", "unused") == ("a/policy", None)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_parts_of_a_start_add_up_to_the_first_token(tmp_path: Path) -> None:
+    main(["--tiny", "--warm", "0", "--out", str(tmp_path)])
+    (run,) = json.loads((tmp_path / "start_up.json").read_text())["runs"]
+    parts = list(run["seconds"])
+    assert parts[0] == "imports"
+    assert "vLLM: reading weights" in parts
+    assert parts[-1] == "first token"
+    assert min(run["seconds"].values()) >= 0
+    assert "**in all**" in (tmp_path / "start_up.md").read_text()
