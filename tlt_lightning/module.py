@@ -132,7 +132,10 @@ class RLModule(L.LightningModule):
         if self.policy is not None:
             return
         self._loaded_with = self.network_settings
-        networks = self._loaded_with.load(self.objective, None if self._trainer is None else run_sharding(self.trainer))
+        trainer = self._trainer
+        sharding = None if trainer is None else run_sharding(trainer)
+        is_half = trainer is not None and trainer.precision == "bf16-mixed"
+        networks = self._loaded_with.load(self.objective, sharding, is_half=is_half)
         self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
         self._frozen = frozen_names(self)
 

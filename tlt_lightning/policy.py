@@ -96,12 +96,13 @@ def load_policy(
     attn_implementation: str = "sdpa",
     sharding: Sharding | None = None,
     needs_head: bool = True,
+    is_half: bool = False,
 ) -> "PreTrainedModel":
     """Load the causal LM at `path` for training: float32, dropout off, train mode.
 
-    With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`. Warns if its passes cannot be
-    packed. With `sharding` the weights stay in their files, in the files' type, until their layer is sharded. A model
-    whose head is not needed may be a reward model.
+    With `is_half` it is bfloat16. With `lora` the result is a `peft.PeftModel`, its frozen part of `lora.base_dtype`.
+    Warns if its passes cannot be packed. With `sharding` the weights stay in their files, in the files' type, until
+    their layer is sharded. A model whose head is not needed may be a reward model.
 
     Raises:
         ValueError: As of `load_whole`; its weights hold NaN; its logits are more than the output of a linear layer;
@@ -109,7 +110,7 @@ def load_policy(
     """
     from transformers import AutoModelForCausalLM
 
-    dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
+    dtype = _dtype_of(lora, is_half)
     options: dict[str, Any] = {
         "dtype": dtype if sharding is None else "auto",
         "attn_implementation": attn_implementation,
@@ -401,14 +402,20 @@ def computed_weight(layer: Any) -> Tensor:
     return _merged(layer, layer.base_layer.weight) if hasattr(layer, "base_layer") else layer.weight.detach()
 
 
-def load_shapes(path: str, lora: LoRA | None = None) -> "PreTrainedModel":
+def _dtype_of(lora: LoRA | None, is_half: bool) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, "bfloat16" if is_half else "float32" if lora is None else lora.base_dtype)
+    return dtype
+
+
+def load_shapes(path: str, lora: LoRA | None = None, *, is_half: bool = False) -> "PreTrainedModel":
     """Return the model that `load_policy` would load, on the meta device: made of its config, without values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = getattr(torch, lora.base_dtype) if lora is not None else torch.float32
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=_dtype_of(lora, is_half), attn_implementation=register_varlen()
+        )
         fuse_layers(model)
         fuse_rotary(model)
         return with_adapters(model, lora)

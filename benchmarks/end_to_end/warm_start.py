@@ -43,6 +43,12 @@ def equation(prompt: str, response: str, row: dict[str, Any]) -> float:
     return countdown(prompt, f"{ANSWER}{expression}", row) if is_equation else 0.0
 
 
+def product(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return 1 if the last number of a response is the answer, else 0."""
+    numbers = re.findall(r"\d+", response.replace(",", ""))
+    return float(numbers[-1:] == [str(row["answer"])])
+
+
 def write_equations(path: Path, count: int) -> None:
     """Write searches whose answers are equations: the assets' shortest ones."""
     rows = [json.loads(line) for line in (ASSETS / "searches.jsonl").read_text().splitlines()]
@@ -64,7 +70,7 @@ def worked(question: str) -> str:
     """Return the way to the product of the two numbers in a question, and the product."""
     a, b = map(int, re.findall(r"\d+", question))
     tens, ones = b // 10 * 10, b % 10
-    return f"{a} * {b} = {a} * {tens} + {a} * {ones} = {a * tens} + {a * ones} = {a * b} <answer>{a * b}</answer>"
+    return f"{a} * {b} = {a} * {tens} + {a} * {ones} = {a * tens} + {a * ones} = {a * b}"
 
 
 def products(count: int) -> dict[str, Any]:
@@ -126,6 +132,7 @@ def tasks(texts: int) -> dict[str, Task]:
             (
                 ["quickstart_smollm2", "smollm2_products_1gpu"],
                 {
+                    "data.rewards": '[{"function": "benchmarks.end_to_end.warm_start.product"}]',
                     "data.train": json.dumps({"rows": rows, "split": f"train[{HELD_OUT}:]"}),
                     "data.val": json.dumps({"rows": rows, "split": f"train[:{HELD_OUT}]"}),
                     "data.sampling.max_tokens": 64,

@@ -93,6 +93,23 @@ def test_sharded_ranks_write_and_learn_what_whole_ones_do(policy_path: str, prom
     torch.testing.assert_close(whole(resumed / "loaded.ckpt"), whole(ddp / "end.ckpt"), atol=0, rtol=0)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_sharded_teacher_of_half_precision_teaches_what_a_whole_one_does(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    """Wider than its policy, of another family; in bfloat16, whose rounding differs between the strategies."""
+    save_policy(tmp_path / "teacher", "llama", seed=1, hidden_size=96, num_hidden_layers=1)
+    ddp, fsdp2 = (tmp_path / name for name in ("ddp", "fsdp2"))
+    expected, found = (run(out, policy_path, prompts_path, out.name, "taught") for out in (ddp, fsdp2))
+    assert [each["teacher"] for each in expected] == [["torch.bfloat16", "Parameter"]] * 2
+    assert [each["teacher"] for each in found] == [["torch.bfloat16", "DTensor"]] * 2
+    divergences = [each["metrics"]["train/divergence"] for each in (*expected, *found)]
+    assert divergences == pytest.approx([divergences[0]] * 4, rel=0.02)
+    torch.testing.assert_close(weights(fsdp2, 1), weights(fsdp2, 0), atol=0, rtol=0)
+    torch.testing.assert_close(weights(fsdp2), weights(ddp), atol=0.03, rtol=0.03)  # steps of AdamW at 3e-3
+
+
 def save_judge(path: Path) -> None:
     """Save a reward model whose scores differ between responses."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification

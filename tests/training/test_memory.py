@@ -205,7 +205,7 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = load_policy(path, lora=lora).cuda()
-    teacher = load_policy(path).eval().requires_grad_(False).cuda() if is_taught else None
+    teacher = load_policy(path, is_half=True).eval().requires_grad_(False).cuda() if is_taught else None
     batch = move_data_to_device(make_batch([1] * 8, [1023] * 8), "cuda")
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -231,13 +231,14 @@ def test_a_teacher_counts_with_weights_states_a_copy_of_its_head_and_logits(is_a
     frozen, models = {"reference": path}, {"policy": TrainedModel(policy)}
     alone = forecast(models, passes, torch.optim.AdamW, frozen)
     taught = forecast(models, passes, torch.optim.AdamW, frozen, path)
-    model, batch = load_policy(path).requires_grad_(False), make_batch([1] * 2, [1024] * 2)
+    model, batch = load_policy(path, is_half=is_autocast).requires_grad_(False), make_batch([1] * 2, [1024] * 2)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         heard = Teacher.of(model, batch, Divergence())
     own = {parameter.data_ptr() for parameter in model.parameters()}
     left = [each.nbytes for each in (heard.states, heard.weight) if each.data_ptr() not in own]
     assert taught.activations["teacher"] == sum(left)
-    assert taught.held == alone.held
+    weights = sum(each.nbytes for each in model.parameters())
+    assert taught.held == alone.held | {"reference": weights}
     width = 2 if is_autocast else 4
     assert alone.activations["logits"] == 2 * width * 70_000 * 2048  # a chunk's, and its gradient
     assert taught.activations["logits"] == 4 * width * 70_000 * 1024  # of two heads

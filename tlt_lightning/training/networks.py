@@ -32,12 +32,17 @@ class Reference:
         path: Path or hub name of the model; None takes the policy without its adapters, at no cost in memory.
         attn_implementation: Attention of Hugging Face.
         sharding: How the model is sharded; None leaves it whole.
+        is_half: Hold it in bfloat16.
     """
 
-    def __init__(self, path: str | None, attn_implementation: str, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self, path: str | None, attn_implementation: str, sharding: Sharding | None = None, *, is_half: bool = False
+    ) -> None:
         self.model = None
         if path is not None:
-            model = load_policy(path, "reference", attn_implementation=attn_implementation, sharding=sharding)
+            model = load_policy(
+                path, "reference", attn_implementation=attn_implementation, sharding=sharding, is_half=is_half
+            )
             self.model = model.eval().requires_grad_(False)
 
     def logps(self, policy: nn.Module, batch: RolloutBatch) -> Tensor:
@@ -150,8 +155,11 @@ class NetworkSettings:
     gradient_checkpointing: bool
     attn_implementation: str
 
-    def load(self, objective: PolicyObjective, sharding: Sharding | None) -> Networks:
-        """Load what an objective needs, whole or sharded."""
+    def load(self, objective: PolicyObjective, sharding: Sharding | None, *, is_half: bool) -> Networks:
+        """Load what an objective needs, whole or sharded; a teacher in bfloat16 where passes are (`is_half`).
+
+        A reference is float32: the policy begins with its weights, and the KL between them with 0.
+        """
         model = load_policy(
             self.policy, lora=self.lora, attn_implementation=self.attn_implementation, sharding=sharding
         )
@@ -164,7 +172,8 @@ class NetworkSettings:
             critic = Critic(self.critic, causal_lm(model).config.hidden_size, sharding)
         if objective.uses_reference:
             path = self.reference or (self.policy if self.lora is None else None)
-            reference = Reference(path, self.attn_implementation, sharding)
+            is_half = is_half and objective.divergence is not None
+            reference = Reference(path, self.attn_implementation, sharding, is_half=is_half)
         for name, loaded in (("critic", critic), ("reference", reference)):
             if getattr(self, name) is not None and loaded is None:
                 log.warning(

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.end_to_end import warm_start
 from tlt_lightning.rewards.countdown import countdown
-from tlt_lightning.tasks import ReasoningGym, verify
+from tlt_lightning.tasks import ReasoningGym
 
 ROW = {"prompt": "make 21 from 3 7 :", "answer": 21, "numbers": [3, 7]}
 
@@ -40,9 +40,10 @@ def test_worked_products_are_right_and_of_questions_that_nobody_is_judged_by(tmp
     questions = list(ReasoningGym(**warm_start.products(30)["init_args"]))
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in questions[warm_start.HELD_OUT :]]
     for row, question in zip(rows, questions[warm_start.HELD_OUT :], strict=True):
-        assert verify("", row["answer"], question) == 1
-        assert len({eval(part) for part in row["answer"].split("<")[0].split("=")}) == 1
-        assert eval(row["answer"].split("=")[0]) == int(question["answer"])
+        assert warm_start.product("", row["answer"], question) == 1
+        assert {eval(part) for part in row["answer"].split("=")} == {int(question["answer"])}
+        assert warm_start.product("", row["answer"] + " or 7", question) == 0
+        assert warm_start.product("", "nobody knows", question) == 0
 
 
 def test_a_run_is_a_row() -> None:

@@ -2,6 +2,7 @@
 
 Its options are words, of which `ppo` adds a critic with a trunk of its own and a reward model, `judge` beside the run's
 folder, and makes two steps of all of an iteration's responses: a number of ranks does not change what they learn from.
+With `taught` the policy follows `teacher`, a model there, in bfloat16.
 """
 
 import json
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
 from tlt_lightning import CriticConfig, LoRA, RewardTerm, RolloutCallback, VLLMEngine
-from tlt_lightning.objectives import GRPO, PPO
+from tlt_lightning.objectives import GRPO, PPO, Distillation
 from tlt_lightning.objectives.kl import KLPenalty
 from tlt_lightning.rewards import RewardModel
 
@@ -43,9 +44,11 @@ def main(
 ) -> None:
     L.seed_everything(3)
     is_ppo = "ppo" in options
+    teacher = str(Path(out).parent / "teacher") if "taught" in options else None
     module = make_module(
         policy,
-        objective=PPO() if is_ppo else GRPO(loss_kl=KLPenalty(coef=0.1)),
+        objective=PPO() if is_ppo else Distillation() if teacher else GRPO(loss_kl=KLPenalty(coef=0.1)),
+        reference=teacher,
         critic=CriticConfig(path=policy, lr=3e-3) if is_ppo else None,
         lora=LoRA(rank=4) if "lora" in options else None,
         gradient_checkpointing="checkpointing" in options,
@@ -55,9 +58,10 @@ def main(
     callbacks = [recorder] if ckpt_path else [recorder, save]
     checkpoints = {"enable_checkpointing": is_ppo and not ckpt_path}
     on_gpu = {"accelerator": "gpu", "precision": "bf16-mixed"} if "gpu" in options else {}
+    half = {"precision": "bf16-mixed"} if teacher else {}
     engine = VLLMEngine(kv_cache_gib=0.25, enforce_eager=True) if on_gpu else make_engine("vllm")
     ranks = {"strategy": strategy, "devices": 1 if strategy == "auto" else 2}
-    trainer = make_trainer(Path(out), *callbacks, gradient_clip_val=0.5, **checkpoints, **ranks, **on_gpu)
+    trainer = make_trainer(Path(out), *callbacks, gradient_clip_val=0.5, **checkpoints, **ranks, **on_gpu, **half)
     tokens = 64 if os.environ.get("LOCAL_RANK", "0") == "0" else 32  # more passes on rank 1, where it may choose
     overrides: dict[str, Any] = {"micro_batch_tokens": tokens}
     if is_ppo:
@@ -68,6 +72,9 @@ def main(
         "rollouts": [(rollout.response.token_ids, rollout.reward) for each in recorder.rollouts for rollout in each],
         "metrics": module.iteration_metrics,
     }
+    if teacher:
+        held = next(module._reference.model.parameters())
+        result["teacher"] = [str(held.dtype), type(held).__name__]
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
     torch.save(weights(module), Path(out) / f"weights{trainer.global_rank}.pt")
     trainer.save_checkpoint(Path(out) / "end.ckpt")

@@ -86,15 +86,17 @@ def forecast(
         passes: Size and kind of the passes, which go through all of `models`.
         optimizer: Builds the optimizer, whose state is measured on a small parameter.
         frozen: Paths of float32 models that stay on the device beside them, by name.
-        teacher: Path of one of these that runs in the update's passes, whose logits are compared with the policy's.
+        teacher: Path of one of these that runs in the update's passes, held in their type, whose logits are compared
+            with the policy's.
     """
     built: dict[str, Any] = {name: load_shapes(model.path, model.lora) for name, model in models.items()}
     trained = sum(p.numel() for model in built.values() for p in model.parameters() if p.requires_grad)
     vocab_size = causal_lm(next(iter(built.values()))).get_output_embeddings().weight.shape[0]
     state, temporary = optimizer_bytes(optimizer)
+    is_half = {path: path == teacher and passes.is_autocast for path in frozen.values()}
     sharded = {
         **{name: bytes_of(model) for name, model in built.items()},
-        **{name: bytes_of(load_shapes(path)) for name, path in frozen.items()},
+        **{name: bytes_of(load_shapes(path, is_half=is_half[path])) for name, path in frozen.items()},
         "gradients": 4.0 * trained,
         "optimizer": state * trained,
     }
@@ -110,7 +112,7 @@ def forecast(
         **(gathered if passes.num_shards > 1 else {}),
     }
     if teacher is not None:  # its own pass comes first and alone, and may take more than all that follows
-        kept_of_it, own_pass = teacher_bytes(load_shapes(teacher), passes)
+        kept_of_it, own_pass = teacher_bytes(load_shapes(teacher, is_half=is_half[teacher]), passes)
         activations["teacher"] = max(kept_of_it, own_pass - sum(activations.values()))
     return MemoryForecast(
         held={"context": CONTEXT, **{name: size / passes.num_shards for name, size in sharded.items()}},

@@ -91,10 +91,10 @@ def teacher_bytes(model: Any, passes: Passes) -> tuple[float, float]:
     """
     head, width = causal_lm(model).get_output_embeddings(), 2 if passes.is_autocast else 4
     states = float(width * passes.micro_batch_tokens * head.weight.shape[1])
-    is_copied = passes.is_autocast or passes.num_shards > 1
-    gathered = gathered_bytes(model.requires_grad_(False), passes) if passes.num_shards > 1 else 0.0
+    is_gathered = passes.num_shards > 1
+    gathered = gathered_bytes(model.requires_grad_(False), passes) if is_gathered else 0.0
     _, layer = kept_bytes(model.requires_grad_(True), replace(passes, is_checkpointed=False))
-    return states + is_copied * float(width * head.weight.numel()), layer + gathered
+    return states + is_gathered * float(width * head.weight.numel()), layer + gathered
 
 
 def _kept_of_pass(trunk: nn.Module, passes: Passes) -> list[float]:
