@@ -8,7 +8,7 @@ graphs and asynchronous scheduling, in both types; `--junit-xml FILE` of pytest 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,10 +19,15 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
+from tlt_lightning.data.prompts import PromptSource
+from tlt_lightning.data.streams.conversations import ConversationStream
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import PolicyWeights, load_policy
-from tlt_lightning.rollout import Request, Response, Sampling
+from tlt_lightning.environments.environments import Environments
+from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.environments.turns import Turns
+from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
+from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
 from tlt_lightning.speculation.lookup import LookupScores
 from tlt_lightning.speculation.strategy import Drafter, Strategy
@@ -93,15 +98,17 @@ def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.
         yield Setup(engine, selector, drafters, policy, f"{name}, graphs, {dtype}" if graphs_dtype else name, rounding)
 
 
-def text_logps(policy: Any, sampling: Sampling) -> dict[tuple[int, ...], list[float]]:
+def text_logps(
+    policy: Any, sampling: Sampling, prompt: Sequence[int] = PROMPT, horizon: int = HORIZON
+) -> dict[tuple[int, ...], list[float]]:
     """Every text that a policy, a path or a model, can write, with the log-probability of each of its tokens."""
     model = AutoModelForCausalLM.from_pretrained(policy).eval() if isinstance(policy, str) else policy
     texts: dict[tuple[int, ...], list[float]] = {}
     open_texts: dict[tuple[int, ...], list[float]] = {(): []}
-    for length in range(1, HORIZON + 1):
+    for length in range(1, horizon + 1):
         prefixes = list(open_texts)
         with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])).logits[:, -1].float()
+            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes])).logits[:, -1].float()
         logps = limited(logits / sampling.temperature, sampling).log_softmax(-1).tolist()
         longer = {
             (*prefix, token): [*open_texts[prefix], row[token]]
@@ -109,7 +116,7 @@ def text_logps(policy: Any, sampling: Sampling) -> dict[tuple[int, ...], list[fl
             for token in range(VOCAB)
             if row[token] > -math.inf
         }
-        open_texts = {text: values for text, values in longer.items() if text[-1] != END and length < HORIZON}
+        open_texts = {text: values for text, values in longer.items() if text[-1] != END and length < horizon}
         texts |= {text: values for text, values in longer.items() if text not in open_texts}
     return texts
 
@@ -267,6 +274,42 @@ def test_texts_drafted_from_earlier_answers_are_as_likely_as_they_should_be(
     assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
     for response in responses:
         assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
+
+
+class Repeating:
+    """Says what it heard, once; look-ups find it where the second turn begins."""
+
+    def reset(self, **row: Any) -> None:
+        self.num_turns = 0
+
+    def step(self, text: str) -> str | None:
+        self.num_turns += 1
+        return f": {text} =" if self.num_turns == 1 else None
+
+
+def test_conversations_of_two_turns_are_as_likely_as_they_should_be(setup: Setup) -> None:
+    """Each turn has two tokens at most, of three kinds; what the environment says between them depends on the first."""
+    length, tokenizer = 2, load_tokenizer(setup.policy)
+    sampling, turns = Sampling(max_tokens=16, top_k=3), Turns(tokenizer, None, end_tokens=[END])
+    model = AutoModelForCausalLM.from_pretrained(setup.policy).eval()
+    logps: dict[tuple[int, ...], list[float]] = {}
+    for first, of_first in text_logps(model, sampling, horizon=length).items():
+        said = [] if first[-1] == END else [END]
+        said += tokenizer(f": {turns.words(first)} =")["input_ids"]
+        for second, of_second in text_logps(model, sampling, [*PROMPT, *first, *said], length).items():
+            logps[*first, *said, *second] = [*of_first, *[0.0] * len(said), *of_second]
+    cycle(setup, None)
+    stream = ConversationStream(setup.engine, Environments(Repeating), TurnLimits(most=2, tokens=length))
+    stream.speak(PromptSource(rows=[{}], answer_column=None), turns, len(PROMPT))
+    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed_of(9, i)) for i in range(2 * NUM_DRAWS)]
+    stream.ask(requests, sampling, seed=9, prompts=[Prompt("", tuple(PROMPT), row={})] * len(requests))
+    responses = list(stream)
+    stream.close()
+    assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
+    for response in responses:
+        assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
+    later = [at >= response.turns[1][0] and kept for response in responses for at, _, _, kept in response.drafts]
+    assert any(later)
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8, "temperature": 0.7}])
