@@ -181,6 +181,23 @@ def test_budgets_end_turns_and_conversations(
     stream.close()
 
 
+class Tools:
+    def reset(self, **row: Any) -> None: ...
+
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(40, "stop"), (1, "length")])
+def test_a_turn_without_a_call_that_its_own_limit_cuts_is_not_counted_as_the_longest_response(
+    max_tokens: int, reason: str, policy_path: str
+) -> None:
+    stream, _, _, _ = converse(policy_path, Tools, TurnLimits(tokens=1), max_tokens=max_tokens)
+    assert [(response.token_ids, response.finish_reason) for response in stream] == [([20], reason)] * 3
+    stream.close()
+
+
 def test_a_conversation_that_was_stopped_goes_on_with_its_environment(policy_path: str) -> None:
     stream, _, requests, prompts = converse(policy_path, Echo, TurnLimits())
     stream.stop([10])  # at its environment

@@ -149,9 +149,11 @@ class ConversationStream(RequestStream):
         trajectory = self._trajectories.get(number)
         if trajectory is None:
             return self._ended.append(response)
-        trajectory.response = response
         if response.is_unfinished:
+            trajectory.response = response
             return self._set_aside(trajectory, response)
+        is_full = len(response.token_ids) >= trajectory.limit
+        trajectory.response = replace(response, finish_reason=response.finish_reason if is_full else "stop")
         talk, turns = trajectory.talk, self._turns
         if talk.error is not None:
             return self._end(trajectory)
