@@ -197,6 +197,7 @@ class Rollout:
         group: Number of the prompt within the iteration; its `group_size` rollouts share it.
         rewards: One value per reward function that applies, unweighted.
         reward: Their weighted sum, which the objective sees.
+        turn_rewards: What an environment gave each turn, if it did; a part of `reward`.
         deferrals: Times a schedule had deferred the prompt before.
     """
 
@@ -207,6 +208,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     deferrals: int = 0
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def is_correct(self) -> bool:
@@ -255,6 +257,7 @@ class RolloutBatch:
         truncated: Sequences that hit the length limit. (B,), bool
         response_lengths: Response tokens of each sequence, masked ones included; None takes the mask's. (B,), int64
         observed: Response tokens that an environment wrote, all of them masked; None if there are none. (B, T), bool
+        turn_rewards: The part of `rewards` that turns earned, each at its last token; None if there is none. (B, T)
         temperature: Sampling temperature; the trainer's log-probs are computed at it.
         asynchronous: Written while the policy moved on, by a schedule whose texts are old as a rule.
         old_logps: Log-probs before this iteration's first update; None until they are known. (B, T), float32
@@ -280,6 +283,7 @@ class RolloutBatch:
     truncated: Tensor
     response_lengths: Tensor = None  # type: ignore[assignment]
     observed: Tensor | None = None
+    turn_rewards: Tensor | None = None
     temperature: float = 1.0
     asynchronous: bool = False
     old_logps: Tensor | None = None
@@ -336,6 +340,10 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> 
     for mask, rollout in zip(masks, rollouts, strict=True):
         for start, length in rollout.response.observed:
             mask[start : start + length] = 0
+    turn_rewards = torch.zeros(len(logps), max(map(len, logps)))
+    for row, rollout in enumerate(rollouts):
+        for (_, stop), reward in zip(rollout.response.turns, rollout.turn_rewards, strict=False):
+            turn_rewards[row, stop - 1] = reward
     is_observed = [mask == 0 for mask in masks] if any(rollout.response.observed for rollout in rollouts) else None
     return RolloutBatch(
         input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad_id),
@@ -347,6 +355,7 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, temperature: float) -> 
         policy_versions=torch.tensor([rollout.response.policy_versions[0] for rollout in rollouts]),
         response_lengths=torch.tensor([len(part) for part in logps]),
         observed=None if is_observed is None else pad_sequence(is_observed, batch_first=True),
+        turn_rewards=turn_rewards if any(rollout.turn_rewards for rollout in rollouts) else None,
         truncated=torch.tensor([rollout.is_truncated for rollout in rollouts]),
         temperature=temperature,
     )

@@ -103,6 +103,7 @@ def test_turns_go_to_and_fro_and_what_was_said_is_observed(waits: bool, policy_p
         ("step", lambda: ["1"], "neither text nor None", 2),
         ("get_reward", lambda: "much", "no number", 10),
         ("get_reward", lambda: float("nan"), "not finite", 10),
+        ("get_reward", lambda: [1, 0], "2 rewards for 3 turns", 10),
     ],
 )
 def test_an_environment_that_fails_costs_its_conversation_alone(

@@ -75,6 +75,31 @@ def test_conversations_are_learned_from_as_they_were_sampled(
     assert batch.advantages.any()
 
 
+class ByTurn(Counting):
+    """Rewards each turn by its own even words."""
+
+    def get_reward(self) -> list[float]:  # type: ignore[override]
+        return [float(sum(word.isdigit() and int(word) % 2 == 0 for word in turn.split())) for turn in self.turns]
+
+
+def test_what_an_environment_gives_each_turn_reaches_the_objective_at_its_last_token(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    recorder, tokenizer = Recorder(), load_tokenizer(policy_path)
+    data = make_data(prompts_path, **settings(environment=ByTurn))
+    make_trainer(tmp_path, recorder, max_epochs=1).fit(make_module(policy_path), data)
+    (rollouts,), (batch,) = recorder.rollouts, recorder.batches
+    assert batch.turn_rewards is not None
+    expected = torch.zeros_like(batch.turn_rewards)
+    for row, rollout in enumerate(rollouts):
+        for start, stop in rollout.response.turns:
+            words = tokenizer.decode([token for token in rollout.response.token_ids[start:stop] if token > 1]).split()
+            expected[row, stop - 1] = sum(word.isdigit() and int(word) % 2 == 0 for word in words)
+    assert expected.any()
+    assert torch.equal(batch.turn_rewards, expected)
+    assert torch.equal(batch.rewards, expected.sum(-1))
+
+
 class Slowly(Counting):
     """Takes its time, so that turns end while others are written, and while the rollout is stopped."""
 

@@ -37,6 +37,20 @@ def test_a_reward_is_compared_with_its_own_group_of_whatever_size() -> None:
         assert size[groups == group].tolist() == [len(own)] * len(own)
 
 
+def test_a_turn_is_judged_by_what_was_earned_from_it_on(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0).batch
+    batch.response_mask = torch.tensor([[1.0, 1, 0, 1, 1]]).expand(2, -1)  # an observation between two turns
+    batch.turn_rewards = torch.tensor([[0.0, 3, 0, 0, 1], [0, 0, 0, 0, 2]])
+    rewards, zeros = torch.tensor([4.5, 2.0]), torch.zeros(2, 5)  # half a point comes from elsewhere
+    advantages, _ = WhitenedRewardToGo()(batch, rewards, zeros, lambda x: x)
+    to_go = torch.tensor([4.5, 4.5, 1.5, 1.5, 2, 2, 2, 2])
+    kept = advantages[batch.response_mask.bool()]
+    torch.testing.assert_close(kept, (to_go - to_go.mean()) / to_go.std(), atol=1e-5, rtol=0)
+    batch.groups = torch.tensor([0, 0])
+    of_groups, _ = GroupNormalized()(batch, rewards, zeros, lambda x: x)  # the whole response, by default
+    torch.testing.assert_close(of_groups[0].unique(), torch.tensor([0, 0.5**0.5]), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
 def test_discounted_sum_is_the_plain_recursion(num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)

@@ -165,6 +165,7 @@ class RolloutCollector:
                 if (reward := trajectory.talk.reward) is not None:
                     rollout.rewards = {trajectory.talk.environments.name: reward, **rollout.rewards}
                     rollout.reward += reward
+                    rollout.turn_rewards = trajectory.talk.turn_rewards
         for name, count in self.rewards.stats.items():
             self.log.sum(name, count)
         if not self.trainer.predicting:  # to which rewards matter little

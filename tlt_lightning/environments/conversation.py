@@ -35,6 +35,7 @@ class Conversation:
         self.num_turns = self.num_calls = self.num_failed_calls = 0
         self.seconds = 0.0  # that the policy has waited
         self.reward: float | None = None
+        self.turn_rewards: tuple[float, ...] = ()  # whose sum `reward` is; none if the environment gave one number
         self.error: BaseException | None = None
 
     async def begin(self) -> str | None:
@@ -50,7 +51,15 @@ class Conversation:
 
     async def end(self) -> float | None:
         """Return the environment's reward, None if it gives none."""
-        return as_score(await self._timed(self.environment.get_reward)) if self.environments.has_reward else None
+        if not self.environments.has_reward:
+            return None
+        value = await self._timed(self.environment.get_reward)
+        if not isinstance(value, list | tuple):
+            return as_score(value)
+        if len(value) != self.num_turns:
+            raise ValueError(f"`get_reward` returned {len(value)} rewards for {self.num_turns} turns")
+        self.turn_rewards = tuple(map(as_score, value))
+        return sum(self.turn_rewards)
 
     async def _result(self, call: ToolCall) -> str:
         self.num_calls += 1

@@ -1,7 +1,8 @@
 """Estimate the advantage: by how much a token's response beats the expectation.
 
 Rewards come in two parts: one per response, and dense ones per token (a KL penalty in the reward). Estimators that
-judge whole responses add the dense ones up; the others put the response's reward on its last token.
+judge whole responses add the dense ones up; the others put the response's reward on its last token, but what an
+environment gave a turn on that turn's.
 
 Where the references disagree:
 - The epsilon beside the group's standard deviation is 1e-6 in verl, 1e-4 in TRL; see `GroupNormalized.epsilon`.
@@ -76,6 +77,14 @@ def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
     """Give each sequence's reward (B,) to its last unmasked token, (B, T), if there is one."""
     num_after = mask.flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & (num_after == 1), upcast(rewards)[:, None], 0.0)
+
+
+def where_earned(batch: RolloutBatch, rewards: Tensor, mask: Tensor) -> Tensor:
+    """Give each sequence's reward (B,) to the last tokens of the turns that earned it, the rest to its last, (B, T)."""
+    if batch.turn_rewards is None:
+        return at_last_token(rewards, mask)
+    of_turns = fill(batch.turn_rewards, mask)
+    return at_last_token(rewards - of_turns.sum(-1), mask) + of_turns
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
@@ -202,7 +211,7 @@ class WhitenedRewardToGo(AdvantageEstimator):
 
     def __call__(self, batch: RolloutBatch, rewards: Tensor, token_rewards: Tensor, reduce: Reduce) -> Advantages:
         mask = batch.response_mask.bool()
-        token_rewards = at_last_token(rewards, mask) + token_rewards
+        token_rewards = where_earned(batch, rewards, mask) + token_rewards
         # A masked token inside a response passes the return on undiscounted.
         decay = torch.where(mask, torch.full_like(token_rewards, self.gamma), 1.0)
         return whiten(discounted_sum(token_rewards, decay), mask, reduce), None
@@ -231,7 +240,7 @@ class GAE(AdvantageEstimator):
         """
         mask = batch.response_mask.bool()
         values = fill(require(batch.values, "values", "GAE starts from the critic's predictions"), mask)
-        token_rewards = at_last_token(rewards, mask) + token_rewards
+        token_rewards = where_earned(batch, rewards, mask) + token_rewards
         next_values = pad(discounted_sum(values, fill(torch.ones_like(values), ~mask))[:, 1:], (0, 1))
         errors = fill(token_rewards + self.gamma * next_values - values, mask)
         advantages = discounted_sum(errors, torch.where(mask, torch.full_like(values, self.gamma * self.lam), 1.0))
