@@ -39,6 +39,9 @@ CURVES = (
     "rollout/length_p99",
     "rollout/length_max",
     "rollout/tokens",
+    "environment/turns",
+    "environment/calls",
+    "environment/failed_calls",
     "schedule/age",
     "train/clip_fraction",
     "train/entropy",
@@ -119,14 +122,14 @@ def read_run(folder: Path) -> dict[str, Any]:
 def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return header and rows of the table: one run a row."""
     header = ["arm", "seed", "iterations", "accuracy before", "after", "reward, first fifth", "last fifth"]
+    has_turns = any("environment/turns" in run["curves"] for run in runs)
+    header += ["turns, first fifth", "last fifth"] * has_turns
     rows = []
     for run in runs:
-        rewards = [value for _, value in run["curves"]["reward/mean"]]
-        fifth = max(1, len(rewards) // 5)
         rows.append(
             [run["arm"], run["seed"], run["iterations"]]
-            + [run["held_out_accuracy_before"], run["held_out_accuracy_after"]]
-            + [statistics.mean(rewards[:fifth]), statistics.mean(rewards[-fifth:])]
+            + [run["held_out_accuracy_before"], run["held_out_accuracy_after"], *fifths(run, "reward/mean")]
+            + (fifths(run, "environment/turns") if has_turns else [])
             + [
                 middle([value for _, value in run["curves"].get(time, [])])
                 for time in ("time/iteration", "time/rollout", "time/drafter")
@@ -134,6 +137,13 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any
             + [run["seconds"]]
         )
     return [*header, "median s per iteration", "of it rollout", "drafter", "seconds in all"], rows
+
+
+def fifths(run: Mapping[str, Any], metric: str) -> list[float]:
+    """Return the means of a metric over the first and over the last fifth of the iterations."""
+    values = [value for _, value in run["curves"][metric]]
+    fifth = max(1, len(values) // 5)
+    return [statistics.mean(values[:fifth]), statistics.mean(values[-fifth:])]
 
 
 def picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:

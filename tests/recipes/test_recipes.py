@@ -1,6 +1,7 @@
 """Every recipe parses, instantiates up to the weights, and its data path runs on rows of its format."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from tlt_lightning.rewards import RewardPool
 pytestmark = pytest.mark.slow
 
 RECIPES = read_recipes()
-TEXTS = ["sft_quickstart", "sft_drafter", "sft_smollm2", "sft_smollm2_searches"]
+TEXTS = ["sft_calculator", "sft_drafter", "sft_quickstart", "sft_smollm2", "sft_smollm2_searches"]
 # Those of a rollout alone; a draft head's is tested in tests/drafter/test_data.py.
 POLICIES = [name for name, recipe in RECIPES.items() if "drafter fit" not in recipe.commands[-1] and name not in TEXTS]
 FORMATS = {
@@ -99,7 +100,7 @@ def test_a_recipe_of_texts_learns_from_them_and_holds_others_out(
     assert cli.model.objective.learns_from_rows
     learned, held_out = ({row["prompt"] for row in source.read_rows()} for source in (data.train, data.val))
     assert not learned & held_out
-    assert AnsweredRows(data.val, policy_path, 1024).read()
+    assert AnsweredRows(replace(data.val, chat_template=CHAT), policy_path, 1024).read()
 
 
 @pytest.mark.parametrize("name", FORMATS)

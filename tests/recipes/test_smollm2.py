@@ -13,6 +13,11 @@ from recipes.assets.make_countdown import EOS, make_tokenizer
 from tests.support.rl_runs import Recorder
 from tlt_lightning import RewardTerm
 from tlt_lightning.commands.cli import run_cli
+from tlt_lightning.data.prompts import PromptSource, turns_of
+from tlt_lightning.data.texts import AnsweredRows
+from tlt_lightning.environments.environments import Environments
+from tlt_lightning.environments.examples import Calculator
+from tlt_lightning.environments.tool_calls import read_calls
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +52,27 @@ def test_the_benchmarks_text_is_spelled_as_the_tokenizer_spells_it(smollm2: str)
     spelled = write_row(random.Random(0), 2000, spelling=spelling_of(tokenizer))
     text = make_tokenizer().decode(words).replace(EOS, str(tokenizer.eos_token))
     assert spelled == tokenizer(text)["input_ids"][:2000]
+
+
+def test_the_texts_with_calls_are_what_the_policy_would_read_and_write_in_a_rollout(smollm2: str) -> None:
+    tokenizer, environments = load_tokenizer(smollm2), Environments(Calculator)
+    source = PromptSource(path=str(ROOT / "recipes/assets/calculator/calls.jsonl"))
+    turns = turns_of(source, tokenizer, end_token_ids(smollm2, tokenizer), environments)
+    rows, texts = source.read(), AnsweredRows(source, smollm2, 512).read()
+    assert len(rows) == len(texts) == 80
+    assert sum(len(row["answer"]) == 3 for row in rows) == 40
+    for row, text in zip(rows, texts, strict=True):
+        question = row["prompt"].rpartition("\n\n")[2]
+        assert text.prompt == turns.ids(turns.prompt([{"role": "user", "content": question}]))
+        if text.others:
+            ((start, stop),) = text.others
+            call = text.ids[text.prompt_length : start]
+            (wanted,) = read_calls(tokenizer, call, text.prompt, turns.tools)
+            result = Calculator().calculate(**wanted.arguments)
+            assert text.ids[start:stop] == turns.between(
+                [{"role": "tool", "name": wanted.name, "content": str(result)}], call[-1]
+            )
+            assert turns.words(text.ids[stop:]) == str(result)
 
 
 @pytest.mark.vllm
