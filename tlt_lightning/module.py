@@ -122,8 +122,8 @@ class RLModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        rewards = self.trainer.datamodule.rewards  # type: ignore[attr-defined]
-        self.held_out = HeldOutMetrics(has_rewards=bool(rewards))  # anew: an earlier run may have ended within one
+        has_rewards = self.trainer.datamodule.has_rewards  # type: ignore[attr-defined]
+        self.held_out = HeldOutMetrics(has_rewards=has_rewards)  # anew: an earlier run may have ended within one
         if stage == "fit":
             self._saved_settings = None  # read by a run that ended before it began to train
 

@@ -60,7 +60,8 @@ def test_the_environments_of_the_page_do_what_it_says(policy_path: str, prompts_
     assert game.get_reward() == 1
     doubling = of_the_page("my_game.py", "Doubling")
     data = make_data(prompts_path, **settings(environment=doubling, sampling=Sampling(max_tokens=20)))
-    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=2)
     trainer.fit(make_module(policy_path), data)
     assert trainer.callback_metrics["environment/turns"] == 3
     assert {*trainer.callback_metrics} >= {"reward/Doubling", "environment/failures", "environment/failed_calls"}
+    assert trainer.callback_metrics["val/accuracy"] == 0  # of the environment's reward; nothing is learned yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import lightning as L
@@ -13,7 +13,6 @@ from typing_extensions import override
 from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.ranks.liveness import Liveness
-from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.rollout import RolloutBatch
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ class PolicyDataModule(L.LightningDataModule):
     engine: RolloutEngine | None = None
     """Writes the texts; None where they are given."""
 
-    rewards: Sequence[RewardTerm] = ()
-    """Judge what is written."""
+    has_rewards: bool = False
+    """True if what is written is judged, by functions or by an environment."""
 
     liveness: Liveness | None = None
     """Watches the other workers, from `setup` to `close`."""

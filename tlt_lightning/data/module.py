@@ -166,6 +166,7 @@ class RolloutDataModule(PolicyDataModule):
         check_argument("turns", self.turns, TurnLimits)
         self._environments = None if self.environment is None else Environments(self.environment)
         self.rewards = as_terms(self.rewards)
+        self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
         keep_arguments(self, {name: getattr(self, name) for name in signature(RolloutDataModule).parameters})
 
@@ -252,8 +253,7 @@ class RolloutDataModule(PolicyDataModule):
         settings = self._settings
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if is_fit:
-            scores = bool(self.rewards or (self._environments and self._environments.has_reward))
-            check_rewards(module.objective, scores, draws_by_them=self.dynamic_sampling is not None)
+            check_rewards(module.objective, self.has_rewards, draws_by_them=self.dynamic_sampling is not None)
             settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             self.history.check(self.engine)
