@@ -180,7 +180,6 @@ def test_what_is_allowed_ends_where_it_is_said_to(
         (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), buffer_gib=None), "buffer_gib"),  # type: ignore[arg-type]
         (lambda: LongTailIdleCallback(DrafterModule.__new__(DrafterModule), max_passes=None), "max_passes"),  # type: ignore[arg-type]
         (lambda: speculation(head=3), "speculation.head"),
-        (lambda: speculation(trace=3), "speculation.trace"),
         (lambda: Teaching(num_steps=1.5), "teaching.num_steps"),  # type: ignore[arg-type]
         (lambda: Teaching(decay="a"), "teaching.decay"),  # type: ignore[arg-type]
         (lambda: LoRA(target_modules=3), "lora.target_modules"),  # type: ignore[arg-type]

@@ -161,24 +161,6 @@ def test_a_run_without_its_data_module_is_refused(
         getattr(make_trainer(tmp_path), function)(make_module(policy_path), **given)
 
 
-@pytest.mark.parametrize(
-    ("function", "settings", "message"),
-    [
-        ("fit", {"limit_val_batches": 0.1}, r"limit_val_batches=0\.1\)` leaves none of 9 .*`limit_val_batches=1`"),
-        ("test", {"limit_test_batches": 0.1}, "`limit_test_batches=1`"),
-        ("predict", {"limit_predict_batches": 0.1}, "`limit_predict_batches=1`"),
-    ],
-)
-def test_a_validation_that_never_comes_is_refused(
-    function: str, settings: dict[str, Any], message: str, policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    data = make_data(prompts_path)
-    data.engine.setup = Mock(side_effect=AssertionError("loaded"))  # type: ignore[method-assign]
-    trainer = make_trainer(tmp_path, **{"limit_val_batches": 1, **settings})
-    with pytest.raises(MisconfigurationException, match=message):
-        getattr(trainer, function)(make_module(policy_path), data)
-
-
 def test_a_validation_may_come_within_iterations_or_behind_several(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
 from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
-from tlt_lightning.speculation.trace import StepTrace
 
 
 def result(plan: StepPlan, drafted: list[int], emitted: list[int], **changes: object) -> StepResult:
@@ -23,8 +21,6 @@ def result(plan: StepPlan, drafted: list[int], emitted: list[int], **changes: ob
         "num_emitted": emitted,
         "sources": [LEARNED if d else None for d in drafted],
         "is_decode": True,
-        "running": len(emitted),
-        "waiting": 0,
     }
     return StepResult(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -316,33 +312,3 @@ def test_a_silenced_choice_is_off_and_credited_with_what_off_achieves() -> None:
     control.weights_changed(5)
     assert control.plan(2, 0.0, 0).drafts == Strategy(2)
     assert control.plan(2, 0.0, 0).state.drafter_version == 5
-
-
-def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
-    selector = ScriptedSelector()
-    selector.script = lambda state: Strategy(2)
-    trace = StepTrace(str(tmp_path / "deep" / "steps.jsonl"))
-    control = StrategyController(selector, steps_per_choice=1, trace=trace)
-    for _ in range(2):
-        control.begin_rollout()
-        for _ in range(3):
-            control.finished(result(control.plan(2, 8.0, 1), [2, 1, 0], [2, 1, 1]))
-            control.account(0.125)
-        control.end_rollout()
-    rows = [json.loads(line) for line in (tmp_path / "deep" / "steps.jsonl").read_text().splitlines()]
-    assert [(row["rollout"], row["step"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert rows[-1] == {
-        **rows[-1],
-        "seconds": 0.125,
-        "batch": 2,
-        "context": 8.0,
-        "verifies": "learned_2",
-        "drafts": "learned_2",
-        "k": 2,
-        "verifications": 2,
-        "drafted": 3,
-        "accepted": 1,
-        "emitted": 4,
-        "decode": True,
-    }
-    trace.close()

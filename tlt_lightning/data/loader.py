@@ -46,18 +46,10 @@ def num_held_out_batches(trainer: L.Trainer) -> int:
 
 
 def check_held_out(trainer: L.Trainer, num_prompts: int) -> None:
-    """Raise MisconfigurationException if a rank has no held-out prompt, or the Trainer's share of them is none."""
-    num_ranks, function = trainer.world_size, trainer.state.fn.value  # type: ignore[union-attr]
-    if num_prompts < num_ranks:
+    """Raise MisconfigurationException if a rank has no held-out prompt."""
+    if num_prompts < (num_ranks := trainer.world_size):
         raise MisconfigurationException(
             f"`data.val` has {num_prompts} prompts, fewer than {num_ranks} ranks; give each one."
-        )
-    argument = f"limit_{function if function in ('test', 'predict') else 'val'}_batches"
-    limit, num = getattr(trainer, argument), num_prompts // num_ranks
-    if isinstance(limit, float) and 0 < limit * num < 1:
-        raise MisconfigurationException(
-            f"`Trainer({argument}={limit})` leaves none of {num} held-out prompts of a rank; give a number of them, as "
-            f"`{argument}=1`."
         )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import causal_lm, computed_weight
 from tlt_lightning.sharding.units import gathered, is_sharded
 from tlt_lightning.speculation.eagle3_files import default_layer_ids
@@ -43,15 +43,7 @@ def frozen_dtype(device: torch.device, *, is_mixed: bool) -> torch.dtype | None:
 
 def read_target(path: str) -> PretrainedConfig:
     """Read the target's configuration; raise ValueError if there is none, or no head can draft for it."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`target` {path!r} has to be the policy that the drafter is for, a folder looked for from {Path.cwd()} or "
-            f"a model of the hub. transformers found none: {str(error).splitlines()[0]}"
-        ) from error
+    config = read_config(path, "target")
     if config.model_type not in _FAMILIES:
         raise ValueError(
             f"`target` {path!r} is a {config.model_type} model; draft heads are for {', '.join(_FAMILIES)}. "

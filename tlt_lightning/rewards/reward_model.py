@@ -30,10 +30,6 @@ class RewardModel:
 
     @checked()
     def __init__(self, model: str, device: str = "cpu", max_length: Count = 4096) -> None:
-        if not model:
-            raise ValueError("`model` must be the folder or hub name of a reward model, got an empty string.")
-        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
-            raise ValueError(f"`model` must be an existing folder or a hub name, got {model!r}, which does not exist.")
         self.model = str(Path(model).expanduser()) if model.startswith("~") else model
         self.device = device
         self.max_length = max_length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,6 @@ from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.counters import SpeculationCounters, arm_name
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
-from tlt_lightning.speculation.trace import StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Holds the outcome of an engine step; `running` and `waiting` count the requests left.
+    """Holds the outcome of an engine step.
 
     Args:
         num_drafted: Drafts verified, of each request that decoded.
@@ -56,8 +54,6 @@ class StepResult:
     num_emitted: Sequence[int]
     sources: Sequence[Source | None]
     is_decode: bool
-    running: int
-    waiting: int
 
 
 class StrategyController:
@@ -70,7 +66,6 @@ class StrategyController:
     Args:
         lookups: Looks drafts up; None without drafters that do.
         alarm: Silences the head when its acceptance collapses.
-        trace: Takes one row a step; None keeps none.
         is_cold: The head has no weights worth trying before the first `weights_changed` that names them.
         engine_ranks: The ranks that are the engine: the first one's selector chooses for all. Every rank's selector
             learns, by the rank's own clock, so that a run can be resumed with the ranks in other places.
@@ -84,7 +79,6 @@ class StrategyController:
         steps_per_choice: int = 2,
         lookups: LookupDrafter | None = None,
         alarm: AcceptanceAlarm | None = None,
-        trace: StepTrace | None = None,
         is_cold: bool = False,
         engine_ranks: EngineRanks = ALONE,
         compute_dtype: str = "bfloat16",
@@ -93,7 +87,6 @@ class StrategyController:
         self.steps_per_choice = steps_per_choice
         self.lookups = lookups
         self.alarm = alarm or AcceptanceAlarm()
-        self.trace = trace
         self.is_cold = is_cold
         self.engine_ranks = engine_ranks
         self.compute_dtype = compute_dtype
@@ -104,22 +97,16 @@ class StrategyController:
         self._steps_left = 0
         self._result: StepResult | None = None
         self._seconds = self._paused = 0.0
-        self._started = time.perf_counter()
 
     def begin_rollout(self) -> None:
         """Forget the counts of the last rollout; what was learned stays."""
         self.counters = SpeculationCounters()
         self._result, self._seconds, self._paused, self._steps_left = None, 0.0, 0.0, 0
-        self._started = time.perf_counter()
-        if self.trace is not None:
-            self.trace.begin_rollout()
 
     def end_rollout(self) -> None:
-        """Forget the responses of the rollout and make its trace readable."""
+        """Forget the responses of the rollout."""
         if self.lookups is not None:
             self.lookups.clear()
-        if self.trace is not None:
-            self.trace.flush()
 
     @property
     def is_silenced(self) -> bool:
@@ -182,8 +169,6 @@ class StrategyController:
         is_timed = 2 * self._paused <= self._seconds
         seconds, self._seconds, self._paused = self._seconds, 0.0, 0.0
         self._learn(result, seconds if is_timed else None)
-        if self.trace is not None:
-            self.trace.write(self._row(result, seconds))
 
     def _learn(self, result: StepResult, seconds: float | None) -> None:
         plan = result.plan
@@ -195,27 +180,6 @@ class StrategyController:
         if result.is_decode and result.num_emitted and plan.learns_for is not None and seconds is not None:
             self.counters.count_time(plan.verifies, sum(result.num_emitted), seconds)
             self.selector.record(plan.state, plan.learns_for, tuple(result.num_emitted), seconds)
-
-    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
-        drafted, emitted = sum(result.num_drafted), sum(result.num_emitted)
-        verifications = [d for d in result.num_drafted if d > 0]
-        accepted = sum(e - 1 for d, e in zip(result.num_drafted, result.num_emitted, strict=True) if d > 0)
-        return {
-            "time": round(time.perf_counter() - self._started, 6),
-            "seconds": round(seconds, 6),
-            "batch": result.plan.state.batch_size,
-            "context": round(result.plan.state.mean_context, 1),
-            "running": result.running,
-            "waiting": result.waiting,
-            "verifies": arm_name(result.plan.verifies),
-            "drafts": arm_name(result.plan.drafts),
-            "k": result.plan.verifies.num_draft_tokens,
-            "verifications": len(verifications),
-            "drafted": drafted,
-            "accepted": accepted,
-            "emitted": emitted,
-            "decode": result.is_decode,
-        }
 
     def weights_changed(self, drafter_version: int | None = None) -> None:
         """Reset the alarm for new weights: the policy's, or the head's with `drafter_version`."""

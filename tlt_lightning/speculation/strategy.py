@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tlt_lightning.arguments import CountOrZero, check_argument, checked
 
@@ -19,8 +19,6 @@ sibling   look-ups in other responses to the same prompt and in earlier answers,
 mixed     the head, and in its place look-ups wherever they are expected to be accepted more often
 ========= ==========================================================================================================
 """
-
-DRAFTERS: tuple[Drafter, ...] = get_args(Drafter)
 
 LEARNED_DRAFTERS: tuple[Drafter, ...] = ("learned", "mixed")
 """Drafters in whose steps the learned head drafts."""
@@ -38,10 +36,6 @@ class Strategy:
 
     num_draft_tokens: CountOrZero = 0
     drafter: Drafter = "learned"
-
-    def __post_init__(self) -> None:
-        if self.drafter not in DRAFTERS:
-            raise ValueError(f"`drafter` must be one of {', '.join(DRAFTERS)}, got {self.drafter!r}.")
 
     @property
     def is_off(self) -> bool:

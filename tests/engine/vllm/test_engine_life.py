@@ -1,8 +1,6 @@
 """The vLLM engine between rollouts: what is refused, and what an error leaves behind."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from tlt_lightning.engine.planned_memory import BLOCK, planned_memory
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.rollout import Sampling
-from tlt_lightning.speculation.trace import StepTrace
 
 
 @pytest.fixture(scope="module")
@@ -188,37 +185,6 @@ def test_an_engine_that_was_never_set_up_closes() -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="call `setup` first"):
         engine.update_weights([], 0)
-
-
-def test_a_trace_that_goes_on_numbers_rollouts_on(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    for run, num_rollouts in (("first", 3), ("second", 1)):
-        trace = StepTrace(str(path))
-        for _ in range(num_rollouts):
-            trace.begin_rollout()
-            trace.write({"run": run})
-        trace.close()
-        trace.write({"run": run})
-        trace.close()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["rollout"], row["step"], row["run"]) for row in rows] == [
-        *((0, 0, "first"), (1, 0, "first"), (2, 0, "first"), (2, 1, "first")),
-        *((3, 0, "second"), (3, 1, "second")),
-    ]
-
-
-def test_a_trace_reads_the_last_row_of_a_file_and_drops_what_a_killed_run_has_left_of_one(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_text("not read\n" * 1000 + '{"rollout": 7, "step": 3}\n{"rollout": 7, "st')
-    trace = StepTrace(str(path))
-    trace.begin_rollout()
-    trace.write({})
-    trace.close()
-    assert path.read_text().splitlines()[999:] == [
-        "not read",
-        '{"rollout": 7, "step": 3}',
-        '{"rollout": 8, "step": 0}',
-    ]
 
 
 @pytest.mark.vllm

@@ -8,7 +8,6 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
-from transformers import FalconH1Config, MistralConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
 from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head
@@ -106,29 +105,6 @@ def test_a_head_with_a_number_that_is_not_finite_is_refused(value: float, policy
         head.norm.weight[3] = value
     with pytest.raises(ValueError, match=r"its files hold NaN or infinite numbers, in norm\.weight\. Use the head"):
         Speculation(selector=FixedSelector(3), head=save_head(head, tmp_path / "head")).check(policy, 4)
-
-
-@pytest.mark.parametrize(
-    ("config", "fault"),
-    [
-        (FalconH1Config(), "layers of the kind hybrid"),
-        (Qwen3NextConfig(num_hidden_layers=4), "layers of the kind linear_attention"),
-        (
-            Qwen2_5_VLConfig(text_config={"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}),
-            "M-RoPE",
-        ),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_policies_that_cannot_verify_drafts_are_refused(config: Any, fault: str, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"cannot be used with policy .*{fault}.*`engine.speculation` to null"):
-        Speculation(selector=FixedSelector(3, "ngram"), ngram=True).check(str(tmp_path), 4)
-
-
-def test_policies_with_sliding_windows_are_not_refused(tmp_path: Path) -> None:
-    MistralConfig(sliding_window=16, num_hidden_layers=4).save_pretrained(tmp_path)
-    Speculation(selector=FixedSelector(3, "ngram"), ngram=True).check(str(tmp_path), 4)
 
 
 def test_what_is_no_head_is_refused(policy: str, tmp_path: Path) -> None:

@@ -86,8 +86,6 @@ class ShortAnswers:
                     num_emitted=[1] * NUM_REQUESTS,
                     sources=[source] * NUM_REQUESTS,
                     is_decode=number > 0,
-                    running=NUM_REQUESTS,
-                    waiting=0,
                 )
             )
             self.control.account(seconds)

@@ -215,8 +215,6 @@ class VLLMEngine(RolloutEngine):
         engine, self._engine, self._writer, self._set_up_for = self._engine, None, None, None
         self.policy_version, self.drafter_version, self._asleep = _NO_WEIGHTS, -1, False
         speculative, self._speculative = self._speculative, None
-        if speculative is not None:
-            speculative.close()
         if engine is not None:
             forget_reloads(engine, None if speculative is None else speculative.head)
             internals.shut_down(engine, keep_process_group=not self._owns_process_group)

@@ -162,11 +162,6 @@ class SpeculativeRunner(ABC):
         if self.catch_up is not None:
             self.catch_up.clear()
 
-    def close(self) -> None:
-        """Close the trace."""
-        if self.controller.trace is not None:
-            self.controller.trace.close()
-
     def before_schedule(self, scheduler: Any) -> int:
         """Plan a step; return the draft length to ask of vLLM's own drafter."""
         running = scheduler.running
@@ -231,8 +226,6 @@ class SpeculativeRunner(ABC):
                 num_emitted=emitted,
                 sources=sources,
                 is_decode=is_decode,
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
             )
         )
 

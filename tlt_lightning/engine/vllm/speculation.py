@@ -28,7 +28,6 @@ from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_h
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool, GraphPool, arms_by_batch
 from tlt_lightning.speculation.lookup import LookupDrafter
 from tlt_lightning.speculation.strategy import Drafter, StrategySelector
-from tlt_lightning.speculation.trace import StepTrace
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -59,7 +58,6 @@ class Speculation:
         steps_per_choice: Steps for which a choice of the selector stands.
         graph_pool: Plans which CUDA graphs are captured, on a GPU with vLLM's V2 runner; None captures the shapes that
             the selector can reach (`BucketedGraphPool`).
-        trace: File that gets one line of JSON per engine step; none by default.
     """
 
     selector: StrategySelector
@@ -71,12 +69,10 @@ class Speculation:
     draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
     steps_per_choice: Count = 2
     graph_pool: GraphPool | None = None
-    trace: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("head", "trace"):
-            if isinstance(path := getattr(self, name), Path):
-                object.__setattr__(self, name, str(path))
+        if isinstance(self.head, Path):
+            object.__setattr__(self, "head", str(self.head))
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
@@ -111,7 +107,6 @@ class Speculation:
                         "`siblings`, `ngram` or `max_draft_tokens`, add LongTailIdleCallback, which trains a head, or "
                         "leave the arm out."
                     )
-        check_attention(policy)
         if self.head is None:
             return None
         head = read_head(self.head)
@@ -134,29 +129,6 @@ def check_exact(sampling: Sampling) -> None:
         raise ValueError(
             f"{names} cannot be combined with `speculation`, which would change what is sampled: leave them 0, or set "
             "`engine.speculation` to null."
-        )
-
-
-def check_attention(policy: str) -> None:
-    """Raise ValueError for policies that cannot verify drafts.
-
-    Recurrent layers (Mamba, linear attention, short convolutions) keep a state that rejected drafts have changed, and
-    positions of several axes (M-RoPE) are not those that a drafter reads.
-    """
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
-    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
-    recurrent = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if not recurrent and any(name.startswith("mamba_") for name in vars(config)):
-        recurrent = ["mamba"]
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    fault = f"layers of the kind {', '.join(recurrent)}" if recurrent else ""
-    if "mrope_section" in rope:
-        fault = "positions of several axes (M-RoPE)"
-    if fault:
-        raise ValueError(
-            f"`speculation` cannot be used with policy {policy!r}, which has {fault}: set `engine.speculation` to null."
         )
 
 
@@ -217,7 +189,6 @@ def install(
         speculation.selector,
         steps_per_choice=speculation.steps_per_choice,
         lookups=LookupDrafter(siblings=speculation.siblings, ngram=speculation.ngram) if looks_up else None,
-        trace=None if speculation.trace is None or not engine_ranks.is_first else StepTrace(speculation.trace),
         is_cold=speculation.cold_head,
         engine_ranks=engine_ranks,
         compute_dtype=compute_dtype,

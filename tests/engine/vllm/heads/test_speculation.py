@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +39,6 @@ class Setup(NamedTuple):
     policy: str
     trained: dict[str, torch.Tensor]
     random: dict[str, torch.Tensor]
-    trace: Path
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +48,10 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     trained = save_trained_head(policy, path / "trained")
     random = save_head(make_head(policy, seed=5), path / "random")
     selector = ScriptedSelector()
-    trace = path / "trace" / "steps.jsonl"
-    speculation = Speculation(selector=selector, head=trained, max_draft_tokens=5, steps_per_choice=1, trace=str(trace))
+    speculation = Speculation(selector=selector, head=trained, max_draft_tokens=5, steps_per_choice=1)
     with engine_of(policy, speculation) as engine:
         tensors = [load_file(f"{head}/model.safetensors") for head in (trained, random)]
-        yield Setup(engine, selector, policy, *tensors, trace)
+        yield Setup(engine, selector, policy, *tensors)
 
 
 @pytest.fixture(autouse=True)
@@ -197,18 +194,6 @@ def test_every_selector_steers_and_learns(
     drafted = [stats for stats in found if stats["speculation/k_mean"] > 0]
     assert max(stats["speculation/acceptance_length"] for stats in drafted) > 1.3
     json.dumps(selector.state_dict())
-
-
-def test_the_trace_has_a_row_for_every_step(setup: Setup) -> None:
-    setup.selector.off_and_on(Strategy(4), steps=5)
-    texts = write(setup.engine, siblings())
-    rows = [json.loads(line) for line in setup.trace.read_text().splitlines()]
-    rows = [row for row in rows if row["rollout"] == rows[-1]["rollout"]]
-    assert [row["step"] for row in rows] == list(range(len(rows)))
-    assert {row["drafts"] for row in rows} == {"off", "learned_4"}
-    assert all(later["verifies"] == row["drafts"] for row, later in pairwise(rows))
-    decoded = sum(row["emitted"] for row in rows)
-    assert 0 <= decoded - (sum(map(len, texts)) - len(texts)) < 5 * len(texts)  # the first tokens come with the prompts
 
 
 def test_new_weights_of_the_head_arrive_and_the_policy_stays(setup: Setup) -> None:
