@@ -15,8 +15,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tlt_lightning.engine.start_up import StartUp
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.start_up import StartUp
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
 

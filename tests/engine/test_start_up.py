@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.support.speculation_engines import engine_of
+from tlt_lightning.engine.start_up import StartUp
 from tlt_lightning.engine.vllm import internals
-from tlt_lightning.engine.vllm.start_up import StartUp
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
