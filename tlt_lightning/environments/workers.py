@@ -24,6 +24,34 @@ class Late(TimeoutError):
     """Says that an environment did not answer in time."""
 
 
+class CallThreads:
+    """Runs each call at once, on a thread that has ended others or on a new one.
+
+    Daemons: threads of an executor are joined when the interpreter exits, and one that hangs never ends. Where many
+    programs share a core, the start of a thread takes a tenth of a second: hundreds would hold up the loop.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Begin a call, which must not raise."""
+        self._calls.put(call)
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads, each when its call has ended; no further call is begun."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            self._idle.release()
+        self._calls.put(None)  # for the next thread
+
+
 class EnvironmentWorkers:
     """Runs jobs of many conversations at once, on one event loop: coroutines there, plain methods on a thread each.
 
@@ -37,7 +65,8 @@ class EnvironmentWorkers:
         self.seconds = seconds
         self._ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._open: set[int] = set()
-        self._stuck: list[threading.Thread] = []
+        self._threads = CallThreads()
+        self._stuck: list[threading.Event] = []  # of calls past their limit, each set when its call ends after all
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seats = asyncio.Semaphore(MAX_THREADS)
         self._beat = 0.0  # when the loop was last seen running
@@ -46,6 +75,7 @@ class EnvironmentWorkers:
         """Begin a job, which calls by `call`; `take` returns its key, new among those under way, and its result."""
         if self._loop is None:
             self._loop, self._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_THREADS)
+            self._threads = CallThreads()
             self._loop.call_soon(self._show_life, self._loop)
             self._beat = time.monotonic()
             threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
@@ -73,7 +103,7 @@ class EnvironmentWorkers:
             if key in self._open:
                 self._open.remove(key)
                 ended.append((key, result))
-        if sum(thread.is_alive() for thread in self._stuck) > MAX_STUCK:
+        if sum(not has_ended.is_set() for has_ended in self._stuck) > MAX_STUCK:
             raise RuntimeError(
                 f"More than {MAX_STUCK} threads are stuck in methods of the environment, past the limit of "
                 f"{self.seconds} s, and nothing can end them: give what they call a time limit of its own, or run it "
@@ -93,6 +123,7 @@ class EnvironmentWorkers:
         """Give up on everything that still runs; safe to call twice."""
         self._open.clear()
         if self._loop is not None:
+            self._threads.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
@@ -120,23 +151,26 @@ class EnvironmentWorkers:
             if not outcome.done():
                 outcome.set_result((value, error))
 
+        has_ended = threading.Event()
+
         def work() -> None:
             value, error = None, None
             try:
                 value = function()
             except BaseException as raised:
                 error = raised
+            has_ended.set()
             with suppress(RuntimeError):  # the loop was given up
                 loop.call_soon_threadsafe(settle, value, error)
 
-        # A daemon: threads of an executor are joined when the interpreter exits, and one that hangs never ends.
-        thread = threading.Thread(target=work, name="environment", daemon=True)
-        thread.start()
+        self._threads.run(work)
         try:
             value, error = await outcome
         except asyncio.CancelledError:
-            self._stuck = [each for each in self._stuck if each.is_alive()] + [thread]
-            raise
+            if outcome.cancelled():
+                self._stuck = [each for each in self._stuck if not each.is_set()] + [has_ended]
+                raise
+            value, error = outcome.result()  # it came in time; the loop, on a busy machine, did not
         if error is not None:
             raise error
         return value

@@ -1,0 +1,68 @@
+"""Calls beside the engine: threads that serve again, and what counts as late."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tlt_lightning.environments.workers import EnvironmentWorkers
+
+
+def results(workers: EnvironmentWorkers, number: int) -> dict[int, Any]:
+    """Wait for so many jobs."""
+    ended: dict[int, Any] = {}
+    while len(ended) < number:
+        ended |= dict(workers.take(wait=True))
+    return ended
+
+
+def test_threads_serve_one_call_after_the_other_and_end_with_the_workers() -> None:
+    workers, before = EnvironmentWorkers(5.0), threading.active_count()
+    for key in range(50):
+        workers.submit(key, workers.call(threading.current_thread))
+        time.sleep(0.002)
+    assert len({*results(workers, 50).values()}) < 10
+    workers.close()
+    workers.submit(50, workers.call(lambda: "again"))  # as after a loop that was given up
+    assert results(workers, 1) == {50: "again"}
+    workers.close()
+    for _ in range(100):
+        if threading.active_count() <= before:
+            break
+        time.sleep(0.1)
+    assert threading.active_count() <= before
+
+
+def test_an_answer_that_came_in_time_counts_though_the_loop_was_busy() -> None:
+    workers = EnvironmentWorkers(0.3)
+    has_answered = threading.Event()
+
+    async def hold_up() -> None:
+        has_answered.wait(5)
+        time.sleep(0.6)
+
+    def answer() -> str:
+        time.sleep(0.05)
+        has_answered.set()
+        return "in time"
+
+    async def job(method: Callable[..., Any]) -> Any:
+        return await workers.call(method)
+
+    workers.submit(0, job(answer))
+    workers.submit(1, job(hold_up))
+    assert results(workers, 2)[0] == "in time"
+    workers.close()
+
+
+def test_a_call_that_hangs_leaves_its_thread_to_itself() -> None:
+    workers, is_over = EnvironmentWorkers(0.2), threading.Event()
+    workers.submit(0, workers.call(is_over.wait, 30))
+    assert "no answer within" in str(results(workers, 1)[0])
+    workers.submit(1, workers.call(lambda: 1))
+    assert results(workers, 1) == {1: 1}
+    assert sum(not each.is_set() for each in workers._stuck) == 1
+    is_over.set()
+    time.sleep(0.2)
+    assert all(each.is_set() for each in workers._stuck)
+    workers.close()
