@@ -142,7 +142,8 @@ def tasks(texts: int) -> dict[str, Task]:
                 {"trainer.precision": "bf16-mixed", "data.init_args.micro_batch_tokens": 4096},
                 {
                     "data.micro_batch_tokens": 4096,
-                    "data.engine.init_args.gpu_memory_utilization": 0.1,
+                    "data.engine.init_args.kv_cache_gib": 1.0,
+                    "data.engine.init_args.gpu_memory_utilization": 0.08,
                     "data.engine.init_args.enforce_eager": "true",  # starts sooner, and steps are few
                 },
             ),
