@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -239,7 +240,8 @@ def imitate(task: Task, args: Any, folder: Path, seed: int) -> tuple[str, float]
 
 
 def run(recipes: list[str], out: Path, seed: int, options: dict[str, Any]) -> None:
-    """Do a run of the command line."""
+    """Do a run of the command line, in place of an earlier one."""
+    shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "tlt_lightning", "fit"]
     command += [part for recipe in recipes for part in ("-c", str(ROOT / f"recipes/{recipe}.yaml"))]
     command += [f"--{name}={value}" for name, value in options.items()]

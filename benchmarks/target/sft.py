@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def fine_tune(policy: Path, out: Path, *, epochs: int, steps: int, device: str, 
         Number of texts, seconds of the run, and tokens per step of the head on the last held-out texts.
     """
     policy, out = policy.absolute(), out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
     write_texts(policy, out / "texts.jsonl", epochs * steps * BATCH, seed)
     options: dict[str, Any] = {
         "model.policy": policy,
