@@ -17,7 +17,7 @@ from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.strategy import Strategy
 
-ROOM = 40 * 2**20  # less than the KV cache has, more than one layer of it
+ROOM = 40 * 2**20  # less than the KV cache has, which is one allocation
 
 
 def main(policy: str, head: str, weights: Any = None) -> None:

@@ -3,7 +3,9 @@
 Once a release has mended a fault, a test here fails: drop the repair.
 """
 
+import ctypes
 import importlib
+import struct
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -153,13 +155,16 @@ def test_workspaces_are_dropped_right_before_each_capture(monkeypatch: pytest.Mo
 
 
 @pytest.mark.vllm
-def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free", [2**30, 2**24])
+def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """The order of calls alone: no CPU has such memory; tests/engine/vllm/test_gpu.py closes a sleeping engine."""
     from vllm.device_allocator import AllocationData, cumem
 
     mapped: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**36))
     monkeypatch.setattr(cumem, "create_and_map", mapped.append)
+    monkeypatch.setattr(asleep_free, "_map_to_one_piece", lambda handle: mapped.append(("one piece", handle)))
     undo = asleep_free.PATCH.apply()
     allocator = cumem.CuMemAllocator()
     undo()  # as `close` does, before what it held is collected
@@ -167,7 +172,30 @@ def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.Monk
     for pointer, handle in handles.items():
         allocator.pointer_to_data[pointer] = AllocationData(handle, "weights", is_asleep=pointer == 2)
     assert [allocator.python_free_callback(pointer) for pointer in handles] == list(handles.values())
-    assert mapped == [handles[2]]
+    assert mapped == [handles[2] if free == 2**30 else ("one piece", handles[2])]
+
+
+def test_all_addresses_are_mapped_to_one_piece_where_the_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, mapped, kept = [], [], ctypes.c_uint64()
+
+    def create(piece: Any, size: Any, kind: Any, flags: Any) -> int:
+        made.append((size.value, struct.unpack("4i2Q", kind.raw)))
+        piece._obj.value = 77
+        return 0
+
+    def map_(address: Any, size: Any, offset: Any, piece: Any, flags: Any) -> int:
+        mapped.append((address.value, size.value, offset.value, piece.value))
+        return 0 if len(mapped) < 4 else 2
+
+    driver = SimpleNamespace(cuMemCreate=create, cuMemMap=map_)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    piece, size = asleep_free.PIECE, 2 * asleep_free.PIECE + 2**21
+    asleep_free._map_to_one_piece((3, size, 2**40, ctypes.addressof(kept)))
+    assert made == [(piece, (1, 0, 1, 3, 0, 0))]
+    assert mapped == [(2**40 + n * piece, min(piece, size - n * piece), 0, 77) for n in range(3)]
+    assert kept.value == 77  # what vLLM releases when it has unmapped them
+    with pytest.raises(RuntimeError, match="driver error 2"):
+        asleep_free._map_to_one_piece((3, size, 2**40, ctypes.addressof(kept)))
 
 
 @pytest.mark.gpu

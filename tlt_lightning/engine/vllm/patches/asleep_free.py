@@ -2,13 +2,16 @@
 
 vLLM's allocator unmaps what it frees, and cannot unmap what `sleep` has unmapped already. Waking the whole engine first
 takes memory that the trainer may hold by then. Here each allocation is mapped alone, right before it is unmapped for
-good: the most that is ever taken is the largest one, one layer's keys and values or one large weight.
+good. The largest is the whole KV cache. Where one does not fit, all of its addresses are mapped to one small piece of
+memory, again and again (virtual aliasing in CUDA's programming guide): that they are mapped is asked for, not to what.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import struct
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
@@ -22,6 +25,10 @@ from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
 log = logging.getLogger(__name__)
 
 
+PIECE = 16 * 2**20
+"""Bytes that stand in for memory that does not fit."""
+
+
 def _apply() -> Undo:
     from vllm.device_allocator import cumem
 
@@ -31,14 +38,39 @@ def _apply() -> Undo:
     def free_awake(allocator: Any, pointer: int) -> Any:
         data = allocator.pointer_to_data[pointer]
         if data.is_asleep:
+            fits = torch.cuda.mem_get_info(data.handle[0])[0] > data.handle[1] + PIECE
             try:
-                cumem.create_and_map(data.handle)
+                (cumem.create_and_map if fits else _map_to_one_piece)(data.handle)
             except RuntimeError as error:  # raised through the caller, which is C, it would keep Python's lock
                 log.warning("The device had no memory to free what a sleeping engine holds (%s).", error)
             data.is_asleep = False
         return free(allocator, pointer)
 
     return replace(cumem.CuMemAllocator, "_python_free_callback", free_awake)
+
+
+def _map_to_one_piece(handle: tuple[int, int, int, int]) -> None:
+    """Map all addresses of an allocation to one piece of memory, and leave that for vLLM to release.
+
+    Args:
+        handle: vLLM's: device, bytes, address, and the address where the memory's handle is kept.
+
+    Raises:
+        RuntimeError: The driver has no memory for the piece, or did not map it.
+    """
+    device, size, address, kept_at = handle
+    driver, piece = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    # CUmemAllocationProp: pinned, without a handle to share, on a device, its number, no metadata, no flags
+    kind = ctypes.create_string_buffer(struct.pack("4i2Q", 1, 0, 1, device, 0, 0), 32)
+    status = driver.cuMemCreate(ctypes.byref(piece), ctypes.c_size_t(PIECE), kind, ctypes.c_uint64(0))
+    for start in range(address, address + size, PIECE):
+        length = ctypes.c_size_t(min(PIECE, address + size - start))
+        status = status or driver.cuMemMap(
+            ctypes.c_uint64(start), length, ctypes.c_size_t(0), piece, ctypes.c_uint64(0)
+        )
+    if status:
+        raise RuntimeError(f"CUDA driver error {status}")
+    ctypes.c_uint64.from_address(kept_at).value = piece.value
 
 
 PATCH = Patch(
