@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,27 @@ def test_what_init_recommends_next_runs_in_its_folder_with_what_mine_yaml_says(
     (drafting,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, LongTailIdleCallback))
     assert cli.model.policy_path == drafting.drafter.target == policy
     assert cli.datamodule.engine.speculation.siblings
+
+
+@pytest.mark.parametrize("name", ["countdown_tries", "calculator_smollm2", "code_tries_1gpu"])
+def test_an_environment_is_copied_for_its_user_to_change(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_init(["run", "--recipe", name])
+    said = capsys.readouterr().out
+    assert "yours: mine.yaml and my_reward.py and my_environment.py." in said
+    monkeypatch.chdir("run")
+    monkeypatch.syspath_prepend(tmp_path / "run")
+    monkeypatch.delitem(sys.modules, "my_environment", raising=False)
+    command = said.split("\n\n")[1].splitlines()[-1].split()
+    cli = run_cli([*command[4:], "--trainer.accelerator", "cpu"], run=False)
+    environment = cli.datamodule.environment
+    assert type(environment).__module__ == "my_environment"
+    assert sys.modules["my_environment"].__file__ == str(tmp_path / "run/my_environment.py")
+    if name == "countdown_tries":
+        assert (environment.tries, environment.patience) == (3, 0.7)
+    monkeypatch.delitem(sys.modules, "my_environment")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The environments of the recipes and of the page."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from tests.environments.test_runs import settings
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import Sampling
+from tlt_lightning.commands.starter import RECIPES
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.examples import Calculator, CodeTester, CountdownTries
 
@@ -47,6 +49,15 @@ def test_code_is_tried_in_the_sandbox() -> None:
     assert tester.try_code("def double(x): return x") == "Some test fails."
     assert tester.get_reward() == 0
     assert tester.try_code("def double(x): return 2 * x") == "All tests pass."
+    assert tester.get_reward() == 1
+
+
+def test_code_for_a_row_of_the_recipe_is_tried_until_it_passes() -> None:
+    row = json.loads((RECIPES / "assets/formats/humaneval.jsonl").read_text().splitlines()[0])
+    tester = CodeTester()
+    tester.reset(**row)
+    assert tester.try_code(row["prompt"] + "    return values") == "Some test fails."
+    assert tester.try_code(row["prompt"] + row["canonical_solution"]) == "All tests pass."
     assert tester.get_reward() == 1
 
 

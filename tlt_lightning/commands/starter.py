@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CALLBACKS = Path(__file__).parents[1] / "gallery"
+ENVIRONMENTS = Path(__file__).parents[1] / "environments/examples.py"
 
 REWARD = '''"""Rewards of your own; `mine.yaml` names them."""
 
@@ -29,10 +31,16 @@ REWARDS = """\
   rewards+:                            # added to the recipe's; `rewards:` would replace them
     - {function: my_reward.brevity, weight: 0.0}   # 0 only logs it
 """
+ENVIRONMENT = """\
+  environment:                         # in the place of the recipe's; it is a copy of that, yours to change
+    class_path: my_environment.{name}
+    init_args: {arguments}
+"""
 TEXTS = """\
   init_args:
     batch_size: 32                     # texts of an optimizer step
   """
+YOURS = ("mine.yaml", "my_reward.py", "my_environment.py")
 OVERLAYS = (
     *("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml"),
     *("tail_batching.yaml", "partial_rollout.yaml", "async.yaml", "distillation.yaml"),
@@ -81,8 +89,9 @@ def read_recipes() -> dict[str, Recipe]:
 def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     """Write a recipe, what it reads, callbacks, `mine.yaml` and `my_reward.py`; return the commands that run it.
 
-    Paths in the folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few
-    rows of the right format, to be replaced. Overlays that any run may take next lie beside the recipe.
+    Of a recipe with an environment `my_environment.py` has the class, which `mine.yaml` takes from there. Paths in the
+    folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few rows of the
+    right format, to be replaced. Overlays that any run may take next lie beside the recipe.
     """
     (folder / "recipes").mkdir(parents=True)
     for name in OVERLAYS:
@@ -90,7 +99,7 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     shutil.copytree(CALLBACKS, folder / "callbacks", ignore=shutil.ignore_patterns("__pycache__"))
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
     train: dict[str, object] = {}
-    policy, has_rewards = "", True
+    policy, has_rewards, environment = "", True, ""
     for name, text in texts.items():
         (folder / "recipes" / name).write_text(text)
         settings = yaml.safe_load(text)
@@ -98,6 +107,11 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
         has_rewards &= "class_path" not in data  # of texts that are imitated
         train |= data.get("init_args", data).get("train") or {}
         policy = (settings.get("model") or {}).get("policy", policy)
+        given = data.get("environment") or {"class_path": ""}
+        module, _, name = given["class_path"].rpartition(".")
+        if module == "tlt_lightning.environments.examples":
+            environment = ENVIRONMENT.format(name=name, arguments=json.dumps(given.get("init_args", {})))
+            shutil.copyfile(ENVIRONMENTS, folder / "my_environment.py")
     for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):
         copy = shutil.copytree if (RECIPES / asset).is_dir() else shutil.copy
         (folder / "recipes" / asset).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +123,7 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     if "path" in train:
         prompts = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n"
     model = f"model: {{policy: {policy}}}   # a folder, or a name on the hub\n"
-    own = prompts + REWARDS if has_rewards else TEXTS + prompts
+    own = prompts + environment + REWARDS if has_rewards else TEXTS + prompts
     (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
     if has_rewards:
         (folder / "my_reward.py").write_text(REWARD)
@@ -139,7 +153,8 @@ def run_init(args: list[str]) -> None:
     if options.folder.exists():
         parser.error(f"`folder` {str(options.folder)!r} exists already; name a new one.")
     commands = write_start(options.folder, recipes[options.recipe])
-    print(f"{options.folder}/ holds the recipe, the files it reads, and yours: mine.yaml and my_reward.py. Next:\n")
+    yours = [name for name in YOURS if (options.folder / name).is_file()]
+    print(f"{options.folder}/ holds the recipe, the files it reads, and yours: {' and '.join(yours)}. Next:\n")
     print(*(f"    {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *commands)), sep="\n")
     if commands[-1].endswith(" mine.yaml") and not {*OVERLAYS} & {*recipes[options.recipe].files}:
         print(f"\n{LATER}")
