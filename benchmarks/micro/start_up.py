@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.arguments import FILES, parser_of
-from benchmarks.common.processes import run_apart
 from benchmarks.common.results import about, heading, save, table
 from benchmarks.common.shapes import SHAPES
 
@@ -80,21 +79,15 @@ def prepare(name: str, folder: str) -> tuple[str, str | None]:
         return policy, head or None
     if name in FILES:
         return FILES[name].policy, FILES[name].head
-    from benchmarks.end_to_end.work import write_random
-
-    policy, head = f"{folder}/{name}", f"{folder}/{name}-head"
-    run_apart(write_random, SHAPES[name], policy)
-    run_apart(write_head, policy, head)
-    return policy, head
-
-
-def write_head(policy: str, path: str) -> None:
-    """Write a head of random weights."""
+    from benchmarks.common.random_policy import write_random
     from tlt_lightning.drafter.module import DrafterModule
 
+    policy, head = f"{folder}/{name}", f"{folder}/{name}-head"
+    write_random(SHAPES[name], policy)
     drafter = DrafterModule(policy)
     drafter.configure_model()
-    drafter.export(path)
+    drafter.export(head)
+    return policy, head
 
 
 def timed_start(policy: str, head: str | None, caches: str, *, tiny: bool) -> dict[str, float]:

@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.shapes import SHAPES
 from benchmarks.micro.start_up import main, prepare
+from tlt_lightning.speculation.eagle3_files import check_head, read_head
 
 
 def test_a_model_is_a_size_or_folders() -> None:
     assert prepare("7b", "unused") == ("wide/policy", "wide/head")
     assert prepare("mine=a/policy,a/head", "unused") == ("a/policy", "a/head")
     assert prepare("mine=a/policy", "unused") == ("a/policy", None)
+
+
+def test_a_shape_has_random_weights_and_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "mini", SHAPES["tiny"])
+    policy, head = prepare("mini", str(tmp_path))
+    assert head is not None
+    check_head(read_head(head), policy)
 
 
 @pytest.mark.vllm
