@@ -45,9 +45,9 @@ def connect(address: str | None) -> Callable[[], None]:
     return ray.shutdown
 
 
-def check_room(num_hosts: int, num_gpus: float) -> None:
-    """Raise RuntimeError unless the cluster has room for so many engines with a core and `num_gpus` each."""
-    wanted = {"CPU": num_hosts * 1.0, "GPU": num_hosts * num_gpus}
+def check_room(num_hosts: int, num_cpus: float, num_gpus: float) -> None:
+    """Raise RuntimeError unless the cluster has room for so many engines with `num_cpus` and `num_gpus` each."""
+    wanted = {"CPU": num_hosts * num_cpus, "GPU": num_hosts * num_gpus}
     for _ in range(_ROOM_SECONDS):  # engines that have just been closed may not be gone
         free = ray.available_resources()
         if all(free.get(resource, 0.0) >= number for resource, number in wanted.items()):

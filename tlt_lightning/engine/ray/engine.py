@@ -27,7 +27,8 @@ class RayEngine(RolloutEngine):
     Args:
         engine: What each of them is, with all its settings. Its `max_num_seqs` and cache are those of one.
         num_engines: How many, over all ranks; each rank has as many of its own.
-        gpus_per_engine: GPUs of each; None takes one where the trainer has one or Ray finds any.
+        gpus_per_engine: GPUs of each; None takes one for each of its ranks (`tensor_parallel`) where the trainer has
+            one or Ray finds any.
         address: Of a cluster of Ray, ``host:port`` or ``auto``; None takes the environment's `RAY_ADDRESS`, and without
             it rank zero starts one of this host's cores and of the GPUs on which no rank trains.
     """
@@ -45,10 +46,10 @@ class RayEngine(RolloutEngine):
         if importlib.util.find_spec("ray") is None:
             raise ImportError("`RayEngine` needs Ray: `pip install tlt-lightning[ray]`.")
         has_weights = type(engine).attach is RolloutEngine.attach  # else it writes with the trainer's, in its process
-        if engine.num_ranks > 1 or engine.runs_on or not has_weights:
+        if engine.runs_on or not has_weights:
             raise ValueError(
-                f"`engine` is {type(engine).__name__} of {engine.num_ranks} ranks, and an engine host is one process "
-                "with weights of its own: give one such as `VLLMEngine` with `tensor_parallel` 1."
+                f"`engine` is {type(engine).__name__}, and an engine host is a process with weights of its own: give "
+                "one such as `VLLMEngine`."
             )
         self.engine, self.num_engines, self.address = engine, num_engines, address
         self.gpus_per_engine = gpus_per_engine
@@ -100,8 +101,9 @@ class RayEngine(RolloutEngine):
         self._disconnect = connect(self.address)
         gpus = self.gpus_per_engine
         if gpus is None:
-            gpus = float(torch.cuda.is_initialized() or "GPU" in ray.cluster_resources())
-        check_room(number, gpus)
+            has_any = torch.cuda.is_initialized() or "GPU" in ray.cluster_resources()
+            gpus = float(self.engine.num_ranks * has_any)
+        check_room(number, self.engine.num_ranks, gpus)
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         names = [f"Engine {rank * number + index}" for index in range(number)]
         self._fleet = Fleet(self.engine, names, gpus, wanted)

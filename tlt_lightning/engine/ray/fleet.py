@@ -49,7 +49,7 @@ class Fleet:
         self._newest: dict[str, Future[Snapshot]] = {}  # by kind; new hosts take them
         self._rollout, self._sampling, self._seed = 0, Sampling(), 0
         self._host_of: dict[int, RemoteHost] = {}  # by group of this rollout
-        pickled, resources = cloudpickle.dumps(engine), {"num_cpus": 1.0, "num_gpus": num_gpus}
+        pickled, resources = cloudpickle.dumps(engine), {"num_cpus": float(engine.num_ranks), "num_gpus": num_gpus}
         self.hosts = [RemoteHost(index, name, pickled, resources) for index, name in enumerate(names)]
         try:
             for host in self.hosts:

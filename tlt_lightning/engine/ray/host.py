@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -16,6 +17,7 @@ from tlt_lightning.engine.base import NamedTensors, RolloutEngine, RolloutProgre
 from tlt_lightning.engine.ray.cluster import check_versions
 from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.engine.ray.stages import StageClock
+from tlt_lightning.engine.ray.team import OWN_SECONDS, LedEngine, forget_rank
 from tlt_lightning.rollout import Request, Response, Sampling
 
 Command = Callable[["EngineHost"], bool]
@@ -25,13 +27,6 @@ WEIGHTS, DRAFTER = "weights", "drafter"
 """Kinds of snapshots."""
 
 NOTHING_YET = RolloutProgress(waiting=0, running=0, finished=0, tokens=0, longest=0, elapsed=0.0)
-
-# What a launcher tells the trainer's process of itself, which an engine beside it would take for its own.
-_OF_A_RANK = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID"),
-)
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,7 @@ class EngineHost:
     """
 
     def __init__(self, name: str) -> None:
-        for variable in _OF_A_RANK:
-            os.environ.pop(variable, None)
+        forget_rank()
         self.name = f"{name} on {socket.gethostname()} (process {os.getpid()})"
         self._engine: RolloutEngine
         self._changed = threading.Condition()
@@ -121,7 +115,8 @@ class EngineHost:
         """
         try:
             check_versions(versions)
-            self._engine = cloudpickle.loads(pickled_engine)
+            engine = cloudpickle.loads(pickled_engine)
+            self._engine = engine if engine.num_ranks == 1 else LedEngine(engine, self.name)
             while True:
                 self._carry_out()
                 if self._asked:
@@ -130,6 +125,8 @@ class EngineHost:
                 with self._changed:
                     self._changed.wait_for(lambda: self._has_command)
         except Exception as error:
+            if isinstance(getattr(self, "_engine", None), LedEngine):
+                time.sleep(OWN_SECONDS)
             raise RuntimeError(f"{self.name} failed: {error}") from error
 
     @property

@@ -58,7 +58,12 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name, with nothing read: a device need not hold all tensors beside the engine."""
-        return {record.name: record.shape for records, _ in self.groups for record in records}
+        return {record.name: record.shape for record in self.records}
+
+    @property
+    def records(self) -> list[TensorRecord]:
+        """What there is to read, in order."""
+        return [record for records, _ in self.groups for record in records]
 
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
