@@ -170,10 +170,10 @@ def test_a_frozen_drafter_stays_as_bad_as_it_was(
     pushed: list[tuple[int, torch.Tensor]] = []
     push = VLLMEngine.update_drafter
 
-    def spy(engine: VLLMEngine, named_tensors: Any, version: int) -> None:
+    def spy(engine: VLLMEngine, named_tensors: Any, version: int, accepted: Any) -> None:
         tensors = dict(named_tensors)
         pushed.append((version, tensors["lm_head.weight"].clone()))
-        push(engine, tensors.items(), version)
+        push(engine, tensors.items(), version, accepted)
 
     monkeypatch.setattr(VLLMEngine, "update_drafter", spy)
     run = fit(tmp_path, head=random_head, share=0.0, max_epochs=2)

@@ -96,6 +96,9 @@ class RolloutEngine(ABC):
     num_hosts: int = 1
     """Engines that it is made of, each with weights of its own."""
 
+    speculation: Any = None
+    """How it speculates, a `Speculation`, which may be set before `setup`; None if it does not."""
+
     reads_drafts = False
     """True if drafts are looked up in `Request.earlier_answers`."""
 
@@ -147,8 +150,13 @@ class RolloutEngine(ABC):
         Takes seconds at most, needs current weights, and leaves no trace in what is written later.
         """
 
-    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace the drafter's trainable weights; touch no tensor of the policy."""
+    def update_drafter(
+        self, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
+    ) -> None:
+        """Replace the drafter's trainable weights; touch no tensor of the policy.
+
+        `accepted` is the share of its drafts that the policy accepts, by position, where that is known.
+        """
         raise RuntimeError(f"{type(self).__name__} runs no learned drafter, so `update_drafter` has nothing to update.")
 
     def planned_memory(self, policy: str, *, max_model_len: int, device_bytes: float) -> Mapping[str, float]:

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import DraftQuality
-from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
@@ -37,7 +36,7 @@ class ServedHead:
         self.drafter = drafter
         self.version = 0
         """Publications that the engine has, 0 for the head that it was loaded with."""
-        self._engine: VLLMEngine | None = None
+        self._engine: RolloutEngine | None = None
         self._given: Speculation | None = None  # of the engine before
         self._start: Path | None = None
 
@@ -53,11 +52,11 @@ class ServedHead:
             MisconfigurationException: It does not fit.
         """
         self.detach()
-        vllm, speculation = check_engine(engine, self.drafter, policy)
-        attach_to_engine(vllm, speculation, self.drafter, start)
+        speculation = check_engine(engine, self.drafter, policy)
+        attach_to_engine(engine, speculation, self.drafter, start)
         if self._start != start:
             self._start = self.drafter.export(start)
-        self._engine, self._given, self.version = vllm, speculation, 0
+        self._engine, self._given, self.version = engine, speculation, 0
 
     def detach(self) -> None:
         """Leave the engine with the speculation that it had, for other runs; safe to call twice."""
@@ -77,26 +76,21 @@ class ServedHead:
     def push(self, publisher: DrafterPublisher) -> None:
         """Give the engine the published weights, with the tokens that they draft."""
         assert self._engine is not None, "used before `attach`"
-        if publisher.version > self.version and publisher.quality is not None:
-            self._selector.note_head(publisher.quality.accepted)
+        is_new = publisher.version > self.version and publisher.quality is not None
+        accepted = publisher.quality.accepted if is_new else None
         self.version = publisher.version
         d2t = None if self.drafter.head is None else self.drafter.head.d2t
         tokens = [] if d2t is None else [("d2t", d2t)]
-        self._engine.update_drafter(chain(publisher.published(), tokens), self.version)
+        self._engine.update_drafter(chain(publisher.published(), tokens), self.version, accepted)
 
 
-def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> tuple[VLLMEngine, Speculation]:
-    """Return engine and speculation; MisconfigurationException if `drafter` does not fit."""
-    if not isinstance(engine, VLLMEngine):
-        raise MisconfigurationException(
-            f"`LongTailIdleCallback` trains a drafter that {type(engine).__name__} cannot use; roll out with "
-            "`VLLMEngine` or remove the callback."
-        )
-    speculation = engine.speculation
+def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> Speculation:
+    """Return how the engine speculates; MisconfigurationException if `drafter` does not fit."""
+    speculation: Speculation | None = engine.speculation
     if speculation is None:
         raise MisconfigurationException(
-            "`LongTailIdleCallback` trains a drafter, but `engine.speculation` is not set, so nobody would use it; "
-            f"set it, {_SELECTOR}."
+            f"`LongTailIdleCallback` trains a drafter, but `engine` is a {type(engine).__name__} that does not "
+            f"speculate, and nobody would use it; set `speculation` of a `VLLMEngine`, {_SELECTOR}."
         )
     check_drafter(drafter, policy)
     if not _learned_arms(engine, speculation):
@@ -104,7 +98,7 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
             "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
             f"name it, {_SELECTOR}."
         )
-    return engine, speculation
+    return speculation
 
 
 def check_drafter(drafter: DrafterModule, policy: str) -> None:
@@ -122,7 +116,7 @@ def check_drafter(drafter: DrafterModule, policy: str) -> None:
             )
 
 
-def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
+def attach_to_engine(engine: RolloutEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
     """Build the drafter, and set it as `engine.speculation.head`, which will be at `path`.
 
     A head of random weights is cold: the engine knows its shape and drafts nothing with it before the first push. The
@@ -148,6 +142,6 @@ def attach_to_engine(engine: VLLMEngine, speculation: Speculation, drafter: Draf
     rank_zero_info(new if is_cold else f"The draft head {drafter.head_path!r} is trained along with the policy.")
 
 
-def _learned_arms(engine: VLLMEngine, speculation: Speculation) -> list[Strategy]:
-    by_batch = arms_by_batch(speculation.selector, engine.max_num_seqs)
+def _learned_arms(engine: RolloutEngine, speculation: Speculation) -> list[Strategy]:
+    by_batch = arms_by_batch(speculation.selector, engine.max_num_seqs or 1)
     return [arm for arms in by_batch.values() for arm in arms if arm.is_learned]

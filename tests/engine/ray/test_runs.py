@@ -1,17 +1,22 @@
 """Whole runs with two vLLM engines in processes of their own, beside those with one in the trainer's."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import ray
 import torch
 
 from tests.conftest import Paths
+from tests.support.drafters import drafter_runs
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import AsyncRollout, RayEngine, Request, RolloutCallback, RolloutEngine, Sampling, VLLMEngine
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -108,3 +113,40 @@ def test_no_token_is_older_than_the_bound_and_hosts_write_meanwhile(
     ]
     assert min(ages) >= 0
     assert 1 <= max(ages) <= 2
+
+
+class Told(ScriptedSelector):
+    """Keeps what it is told of new heads."""
+
+    def __init__(self) -> None:
+        super().__init__(longest=3)
+        self.script, self.heard = lambda state: Strategy(3), list[tuple[float, ...]]()
+
+    def note_head(self, accepted: Sequence[float]) -> None:
+        self.heard.append(tuple(accepted))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heard": self.heard}
+
+
+class Learned(RolloutCallback):
+    """Keeps what the engine has learned when the run ends."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.state = trainer.datamodule.engine.state_dict()
+
+
+@pytest.mark.slow
+def test_hosts_draft_with_a_head_that_the_trainer_trains_and_hear_how_good_it_is(cluster: None, tmp_path: Path) -> None:
+    metrics, learned = drafter_runs.Metrics(), Learned()
+    L.seed_everything(3)
+    trainer = drafter_runs.make_trainer(tmp_path, drafter_runs.make_callback(share=8.0), metrics, learned, max_epochs=2)
+    engine = RayEngine(drafter_runs.make_engine(Told()))
+    trainer.fit(drafter_runs.make_module(), drafter_runs.make_data(engine))
+    first, second = metrics.rows
+    assert first["speculation/acceptance_length"] == first["speculation/off_share"] == 1  # a random one drafts nothing
+    assert second["speculation/off_share"] == 0
+    assert second["speculation/drafter_version"] == 1
+    (heard,) = learned.state["selector"]["heard"]
+    assert 1 + sum(heard) == pytest.approx(second["drafter/acceptance_after"], abs=0.01)
+    assert second["speculation/acceptance_length"] == pytest.approx(1 + sum(heard), abs=0.25)

@@ -9,7 +9,7 @@ import torch
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import PromptSource, RewardTerm, RLModule, RolloutCallback, RolloutDataModule, Sampling
 from tlt_lightning.drafter.module import DrafterModule
-from tlt_lightning.engine import VLLMEngine
+from tlt_lightning.engine import RolloutEngine, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
@@ -37,7 +37,7 @@ def make_engine(selector: StrategySelector, **speculation: Any) -> VLLMEngine:
     )
 
 
-def make_data(engine: VLLMEngine, **overrides: Any) -> RolloutDataModule:
+def make_data(engine: RolloutEngine, **overrides: Any) -> RolloutDataModule:
     arguments: dict[str, Any] = {
         "rewards": [RewardTerm(function=countdown)],
         "train": PromptSource(path=str(ASSETS / "train.jsonl")),

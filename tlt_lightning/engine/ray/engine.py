@@ -78,6 +78,16 @@ class RayEngine(RolloutEngine):
         """Most requests that run at once on all engines of this rank."""
         return None if self.engine.max_num_seqs is None else self.engine.max_num_seqs * self.num_hosts
 
+    @property
+    @override
+    def speculation(self) -> Any:  # type: ignore[override]
+        """That of each engine."""
+        return self.engine.speculation
+
+    @speculation.setter
+    def speculation(self, speculation: Any) -> None:
+        self.engine.speculation = speculation
+
     # Life
 
     @override
@@ -140,15 +150,19 @@ class RayEngine(RolloutEngine):
         self.policy_version = version
 
     @override
-    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
+    def update_drafter(
+        self, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
+    ) -> None:
         from tlt_lightning.engine.ray.host import DRAFTER
 
-        self._publish(DRAFTER, named_tensors, version)
+        self._publish(DRAFTER, named_tensors, version, accepted)
         self.drafter_version = version
 
-    def _publish(self, kind: str, named_tensors: NamedTensors, version: int) -> None:
+    def _publish(
+        self, kind: str, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
+    ) -> None:
         dtype = self._live.hosts[0].report.weight_dtype
-        self._live.publish(kind, named_tensors, version, None if dtype is None else getattr(torch, dtype))
+        self._live.publish(kind, named_tensors, version, None if dtype is None else getattr(torch, dtype), accepted)
 
     @override
     def warm_up(self, num_requests: int = 1) -> None:

@@ -60,10 +60,17 @@ class Fleet:
             self.close()
             raise
 
-    def publish(self, kind: str, named_tensors: NamedTensors, version: int, dtype: torch.dtype | None) -> None:
+    def publish(
+        self,
+        kind: str,
+        named_tensors: NamedTensors,
+        version: int,
+        dtype: torch.dtype | None,
+        accepted: Sequence[float] | None = None,
+    ) -> None:
         """Let every host load them between two of its steps, as soon as it can; they may change when this returns."""
         writer = self._writers.setdefault(kind, SnapshotWriter())
-        self._newest[kind] = snapshot = writer.write(named_tensors, version, dtype)
+        self._newest[kind] = snapshot = writer.write(named_tensors, version, dtype, accepted)
         for host in self.hosts:
             host.tell(_UPDATES[kind], kind, snapshot)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from tlt_lightning.engine.base import NamedTensors, RolloutEngine, RolloutProgress
+from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.ray.cluster import check_versions
 from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.engine.ray.stages import StageClock
@@ -185,19 +185,19 @@ class EngineHost:
 
     def update_weights(self) -> bool:
         """Load the newest weights, unless the engine has them."""
-        return self._update(WEIGHTS, self._engine.update_weights)
+        return self._update(WEIGHTS, lambda new: self._engine.update_weights(new, new.version))
 
     def update_drafter(self) -> bool:
         """Load the newest drafter, unless the engine has it."""
-        return self._update(DRAFTER, self._engine.update_drafter)
+        return self._update(DRAFTER, lambda new: self._engine.update_drafter(new, new.version, new.accepted))
 
-    def _update(self, kind: str, load: Callable[[NamedTensors, int], None]) -> bool:
+    def _update(self, kind: str, load: Callable[[Snapshot], None]) -> bool:
         if not (self._report.is_at_rest or self._engine.updates_running):
             return False
         number, snapshot = self._newest[kind]
         if self._loaded.get(kind, 0) < number:
             with self._clock.within("weights"):
-                load(snapshot, snapshot.version)
+                load(snapshot)
             self._loaded[kind] = number
             self._note(**self._learned())
         return True

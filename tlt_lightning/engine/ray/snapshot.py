@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +50,12 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
     Args:
         version: Of the weights.
         groups: What is in a group, and Ray's handle of it.
+        accepted: Share of a drafter's drafts that the policy accepts, by position; None if unknown, or not a drafter's.
     """
 
     version: int
     groups: tuple[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]], ...]
+    accepted: Sequence[float] | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,19 +100,25 @@ class SnapshotWriter:
         self._copy, self._thread = HostCopy(), ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._last: Future[Snapshot] | None = None
 
-    def write(self, named_tensors: NamedTensors, version: int, dtype: torch.dtype | None = None) -> Future[Snapshot]:
+    def write(
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        dtype: torch.dtype | None = None,
+        accepted: Sequence[float] | None = None,
+    ) -> Future[Snapshot]:
         """Copy tensors, floating ones as `dtype` where that is smaller; they may change when this returns."""
         if self._last is not None:
             self._last.result()
         self._copy.fill(_with_checksums(named_tensors, dtype))
-        self._last = self._thread.submit(self._hand_over, version)
+        self._last = self._thread.submit(self._hand_over, version, accepted)
         return self._last
 
     def close(self) -> None:
         """Wait for the snapshot that is being handed over; safe to call twice."""
         self._thread.shutdown()
 
-    def _hand_over(self, version: int) -> Snapshot:
+    def _hand_over(self, version: int, accepted: Sequence[float] | None) -> Snapshot:
         tensors = dict(self._copy.tensors)
         checksums = tensors.pop(_CHECKSUMS).tolist() if tensors else []
         groups: list[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]] = []
@@ -121,7 +129,7 @@ class SnapshotWriter:
             if sum(array.nbytes for _, array in group) >= GROUP_BYTES:
                 groups.append(_put(group))
                 group = []
-        return Snapshot(version, (*groups, _put(group)) if group else tuple(groups))
+        return Snapshot(version, (*groups, _put(group)) if group else tuple(groups), accepted)
 
 
 def _with_checksums(named_tensors: NamedTensors, dtype: torch.dtype | None) -> NamedTensors:

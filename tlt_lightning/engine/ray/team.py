@@ -70,8 +70,10 @@ class LedEngine(RolloutEngine):
         self._update("update_weights", named_tensors, version)
 
     @override
-    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
-        self._update("update_drafter", named_tensors, version)
+    def update_drafter(
+        self, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
+    ) -> None:
+        self._update("update_drafter", named_tensors, version, accepted)
 
     @override
     def warm_up(self, num_requests: int = 1) -> None:
@@ -112,10 +114,10 @@ class LedEngine(RolloutEngine):
         _call(method, arguments, named)
         getattr(self.engine, method)(*arguments, **named)
 
-    def _update(self, method: str, snapshot: NamedTensors, version: int) -> None:
+    def _update(self, method: str, snapshot: NamedTensors, *arguments: Any) -> None:
         assert isinstance(snapshot, Snapshot)
-        _call(method, (snapshot.records, version), {})
-        getattr(self.engine, method)(_Handed(snapshot.records, iter(snapshot)), version)
+        _call(method, (snapshot.records, *arguments), {})
+        getattr(self.engine, method)(_Handed(snapshot.records, iter(snapshot)), *arguments)
 
 
 class Follower:
@@ -131,8 +133,8 @@ class Follower:
         while True:
             method, arguments, named = _call(None, (), {})
             if method.startswith("update"):
-                records, version = arguments
-                getattr(engine, method)(_Handed(records), version)
+                records, *rest = arguments
+                getattr(engine, method)(_Handed(records), *rest)
             elif method == "generate":
                 for _ in engine.generate(*arguments, **named):
                     pass

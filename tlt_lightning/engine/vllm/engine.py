@@ -85,7 +85,8 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager, self.sleeps = enforce_eager, sleep
         self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = quantization if isinstance(quantization, Quantization) else Quantization(quantization)
-        self.speculation, self.num_ranks, self.kv_on_update = speculation, tensor_parallel, kv_on_update
+        self.speculation: Speculation | None = speculation
+        self.num_ranks, self.kv_on_update = tensor_parallel, kv_on_update
         self.updates_running = tensor_parallel == 1  # a rank cannot know between which steps the others are
         self._speculative: SpeculativeRunner | None = None
         self._undone_by_close = ExitStack()
@@ -300,9 +301,13 @@ class VLLMEngine(RolloutEngine):
             self._live.reset_prefix_cache()
 
     @override
-    def update_drafter(self, named_tensors: NamedTensors, version: int) -> None:
+    def update_drafter(
+        self, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
+    ) -> None:
         if self._speculative is None or self._head is None:
             raise RuntimeError("`update_drafter` has nothing to update: the engine has no head, `speculation.head`.")
+        if accepted is not None:
+            self._speculative.controller.selector.note_head(accepted)
         self._head.update(named_tensors)
         if not self._live.has_unfinished_requests():
             self._live.reset_prefix_cache()  # of keys and values that the old head computed for prompts
