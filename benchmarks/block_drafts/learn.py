@@ -18,7 +18,7 @@ from tlt_lightning.data.formats import RowReader
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.target import choose_layer_ids
 from tlt_lightning.drafter.texts.states import StateReader
-from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
+from tlt_lightning.drafter.texts.texts import split_by_prompt, texts_in
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.trainer import MAX_GRAD_NORM
 
@@ -34,8 +34,9 @@ def read_texts(args: Any, device: torch.device) -> tuple[list[list[PolicyText]],
 
     policy = AutoModel.from_pretrained(args.policy, dtype="auto").requires_grad_(False).to(device)
     rows = RowReader(args.policy, policy.config.max_position_embeddings)
-    texts = Texts([str(args.completions)], rows, policy.config.vocab_size)
-    train, held_out = map(texts.part, split_by_prompt(texts.prompts, HELD_OUT, seed=0))
+    texts, prompts = texts_in([str(args.completions)], rows, policy.config.vocab_size)
+    split = split_by_prompt(prompts, HELD_OUT, seed=0)
+    train, held_out = ([texts[row] for row in part] for part in split)
     parts = cold_head.portions(train, args.portion, args.portions)
     reader = StateReader(policy, choose_layer_ids(policy.config.num_hidden_layers), 8192)
     judged = reader.read((cold_head.portions(held_out, args.judged, 1) or [list(held_out)])[0])

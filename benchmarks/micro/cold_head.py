@@ -32,7 +32,7 @@ from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
 from tlt_lightning.drafter.texts.states import StateReader
-from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
+from tlt_lightning.drafter.texts.texts import split_by_prompt, texts_in
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.trainer import DrafterTrainer
@@ -160,8 +160,9 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = AutoModel.from_pretrained(args.policy, dtype="auto").requires_grad_(False).to(device)
     rows = RowReader(args.policy, policy.config.max_position_embeddings)
-    texts = Texts([str(path) for path in args.completions], rows, policy.config.vocab_size)
-    train, held_out = map(texts.part, split_by_prompt(texts.prompts, 0.06, seed=0))
+    texts, prompts = texts_in([str(path) for path in args.completions], rows, policy.config.vocab_size)
+    split = split_by_prompt(prompts, 0.06, seed=0)
+    train, held_out = ([texts[row] for row in part] for part in split)
     parts = portions(train, args.portion, args.portions)
     if not parts:
         parser.error(f"`--completions` hold fewer tokens than a `--portion` of {args.portion:,}")

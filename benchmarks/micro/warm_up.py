@@ -33,13 +33,13 @@ from benchmarks.common.arguments import ASSETS, ROOT, parser_of
 from benchmarks.common.results import about, heading, save, table
 from recipes.assets.make_countdown import ANSWER, EOS, Question, sample_chain, sample_question, sample_response
 from tlt_lightning.commands.cli import run_cli, run_drafter_cli
-from tlt_lightning.data.formats import RowReader
+from tlt_lightning.data.formats import RowReader, Text
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, packs_of
 from tlt_lightning.drafter.quality import quality_of
 from tlt_lightning.drafter.target import choose_layer_ids, read_target
 from tlt_lightning.drafter.texts.states import StateReader, load_target
-from tlt_lightning.drafter.texts.texts import Texts
+from tlt_lightning.drafter.texts.texts import texts_in
 from tlt_lightning.policy import load_tokenizer
 
 POLICY = str(ASSETS / "policy")
@@ -105,10 +105,10 @@ def write(path: Path, searcher: Searcher, num_tokens: int, seed: int) -> Path:
     return path
 
 
-def read(path: Path) -> Texts:
+def read(path: Path) -> list[Text]:
     """Return the texts of a file, as the policy reads them."""
     config = read_target(POLICY)
-    return Texts([str(path)], RowReader(POLICY, config.max_position_embeddings), config.vocab_size)
+    return texts_in([str(path)], RowReader(POLICY, config.max_position_embeddings), config.vocab_size)[0]
 
 
 def fit(folder: Path, texts: Path, split: str, num_packs: int, schedule: str, seed: int) -> DrafterModule:
@@ -148,12 +148,13 @@ def time_tokenising(tokenizer: str, conversations: Path) -> dict[str, Any]:
         reader = RowReader(tokenizer, CONTEXT)
         assert reader.tokenizer  # loaded before the clock runs
         began = time.perf_counter()
-        texts = Texts([str(conversations)], reader, vocab_size)
-        rates.append(sum(texts.lengths) / (time.perf_counter() - began))
+        texts, _ = texts_in([str(conversations)], reader, vocab_size)
+        num_tokens = sum(len(text.ids) for text in texts)
+        rates.append(num_tokens / (time.perf_counter() - began))
     return {
         "tokenizer": Path(tokenizer).name,
         "conversations": len(texts),
-        "tokens": sum(texts.lengths),
+        "tokens": num_tokens,
         "tokens_per_second": rates,
     }
 
@@ -213,7 +214,10 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         "recipe_answers": RECIPE_ANSWERS,
         "held_out": len(judged),
         "stopwatch": stopwatch,
-        "texts": [{"writer": writer, "texts": len(each), "tokens": sum(each.lengths)} for writer, each in texts],
+        "texts": [
+            {"writer": writer, "texts": len(each), "tokens": sum(len(text.ids) for text in each)}
+            for writer, each in texts
+        ],
         "runs": [],
     }
     arms = [(OWN, count, schedule) for count in (few, epoch, many) for schedule in (CONSTANT, COSINE)]

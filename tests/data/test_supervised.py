@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_those_of_trl(kind: str, packing: bool, pass_toke
 
 def read(policy: str, rows: list[dict[str, Any]], max_tokens: int = 64, **source: Any) -> tuple[list[Text], Any]:
     reader = AnsweredRows(PromptSource(rows=rows, **source), policy, max_tokens)
-    return reader.read(), reader.tokenizer.decode
+    return reader.read_all(), reader.tokenizer.decode
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_texts_are_cut_and_rows_left_out_with_a_warning(policy_path: str, caplog
     rows = [{"prompt": "1", "answer": "2 3 4 5 6"}, {"prompt": "1", "answer": None}, {"prompt": "1", "answer": "2"}]
     texts, decode = read(policy_path, rows, max_tokens=4)
     assert [decode(text.answers) for text in texts] == ["2 3 4", "2 <eos>"]
-    assert "1 of 3 rows are left out, the first: row 1" in caplog.text
+    assert "1 of 3 rows of `rows` are left out, the first: row 1" in caplog.text
     assert "1 of 2 texts of `rows` reach `max_tokens` 4, where they are cut" in caplog.text
 
 
@@ -161,7 +161,7 @@ def test_rows_of_no_format_are_named_with_what_they_have(policy_path: str) -> No
         read(policy_path, [{"text": "1", "id": 2}])
     with pytest.raises(ValueError, match=r"`rows` holds no text to learn from: row 0"):
         read(policy_path, [{"prompt": "1", "answer": 7}])
-    with pytest.raises(ValueError, match=r"Row 0 of `rows` is a conversation, which .* has no chat template for"):
+    with pytest.raises(ValueError, match=r"Row 0 \(from 0\) of `rows` is a conversation, which .* has no chat template for"):
         read(policy_path, CONVERSATIONS)
 
 

@@ -100,7 +100,7 @@ def test_a_recipe_of_texts_learns_from_them_and_holds_others_out(
     assert cli.model.objective.learns_from_rows
     learned, held_out = ({row["prompt"] for row in source.read_rows()} for source in (data.train, data.val))
     assert not learned & held_out
-    assert AnsweredRows(replace(data.val, chat_template=CHAT), policy_path, 1024).read()
+    assert AnsweredRows(replace(data.val, chat_template=CHAT), policy_path, 1024).read_all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -13,6 +14,8 @@ from tlt_lightning.policy import end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 Turn = dict[str, Any]
 Span = tuple[int, int]
@@ -86,6 +89,35 @@ class RowReader:
         """Words behind which the target's engine writes no more."""
         ends = [str(self.tokenizer.decode([token])) for token in end_token_ids(self.target, self.tokenizer)]
         return [end for end in ends if end.strip()]
+
+    def read(self, rows: Iterable[Any], name: str) -> list[list[Text]]:
+        """Return the texts of each row that has some; rows without an answer are left out with a warning.
+
+        Args:
+            rows: May be read as they are asked for.
+            name: Of what they are in, for messages.
+
+        Raises:
+            ValueError: A row has another format, or none has a text.
+        """
+        by_row: list[list[Text]] = []
+        known: dict[int, int] = {}  # of each token one number in memory
+        left_out: list[str] = []
+        for number, row in enumerate(rows):
+            try:
+                texts = self.texts(row)
+            except LeftOut as reason:
+                left_out.append(f"row {number} (from 0), {reason}")
+                continue
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"Row {number} (from 0) of {name} {error}.") from error
+            by_row.append([text._replace(ids=[*map(known.setdefault, text.ids, text.ids)]) for text in texts])
+        if not by_row:
+            raise ValueError(f"{name} holds no text to learn from: {[*left_out, 'it has no rows'][0]}.")
+        if left_out:
+            total = len(by_row) + len(left_out)
+            log.warning("%d of %d rows of %s are left out, the first: %s.", len(left_out), total, name, left_out[0])
+        return by_row
 
     def texts(self, row: Any) -> list[Text]:
         """Return a row's texts, mostly one.

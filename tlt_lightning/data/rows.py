@@ -8,7 +8,7 @@ import json
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,25 +57,30 @@ def read_rows(path: str, config: str | None, split: str) -> list[Row]:
     JSON and `datasets` keep their types; CSV holds text only. Raises ValueError for a bad file or line, or an unknown
     split.
     """
+    return complete(each_row(path, config, split))
+
+
+def each_row(path: str, config: str | None, split: str) -> Iterator[Row]:
+    """Yield the rows of `split` as they are read, see `read_rows`, with the columns that each has."""
     place = Path(path).expanduser()
     if place.is_file():
-        return cut(path, {"train": complete(list(_read_file(place)))}, split)
-    if (splits := saved_splits(place)) is not None:
-        return cut(path, splits, split)
-    return [dict(row) for row in load_split(path, config, split)]
+        rows = _read_file(place)
+        yield from rows if split == "train" else cut(path, {"train": list(rows)}, split)
+    elif any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        yield from cut(path, _saved_splits(place), split)
+    else:
+        yield from map(dict, _load_split(path, config, split))
 
 
-def saved_splits(place: Path) -> dict[str, Any] | None:
-    """Return the splits of a folder that `datasets` has saved, memory-mapped; None if `place` is none."""
+def _saved_splits(place: Path) -> dict[str, Any]:
+    """Return the splits of a folder that `datasets` has saved, memory-mapped."""
     from datasets import DatasetDict, load_from_disk
 
-    if not any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return None
     saved = load_from_disk(str(place))
     return dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
 
 
-def load_split(path: str, config: str | None, split: str) -> Any:
+def _load_split(path: str, config: str | None, split: str) -> Any:
     """Return a split of a folder of files or of a hub dataset, memory-mapped; raise ValueError if there is none."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -103,34 +108,29 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def complete(rows: Sequence[Row]) -> list[Row]:
+def complete(rows: Iterable[Row]) -> list[Row]:
     """Give every row every column, None where it lacks one."""
+    rows = list(rows)
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{**columns, **row} for row in rows]
 
 
-def cut(path: str, splits: dict[str, Any], split: str) -> list[Row]:
-    """Return the rows of a split or of slices, such as `train[:100]` or `train[:10%]+test`."""
+def cut(path: str, splits: Mapping[str, Any], split: str) -> Iterator[Row]:
+    """Yield the rows of a split or of slices, such as `train[:100]` or `train[:10%]+test`."""
     if split in splits:
-        return [dict(row) for row in splits[split]]
-    parts = ranges(path, {name: len(rows) for name, rows in splits.items()}, split)
-    return [dict(splits[name][row]) for name, rows in parts for row in rows]
-
-
-def ranges(path: str, lengths: dict[str, int], split: str) -> list[tuple[str, range]]:
-    """Return the rows of a split or of slices, see `cut`, of splits of these `lengths`."""
-    if split in lengths:
-        return [(split, range(lengths[split]))]
+        yield from map(dict, splits[split])
+        return
     from datasets import ReadInstruction
 
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute(lengths)
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except ValueError as error:
         raise ValueError(
-            f"`split` {split!r} of {path!r} must be {' or '.join(map(repr, lengths))}, or a slice such as "
-            f"'{next(iter(lengths))}[:100]': {error}"
+            f"`split` {split!r} of {path!r} must be {' or '.join(map(repr, splits))}, or a slice such as "
+            f"'{next(iter(splits))}[:100]': {error}"
         ) from error
-    return [(part.splitname, range(part.from_, part.to)) for part in parts]
+    for part in parts:
+        yield from (dict(splits[part.splitname][row]) for row in range(part.from_, part.to))
 
 
 def _read_file(path: Path) -> Iterator[Row]:

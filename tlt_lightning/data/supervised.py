@@ -123,7 +123,7 @@ class SupervisedDataModule(PolicyDataModule):
         if source is None:
             raise MisconfigurationException(f"`data.{name}` is not set; give at least `data.{name}.path`.")
         limits = (self.max_tokens, self.micro_batch_tokens, context_of(self._module.policy_path), sys.maxsize)
-        texts = AnsweredRows(source, self._module.policy_path, min(each for each in limits if each)).read()
+        texts = AnsweredRows(source, self._module.policy_path, min(each for each in limits if each)).read_all()
         if not self.assistant_only:
             texts = [Text(text.ids, 1) for text in texts]
         if name == "train":

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from typing_extensions import override
 
-from tlt_lightning.data.formats import FORMATS, LeftOut, RowReader, Text, Turn, as_turns
+from tlt_lightning.data.formats import FORMATS, RowReader, Text, Turn, as_turns
 from tlt_lightning.data.prompts import PromptSource, chat_template_of
 from tlt_lightning.data.rows import Row
 
@@ -46,33 +46,19 @@ class AnsweredRows(RowReader):
     def template(self) -> str | None:
         return chat_template_of(self.source, self.tokenizer)
 
-    def read(self) -> list[Text]:
-        """Return the texts of all rows; raise ValueError for a row of another format, or if there is no text.
-
-        Rows without an answer are left out with a warning.
-        """
-        texts: list[Text] = []
-        known: dict[int, int] = {}  # of each token one number in memory
-        left_out: list[str] = []
-        for index, row in enumerate(self.rows):
-            try:
-                found = super().texts(row) if self._holds_tokens else self._conversation(self._turns(row))
-            except LeftOut as reason:
-                left_out.append(f"row {index} (from 0), {reason}")
-                continue
-            except ValueError as error:
-                raise ValueError(f"Row {index} of {self.source.name} {error}.") from error
-            texts += [text._replace(ids=[*map(known.setdefault, text.ids, text.ids)]) for text in found]
-        if not texts:
-            raise ValueError(f"{self.source.name} holds no text to learn from: {left_out[0]}.")
-        if left_out:
-            log.warning("%d of %d rows are left out, the first: %s.", len(left_out), len(self.rows), left_out[0])
+    def read_all(self) -> list[Text]:
+        """Return the texts of all rows, see `read`, with a warning if some are cut."""
+        texts = [text for row in self.read(self.rows, self.source.name) for text in row]
         if num_cut := sum(len(text.ids) == self.max_tokens for text in texts):
             log.warning(
                 "%d of %d texts of %s reach `max_tokens` %d, where they are cut: their ends are not learned.",
                 *(num_cut, len(texts), self.source.name, self.max_tokens),
             )
         return texts
+
+    @override
+    def texts(self, row: Row) -> list[Text]:
+        return super().texts(row) if self._holds_tokens else self._conversation(self._turns(row))
 
     def _turns(self, row: Row) -> list[Turn]:
         turns = as_turns(self.source.asked(row), "user")

@@ -11,13 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.arguments import CountOrZero, checked, text_of
-from tlt_lightning.data.formats import RowReader
+from tlt_lightning.data.formats import RowReader, Text
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
-from tlt_lightning.drafter.texts.texts import Texts, split_by_prompt
+from tlt_lightning.drafter.texts.texts import split_by_prompt, texts_in
 from tlt_lightning.guard.callback import protect
 from tlt_lightning.ranks.liveness import Liveness
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class DrafterDataModule(L.LightningDataModule):
     """Warms up a drafter offline, by `Trainer.fit`, on completions that `predict` wrote or on conversations.
 
-    The answers should be the target's own: a head that learns another model's answers drafts for that model. Nothing is
-    stored: texts are read from their places, and the target runs over each once an epoch, when its turn comes.
+    The answers should be the target's own: a head that learns another model's answers drafts for that model. No states
+    are stored: the target runs over each text once an epoch, when its turn comes.
 
     Args:
         completions: A .jsonl, .json, .csv or .parquet file, a `datasets` folder or a hub dataset, or several of them. A
@@ -95,9 +95,9 @@ class DrafterDataModule(L.LightningDataModule):
         protect(self.trainer)  # type: ignore[arg-type]
         config = self._drafter.target_config
         reader = RowReader(self._drafter.target, config.max_position_embeddings)
-        texts = Texts(self.paths, reader, config.vocab_size, self.config, self.split)
-        parts = split_by_prompt(texts.prompts, self.val_share, self.seed)
-        self.train_texts, self.val_texts = map(texts.part, parts)
+        texts, prompts = texts_in(self.paths, reader, config.vocab_size, self.config, self.split)
+        parts = split_by_prompt(prompts, self.val_share, self.seed)
+        self.train_texts, self.val_texts = ([texts[row] for row in part] for part in parts)
         is_mixed = self.trainer.precision != "32-true"  # type: ignore[union-attr]
         self.target = load_target(self._drafter.target, strategy.root_device, is_mixed=is_mixed)
 
@@ -121,7 +121,7 @@ class DrafterDataModule(L.LightningDataModule):
     def val_dataloader(self) -> PackStream:
         return self._stream(self.val_texts)
 
-    def _stream(self, texts: Texts, begin_epoch: Callable[[], tuple[str, int]] | None = None) -> PackStream:
+    def _stream(self, texts: list[Text], begin_epoch: Callable[[], tuple[str, int]] | None = None) -> PackStream:
         assert self.target is not None, "packs before `setup`"
         reader = StateReader(self.target, self._drafter.layer_ids, self.num_tokens)
         trainer: Any = self.trainer

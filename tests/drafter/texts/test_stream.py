@@ -1,7 +1,6 @@
 """Texts lie end to end, and the target reads each of them once."""
 
 import random
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,19 +17,9 @@ from tlt_lightning.drafter.texts.stream import PackStream, cut_stream
 PACK = 128
 
 
-class Held:
-    """Texts in memory."""
-
-    def __init__(self, lengths: Sequence[int], vocab_size: int = 32) -> None:
-        draw = random.Random(0)
-        self.texts = [Text([draw.randrange(2, vocab_size) for _ in range(length)], 4) for length in lengths]
-        self.lengths = array("q", lengths)
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, row: int) -> Text:
-        return self.texts[row]
+def texts_of(lengths: Sequence[int], vocab_size: int = 32) -> list[Text]:
+    draw = random.Random(0)
+    return [Text([draw.randrange(2, vocab_size) for _ in range(length)], 4) for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +44,7 @@ def entries_of(packs: Sequence[PackedBatch]) -> list[tuple[int, int, int]]:
 
 
 def test_the_target_reads_each_text_once_however_many_packs_it_fills(target: Any) -> None:
-    texts = Held([600, 5, 90, 700, 30, 2, 60, 128, 131, 90])
+    texts = texts_of([600, 5, 90, 700, 30, 2, 60, 128, 131, 90])
     read = []
     handle = target.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(int(kwargs["input_ids"].count_nonzero())), with_kwargs=True
@@ -63,11 +52,11 @@ def test_the_target_reads_each_text_once_however_many_packs_it_fills(target: Any
     for seed in (None, "0", "1"):
         read.clear()
         packs = list(stream(target, texts, seed=seed))
-        num_tokens = sum(texts.lengths) - 2  # the text of two tokens has nothing to learn
+        num_tokens = sum(len(text.ids) for text in texts) - 2  # the text of two tokens has nothing to learn
         assert sum(read) == num_tokens
         assert sorted(entries_of(packs)) == sorted(
             (place, text.ids[place + 1], text.ids[place + 2])
-            for text in texts.texts
+            for text in texts
             for place in range(num_entries(len(text.ids)))
         )
         assert all((pack.document_ids >= 0).all() for pack in packs[:-1])  # nothing is padded
@@ -75,7 +64,7 @@ def test_the_target_reads_each_text_once_however_many_packs_it_fills(target: Any
 
 
 def test_pieces_of_a_text_have_all_that_is_before_them(target: Any) -> None:
-    texts = Held([40, 500])
+    texts = texts_of([40, 500])
     packs = list(stream(target, texts))
     for number, pack in enumerate(packs[1:], start=1):
         start = int(pack.position_ids[0, 0])
@@ -91,7 +80,7 @@ def test_pieces_of_a_text_have_all_that_is_before_them(target: Any) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_share_a_stream_in_equal_parts(num_ranks: int, target: Any) -> None:
-    texts = Held([300, 5, 90, 200, 30, 60, 128, 131, 90])
+    texts = texts_of([300, 5, 90, 200, 30, 60, 128, 131, 90])
     alone = [pack.input_ids.tolist() for pack in stream(target, texts, seed="0")]
     ranks = [stream(target, texts, rank, num_ranks, "0") for rank in range(num_ranks)]
     assert {len(rank) for rank in ranks} == {len(alone) // num_ranks}
@@ -100,7 +89,7 @@ def test_ranks_share_a_stream_in_equal_parts(num_ranks: int, target: Any) -> Non
     for seed, use in ((None, "hold out"), ("0", "learn from")):
         message = rf"`completions` to {use} fill 1 packs of `num_tokens` 128, fewer .* ranks \(2\).*`val_share`"
         with pytest.raises(ValueError, match=message):
-            stream(target, Held([60, 60]), 0, 2, seed)
+            stream(target, texts_of([60, 60]), 0, 2, seed)
 
 
 def test_a_stream_is_cut_as_it_is_asked_for() -> None:

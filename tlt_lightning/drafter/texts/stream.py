@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from tlt_lightning.data.formats import Text
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, num_entries
 from tlt_lightning.drafter.texts.states import StateReader
-from tlt_lightning.drafter.texts.texts import Texts
 from tlt_lightning.hidden_states import PolicyText
 
 
@@ -30,7 +30,7 @@ class PackStream:
 
     def __init__(
         self,
-        texts: Texts,
+        texts: Sequence[Text],
         reader: StateReader,
         num_tokens: int,
         rank: int,
@@ -38,9 +38,10 @@ class PackStream:
         begin_epoch: Callable[[], tuple[str, int]] | None = None,
     ) -> None:
         self.texts, self.reader, self.num_tokens = texts, reader, num_tokens
+        self.lengths = [len(text.ids) for text in texts]
         self.rank, self.num_ranks = rank, num_ranks
         self.begin_epoch = begin_epoch
-        num_packs = -(-sum(map(num_entries, texts.lengths)) // num_tokens)
+        num_packs = -(-sum(map(num_entries, self.lengths)) // num_tokens)
         self._num_packs = num_packs // num_ranks
         if not self._num_packs:
             raise ValueError(
@@ -60,7 +61,7 @@ class PackStream:
             held |= zip(missing, self.reader.read([self.texts[row] for row in missing]), strict=True)
             yield fill_pack([(held[piece.sequence], piece) for piece in plan], self.num_tokens)
             last = plan[-1]
-            goes_on = last.stop < num_entries(self.texts.lengths[last.sequence])
+            goes_on = last.stop < num_entries(self.lengths[last.sequence])
             held = {last.sequence: held[last.sequence]} if goes_on else {}
 
     def _plans(self) -> Iterator[list[Piece]]:
@@ -71,7 +72,7 @@ class PackStream:
             random.Random(seed).shuffle(order)
         num_before = min(num_before, self._num_packs)  # which may have been more
         first = self.rank * self._num_packs + num_before
-        yield from cut_stream(self.texts.lengths, order, self.num_tokens, first, self._num_packs - num_before)
+        yield from cut_stream(self.lengths, order, self.num_tokens, first, self._num_packs - num_before)
 
 
 def cut_stream(
