@@ -32,7 +32,6 @@ from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.rollout import Request, Response, Rollout, Sampling
 from tlt_lightning.schedules import AsyncRollout, EarlierAnswers, PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
-from tlt_lightning.training.fsdp2 import FSDP2Strategy
 
 KEPT = (
     "time/",
@@ -243,7 +242,7 @@ def trainer_of(
     return L.Trainer(
         accelerator="cpu" if work.is_tiny else "gpu",
         devices=work.devices,
-        strategy=strategy_of(work),
+        strategy="auto" if work.devices == 1 else work.strategy,
         precision=work.precision,  # type: ignore[arg-type]
         max_epochs=work.iterations,
         gradient_clip_val=1.0,
@@ -256,13 +255,6 @@ def trainer_of(
         default_root_dir=folder,
         callbacks=[RolloutProgressBar(), *callbacks],
     )
-
-
-def strategy_of(work: Work) -> str | FSDP2Strategy:
-    """Return the Trainer's strategy."""
-    if work.devices == 1:
-        return "auto"
-    return work.strategy if work.num_replicas == 1 else FSDP2Strategy(num_replicas=work.num_replicas)
 
 
 def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, keep_lengths: bool) -> None:

@@ -12,7 +12,7 @@ from tlt_lightning.training.memory.passes import Passes
 def planned(work: Work) -> dict[str, float]:
     """Return GiB of each device by stage and by part, as a run forecasts them, of work whose passes have a set size."""
     module, data = modules_of(work, None)
-    num_shards = work.devices // work.num_replicas if work.strategy == "fsdp2" else 1
+    num_shards = work.devices if work.strategy == "fsdp2" else 1
     longest = work.max_prompt_tokens + work.max_tokens
     assert work.micro_batch_tokens is not None
     passes = Passes(work.micro_batch_tokens, longest, not work.is_tiny, work.gradient_checkpointing, num_shards)

@@ -345,8 +345,6 @@ def render(results: dict[str, Any]) -> list[str]:
     for command in results["earlier"]:
         lines += [f"Goes on from `{command}`.", ""]
     where = f" on {work['devices']} devices by {work['strategy']}" if work.get("devices", 1) > 1 else ""
-    if (replicas := work.get("num_replicas", 1)) > 1:
-        where += f" with {replicas} replicas"
     if (ranks := work.get("tensor_parallel", 1)) > 1:
         where += f", {ranks} to an engine"
     if work.get("gradient_checkpointing"):

@@ -49,7 +49,7 @@ SCHEDULED = (
 )
 GIVEN = (
     *("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices"),
-    *("strategy", "gradient_checkpointing", "lora_rank", "num_replicas", "tensor_parallel", "gpu_memory_utilization"),
+    *("strategy", "gradient_checkpointing", "lora_rank", "tensor_parallel", "gpu_memory_utilization"),
 )
 PROCESSES = multiprocessing.get_context("spawn")
 MARGIN = 20.0  # seconds a process is given beyond the time it was told, to close
@@ -250,7 +250,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again")
     parser.add_argument("--devices", type=int, default=1, help="ranks, with a device each, or engines; TRL's has one")
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp", help="of several ranks")
-    parser.add_argument("--num-replicas", type=int, help="copies of what `fsdp2` shards")
     parser.add_argument("--tensor-parallel", type=int, help="devices of an engine")
     parser.add_argument("--engine-share", type=float, dest="gpu_memory_utilization", help="of a device's memory")
     parser.add_argument("--shape", choices=list(SHAPES), help="write random weights of it to `--policy`, if not there")

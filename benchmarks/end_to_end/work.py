@@ -43,7 +43,6 @@ class Work:
         devices: Devices of the run, a process on each; those of `engines` are others.
         engines: Engines beside the trainer, each on a device of its own; with none they write where it trains.
         strategy: Of the Trainer, where there are several.
-        num_replicas: Copies of what `fsdp2` shards.
         tensor_parallel: Devices of an engine.
         is_random: Whether the policy's weights are random, so that the engine need not read them before the first sync.
         gradient_checkpointing: Whether the update computes activations again instead of keeping them.
@@ -72,7 +71,6 @@ class Work:
     devices: int = 1
     engines: int = 0
     strategy: Literal["ddp", "fsdp2"] = "ddp"
-    num_replicas: int = 1
     tensor_parallel: int = 1
     is_random: bool = False
     gradient_checkpointing: bool = False

@@ -161,7 +161,9 @@ def test_rows_of_no_format_are_named_with_what_they_have(policy_path: str) -> No
         read(policy_path, [{"text": "1", "id": 2}])
     with pytest.raises(ValueError, match=r"`rows` holds no text to learn from: row 0"):
         read(policy_path, [{"prompt": "1", "answer": 7}])
-    with pytest.raises(ValueError, match=r"Row 0 \(from 0\) of `rows` is a conversation, which .* has no chat template for"):
+    with pytest.raises(
+        ValueError, match=r"Row 0 \(from 0\) of `rows` is a conversation, which .* has no chat template for"
+    ):
         read(policy_path, CONVERSATIONS)
 
 

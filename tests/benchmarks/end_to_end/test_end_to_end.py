@@ -324,9 +324,7 @@ def test_the_report_tells_how_ranks_shared_the_work_and_puts_the_forecast_beside
 def test_a_forecast_of_a_run_shares_what_is_held_among_its_shards() -> None:
     whole = planned(tiny_work(micro_batch_tokens=256))
     shared = planned(tiny_work(micro_batch_tokens=256, devices=2, strategy="fsdp2"))
-    replicated = planned(tiny_work(micro_batch_tokens=256, devices=2, strategy="fsdp2", num_replicas=2))
     assert shared["held"] - CONTEXT / GIB == pytest.approx((whole["held"] - CONTEXT / GIB) / 2, abs=0.01)
-    assert replicated["held"] == whole["held"]
 
 
 # The arms themselves
