@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import AsyncRollout, DynamicSampling, FixedSelector, Sampling, Speculation, VLLMEngine
+from tlt_lightning import AsyncRollout, DynamicSampling, FixedSelector, LoRA, Sampling, Speculation, VLLMEngine
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.policy import load_policy, load_tokenizer, response_logps
 
@@ -125,6 +125,14 @@ def test_conversations_go_on_in_later_iterations_with_their_environments(
         words = [word for turn in turns for word in tokenizer.decode([t for t in turn if t > 1]).split()]
         assert len(turns) == 3
         assert rollout.reward == sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def test_adapters_learn_from_conversations(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path, **settings()))
+    assert trainer.callback_metrics["environment/turns"] == 3
+    assert trainer.callback_metrics["mismatch/logp_abs_diff"] < 1e-4  # of merged weights, after an update
+    assert trainer.callback_metrics["train/grad_norm"] > 0
 
 
 @pytest.mark.slow

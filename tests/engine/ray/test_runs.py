@@ -11,11 +11,13 @@ import ray
 import torch
 
 from tests.conftest import Paths
+from tests.environments.test_runs import Slowly, settings
 from tests.support.drafters import drafter_runs
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import AsyncRollout, RayEngine, Request, RolloutCallback, RolloutEngine, Sampling, VLLMEngine
-from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
 from tlt_lightning.speculation.strategy import Strategy
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -150,3 +152,16 @@ def test_hosts_draft_with_a_head_that_the_trainer_trains_and_hear_how_good_it_is
     (heard,) = learned.state["selector"]["heard"]
     assert 1 + sum(heard) == pytest.approx(second["drafter/acceptance_after"], abs=0.01)
     assert second["speculation/acceptance_length"] == pytest.approx(1 + sum(heard), abs=0.25)
+
+
+@pytest.mark.parametrize("schedule", [None, AsyncRollout(1)], ids=["synchronous", "asynchronous"])
+def test_conversations_go_on_in_engines_of_their_own(
+    paths: Paths, engine: RayEngine, schedule: AsyncRollout | None
+) -> None:
+    _, recorder = fit(paths, engine, **settings(turns=TurnLimits(tokens=4), environment=Slowly, schedule=schedule))
+    tokenizer = load_tokenizer(paths[0])
+    for rollout in (each for rollouts in recorder.rollouts for each in rollouts):
+        turns = [rollout.response.token_ids[start:stop] for start, stop in rollout.response.turns]
+        words = [word for turn in turns for word in tokenizer.decode([t for t in turn if t > 1]).split()]
+        assert len(turns) == 3
+        assert rollout.reward == sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
