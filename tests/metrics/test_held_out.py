@@ -1,6 +1,7 @@
 from itertools import combinations
 
 import pytest
+import torch
 
 from tlt_lightning.metrics.held_out import HeldOutMetrics, PassAtK, pass_at_k
 from tlt_lightning.rollout import Prompt, Response, Rollout
@@ -38,3 +39,18 @@ def test_held_out_answers_are_measured_under_their_stage_and_anew_each_time() ->
     assert metrics.read("val") == pytest.approx({f"val/{name}": value for name, value in first.items()})
     metrics.add([rollout(0, 0.0, 0.25, 7)])
     assert metrics.read("test") == {"test/accuracy": 0.0, "test/reward": 0.25, "test/length": 7.0}
+
+
+def test_a_process_alone_gathers_from_nobody_whatever_group_its_engine_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's group on a GPU has no backend for tensors on the CPU."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather", fail)
+    monkeypatch.setattr(torch.distributed, "barrier", fail)
+    metrics = HeldOutMetrics(has_rewards=False)
+    metrics.add_losses(torch.tensor([1.0, 3.0]))
+    assert metrics.read("val")["val/loss"] == 2.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import comb
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
@@ -20,6 +20,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     Chen et al. 2021: 1 - C(n - c, k) / C(n, k), with n samples of which c are correct.
     """
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def has_other_ranks() -> bool:
+    """Return True if there are ranks to gather from: vLLM's group of one, on a GPU, cannot gather tensors of a CPU."""
+    return distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class PassAtK(Metric):
@@ -37,7 +42,7 @@ class PassAtK(Metric):
     num_correct: list[Tensor]
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(distributed_available_fn=has_other_ranks)
         self.add_state("num_samples", default=[], dist_reduce_fx="cat")
         self.add_state("num_correct", default=[], dist_reduce_fx="cat")
 
@@ -70,8 +75,8 @@ class HeldOutMetrics(nn.Module):
     def __init__(self, *, has_rewards: bool = True) -> None:
         super().__init__()
         self.has_rewards = has_rewards
-        self.accuracy, self.reward, self.length = PassAtK(), MeanMetric(), MeanMetric()
-        self.loss = MeanMetric()
+        self.accuracy = PassAtK()
+        self.reward, self.length, self.loss = (MeanMetric(distributed_available_fn=has_other_ranks) for _ in range(3))
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add whole groups."""

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.common.full_graph_pool import FullGraphPool
 from tests.support.speculation_engines import ScriptedSelector
-from tlt_lightning.engine.vllm.graphs import PlannedGraphs, fill_manager
+from tlt_lightning.engine.vllm.graphs import PlannedGraphs, fill_manager, release_graphs
 from tlt_lightning.engine.vllm.patches.drafter_first_pass import keep_first_pass_with_target
 from tlt_lightning.speculation import BucketedGraphPool, arms_by_batch
 from tlt_lightning.speculation.graph_plan import FullGraph, GraphPlan, GraphPool
@@ -166,3 +166,14 @@ def test_a_manager_without_graphs_stays_empty() -> None:
     graphs.fill(manager)
     assert graphs.plan is None
     assert fill_manager
+
+
+@pytest.mark.vllm
+def test_no_graph_of_target_or_drafter_outlives_its_runner() -> None:
+    """A communicator of NCCL, which they hold, would not end."""
+    _, made = managers(BucketedGraphPool())
+    for manager in made.values():
+        manager.graphs, manager.breakable_cg_runner = {"a description": "a graph"}, None
+    drafting = {f"{kind}_cudagraph_manager": made[kind] for kind in made.keys() - {"target"}}
+    release_graphs(SimpleNamespace(cudagraph_manager=made["target"], speculator=SimpleNamespace(**drafting)))
+    assert [manager.graphs for manager in made.values()] == [{}, {}, {}]

@@ -5,6 +5,7 @@ A new release of vLLM is tried by raising `internals.NEWEST`: what it has moved 
 
 import ast
 import builtins
+import ctypes
 import dis
 import gc
 import importlib.metadata
@@ -12,6 +13,7 @@ import inspect
 import logging
 import os
 import re
+import struct
 import sys
 import time
 import zlib
@@ -57,7 +59,7 @@ REQUIRED: dict[str, str] = {
     "config.SpeculativeConfig": "draft_model_config",
     "config.CompilationConfig": "cudagraph_capture_sizes",
     "config.CUDAGraphMode": "FULL; NONE; PIECEWISE; decode_mode(); mixed_mode(); separate_routine()",
-    "compilation.cuda_graph.CUDAGraphWrapper": "unwrap()",
+    "compilation.cuda_graph.CUDAGraphWrapper": "unwrap(); clear_all_graphs()",
     "envs": "VLLM_CACHE_ROOT; VLLM_USE_V2_MODEL_RUNNER",
     "v1.engine.output_processor.OutputProcessor": "tokenizer; request_states; external_req_ids",
     "v1.engine.output_processor.RequestState": (
@@ -198,6 +200,7 @@ REQUIRED: dict[str, str] = {
     "v1.worker.gpu.cudagraph_utils.CudaGraphManager": (
         "graphs; cudagraph_mode; decode_query_len; compilation_config; _candidates; _capture_descs; "
         "_max_full_descs_to_capture; _init_candidates(); capture(create_forward_fn, progress_bar_desc); "
+        "release_graphs(); "
         "dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches)"
     ),
     "v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor": "cg_mode; num_tokens; num_reqs; uniform_token_count",
@@ -227,12 +230,13 @@ OTHERS: tuple[Any, ...] = (
     *(torch.Generator, torch.version, np, np.ndarray, PretrainedConfig, AutoModelForCausalLM),
     *(builtins, type, str, list, dict, set, object, Counter, Path, Version, re.Pattern),
     *(gc, importlib, importlib.metadata, inspect, inspect.BoundArguments, logging, sys, os, time),
-    *(inspect.Signature, logging.Logger, ExitStack, zlib, BaseException),
+    *(inspect.Signature, logging.Logger, ExitStack, zlib, BaseException, ctypes, ctypes.c_uint64, struct),
 )
 OF_OTHERS = {
     *("multi_processor_count", "layer_types", "layers_block_type", "rope_parameters", "rope_scaling"),
     "_torchdynamo_orig_callable",
     "_cuda_clearCublasWorkspaces",
+    *("from_address", "cuMemCreate", "cuMemMap", "cuMemSetAccess"),  # of ctypes and CUDA's driver
 }
 
 

@@ -16,6 +16,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tlt_lightning.engine.start_up import StartUp
+from tlt_lightning.engine.vllm.graphs import release_graphs
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
@@ -72,7 +73,11 @@ class RankExecutor(UniProcExecutor):
 
     @override
     def shutdown(self) -> None:
-        """Stop the worker, and remove the files of its group's sockets: neither vLLM nor ZeroMQ does."""
+        """Free graphs, stop the worker, and remove the files of its group's sockets: neither vLLM nor ZeroMQ does."""
+        runner = getattr(self.driver_worker.worker, "model_runner", None)
+        if runner is not None and not is_cpu_build():
+            torch.cuda.synchronize()
+            release_graphs(runner)
         queue = _group_of_vllm().mq_broadcaster if reach(parallel_state, "model_parallel_is_initialized")() else None
         if queue is not None and queue._is_writer:  # the ranks have long been connected
             for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr):

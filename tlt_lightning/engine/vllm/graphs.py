@@ -33,6 +33,21 @@ from tlt_lightning.speculation.graph_plan import CaptureReport, GraphKind, Graph
 from tlt_lightning.speculation.strategy import Strategy
 
 
+def release_graphs(runner: Any) -> None:
+    """Free all CUDA graphs of a V2 runner.
+
+    NCCL ends a communicator once no graph holds its kernels any more: the ranks of an engine would wait for ever.
+    """
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    for owner in (runner, getattr(runner, "speculator", None)):
+        for value in [] if owner is None else vars(owner).values():
+            if isinstance(value, CudaGraphManager):
+                value.release_graphs()
+    CUDAGraphWrapper.clear_all_graphs()
+
+
 class PlannedGraphs:
     """Puts a graph pool's plan in the place of vLLM's own, from an engine's start to its end.
 
