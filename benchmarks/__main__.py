@@ -20,6 +20,7 @@ BENCHMARKS = {
     "warm_start": "benchmarks.end_to_end.warm_start",
     "start_up": "benchmarks.micro.start_up",
     "step_time": "benchmarks.micro.step_time",
+    "makespan": "benchmarks.micro.makespan",
     "mismatch": "benchmarks.micro.mismatch",
     "update": "benchmarks.micro.update",
     "drafter_step": "benchmarks.micro.drafter_step",

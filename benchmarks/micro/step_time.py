@@ -337,7 +337,7 @@ def main(arguments: Sequence[str]) -> None:
     sizes = {"batches": args.batches and tuple(args.batches), "steps": args.steps}
     scale = replace(scale, **{name: size for name, size in sizes.items() if size})
     scale = replace(scale, engine=engine, sleep_cycles=args.sleep_cycles, gate=args.gate)
-    results: dict[str, Any] = {"about": about(name, args.note, args.seed), "failed": {}}
+    results: dict[str, Any] = {"about": about(name, args.note, args.seed), "tensor_parallel": num_ranks, "failed": {}}
     file = args.out / (args.name or ("step_time" if num_ranks == 1 else f"step_time_tp{num_ranks}"))
     parts = [*args.parts, *(f"{part} {args.quantization}" for part in args.parts if args.quantization)]
     if args.previous:
