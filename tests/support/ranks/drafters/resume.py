@@ -57,7 +57,7 @@ class Observer(RolloutCallback):
     def _note(self, name: str, pl_module: Any) -> None:
         drafting = self.drafting
         saved = drafting.state_dict()
-        state = {**saved["trainer"], **saved["publisher"], "drift": saved["drift"]}
+        state = {**saved["trainer"], **saved["publisher"]}
         state["vocabulary"] = saved["vocabulary"]
         state["policy"] = dict(pl_module.policy_weights())
         self.seen[name] = {part: digest(value) for part, value in state.items()}
