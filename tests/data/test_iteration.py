@@ -70,6 +70,8 @@ def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     def gather(_: Any, own: Any) -> list[Any]:
         if isinstance(own, Answered):
             return [Answered(), own]
+        if isinstance(own, list):  # groups to learn from, of which the other rank has none
+            return [[], own]
         if hasattr(own, "lengths"):  # what rollouts tell
             return [own]
         return [(needs.get(own[0], own[0]), own[1]) if isinstance(own, tuple) else needs.get(own, own), own]
@@ -190,6 +192,22 @@ def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() ->
     assert moved == [False, *[True] * 5]
 
 
+def test_groups_are_dealt_anew_so_that_ranks_learn_from_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group(number: int, *lengths: int) -> list[Rollout]:
+        responses = [Response(0, [9] * length, [-1.0] * length, "stop", (0,)) for length in lengths]
+        return [Rollout(PROMPTS[0], response, f"{number}", number) for response in responses]
+
+    shares = [[group(0, 9, 1), group(1, 3, 7)], [group(0, 1, 1), group(1, 2, 2)]]
+    monkeypatch.setattr(iteration, "gather_over_ranks", lambda trainer, own: shares)
+    rank, learned = OneRank(), []
+    for number in (0, 1):
+        rank.trainer.global_rank = number
+        learned.append(rank.iteration._deal_groups(shares[number]))
+    lengths = [[len(each.response.token_ids) for each in rollouts] for rollouts in learned]
+    assert lengths == [[9, 1, 2, 2], [3, 7, 1, 1]]
+    assert [[each.group for each in rollouts] for rollouts in learned] == [[0, 0, 3, 3], [1, 1, 2, 2]]
+
+
 class WithoutTargets(GRPO):
     """Reads a critic, and gives it nothing to learn."""
 
@@ -239,8 +257,10 @@ def test_groups_without_a_signal_are_replaced_as_long_as_there_are_rounds() -> N
     assert len(rank.rollouts) == 2 * (4 + len(dull))  # what callbacks see
     informative = [index for index in drawn[0] if index not in DULL] + [i for i in drawn[1] if i not in DULL]
     assert [rollout.prompt.index for rollout in rank.rollouts[::2]][: len(informative)] == informative
-    groups = sorted(rank.rollouts[2 * place].group for place in range(4))  # no more than wanted are learned from
-    assert sorted(part.groups[row].item() for part in parts for row in range(len(part.groups))) == sorted(2 * groups)
+    # No more than wanted are learned from.
+    assert sorted(part.groups[row].item() for part in parts for row in range(len(part.groups))) == sorted(
+        2 * [*range(4)]
+    )
 
 
 @pytest.mark.parametrize(("schedule", "num_drawn"), [(None, 2), (PartialRollout(1.0), 4)])

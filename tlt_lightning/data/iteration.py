@@ -17,6 +17,8 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
       |
     Rollout              RolloutCollector            the last rank (an IdleWindow:   all ranks have written, or one
       |                                              callbacks may use the time)     has failed (Liveness)
+    Rollout, dealt anew  deal, whole groups          all ranks' rollouts             each rank has as many tokens
+      |
     RolloutBatch         collate, RLModule.score     with shards all ranks' passes   log-probs, values are filled in
       |
     advantages           PolicyObjective             sums over ranks                 they are finite
@@ -32,7 +34,7 @@ All of it runs on the main thread, but for the rewards.
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -161,7 +163,18 @@ class PolicyIteration:
         if dynamic is not None:
             self.log.sum("rollout/groups_drawn", len(groups))
             self.log.sum("rollout/groups_without_signal_kept", wanted - len(informative))
-        return list(chain.from_iterable(groups[:wanted]))
+        return self._deal_groups(groups[:wanted])
+
+    def _deal_groups(self, groups: Sequence[list[Rollout]]) -> list[Rollout]:
+        """Return this rank's share of all ranks' groups, as many, and of about as many tokens as the others'.
+
+        A rank writes what it was dealt by expectation, and an update lasts as long as the largest share of tokens.
+        """
+        ranks = gather_over_ranks(self.trainer, groups)
+        of_all = list(chain.from_iterable(ranks))
+        tokens = [sum(len(each.prompt.ids) + len(each.response.token_ids) for each in group) for group in of_all]
+        share = deal(tokens, list(map(len, ranks)))[self.trainer.global_rank]
+        return [replace(rollout, group=place) for place in share for rollout in of_all[place]]
 
     def _demand(self, number: int, missing: int) -> RolloutDemand | None:
         """Return what a rollout of this number has to bring on this rank, None once no rank lacks anything."""
