@@ -27,6 +27,7 @@ _NAMES = {
     "engine.vllm.quantization": "Quantization",
     "engine.vllm.speculation": "Speculation",
     "environments.limits": "TurnLimits",
+    "environments.verifiers": "VerifiersEnvironment",
     "hidden_states": "HiddenStateRequest PolicyText",
     "hooks": "RolloutCallback",
     "long_tail.callback": "LongTailIdleCallback",

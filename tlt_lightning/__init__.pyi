@@ -16,6 +16,7 @@ from tlt_lightning.engine.vllm.engine import VLLMEngine as VLLMEngine
 from tlt_lightning.engine.vllm.quantization import Quantization as Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation as Speculation
 from tlt_lightning.environments.limits import TurnLimits as TurnLimits
+from tlt_lightning.environments.verifiers import VerifiersEnvironment as VerifiersEnvironment
 from tlt_lightning.hidden_states import HiddenStateRequest as HiddenStateRequest
 from tlt_lightning.hidden_states import PolicyText as PolicyText
 from tlt_lightning.hooks import RolloutCallback as RolloutCallback

@@ -17,6 +17,7 @@ from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.environments.tool_calls import ToolCall
 from tlt_lightning.environments.trajectory import Trajectory
+from tlt_lightning.environments.turn import Turn
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers
 from tlt_lightning.policy import load_tokenizer
@@ -141,7 +142,7 @@ def test_columns_and_arguments_may_have_any_name() -> None:
 
     talk = Conversation(Environments(Web), {"method": "chat"}, EnvironmentWorkers(1.0).call)
     assert asyncio.run(talk.begin()) == "chat"
-    (said,) = asyncio.run(talk.answer("", [ToolCall("fetch", {"method": "GET"})]))
+    (said,) = asyncio.run(talk.answer(Turn("", calls=[ToolCall("fetch", {"method": "GET"})])))
     assert said["content"] == "GET"
 
 

@@ -229,6 +229,11 @@ def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "mine.yaml").write_text("seed_everything: 1\n")
+    (tmp_path / "games" / "bin").mkdir(parents=True)  # the Python of `verifiers`
+    python = tmp_path / "games" / "bin" / "python"
+    program = f'{sys.executable} {ROOT / "tests/support/verifiers_script.py"} "$3" "$4"'
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={ROOT} exec {program}\n")
+    python.chmod(0o755)
     names: dict[str, Any] = {}
     text = page.read_text()
     for language, title, code in BLOCK.findall(text):

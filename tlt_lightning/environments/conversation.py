@@ -9,6 +9,7 @@ from typing import Any
 
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.tool_calls import ToolCall
+from tlt_lightning.environments.turn import Turn
 from tlt_lightning.environments.turns import Message
 from tlt_lightning.environments.workers import Late
 from tlt_lightning.rewards.pool import as_score, describe
@@ -38,16 +39,20 @@ class Conversation:
         self.turn_rewards: tuple[float, ...] = ()  # whose sum `reward` is; none if the environment gave one number
         self.error: BaseException | None = None
 
-    async def begin(self) -> str | None:
-        """Reset the environment; return what it puts behind the prompt, if anything."""
-        return _text("reset", await self._timed(self.environment.reset, **deepcopy(self.row)))
+    async def begin(self) -> str | list[Message] | None:
+        """Reset the environment; return what it puts behind the prompt, if anything, or the whole as messages."""
+        said = await self._timed(self.environment.reset, **deepcopy(self.row))
+        return said if self.environments.takes_turns else _text("reset", said)
 
-    async def answer(self, turn: str, calls: Sequence[ToolCall]) -> list[Message]:
+    async def answer(self, turn: Turn) -> list[Message]:
         """Return what the environment says to a turn; nothing at the end of the conversation."""
+        if self.environments.takes_turns:
+            self.num_calls += len(turn.calls)
+            return await self._timed(self.environment.step, turn)
         if self.environments.plays_text:
-            said = _text("step", await self._timed(self.environment.step, turn))
+            said = _text("step", await self._timed(self.environment.step, turn.words))
             return [] if said is None else [{"role": "user", "content": said}]
-        return [{"role": "tool", "name": call.name, "content": await self._result(call)} for call in calls]
+        return [{"role": "tool", "name": call.name, "content": await self._result(call)} for call in turn.calls]
 
     async def end(self) -> float | None:
         """Return the environment's reward, None if it gives none."""

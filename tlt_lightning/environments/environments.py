@@ -17,7 +17,9 @@ class Environments:
     The class is as TRL's `environment_factory` takes it: `reset(**row)` begins anew and may return text that is put
     behind the prompt; every other public method with type hints and a docstring is a tool; `get_reward()`, if there is
     one, is asked at the end. Each may be a coroutine. A class whose `step` takes `text` alone is a game in words: every
-    turn of the policy goes to it, and it returns what the policy reads next, None at the end.
+    turn of the policy goes to it, and it returns what the policy reads next, None at the end. One whose `step` takes a
+    `Turn` speaks in messages: its `reset` returns the whole prompt, `tools` are then those of the conversation, and
+    `step` returns the messages that follow, none at the end.
 
     Args:
         made_by: The class, another callable without arguments, or an environment, of which copies are used.
@@ -38,11 +40,12 @@ class Environments:
                 "`environment_factory` takes it, with the arguments of its constructor."
             )
         self.has_reward = "get_reward" in methods
-        self.plays_text = "step" in methods and [*inspect.signature(first.step).parameters] == ["text"]
-        """True for a game in words, which has no tools."""
+        takes = [*inspect.signature(first.step).parameters] if "step" in methods else []
+        self.plays_text, self.takes_turns = takes == ["text"], takes == ["turn"]
+        """True for a game in words, which has no tools, and for one in messages."""
         self.tools: dict[str, dict[str, Any]] = {}
         """JSON schemas of the tools, by name."""
-        if not self.plays_text:
+        if not self.plays_text and not self.takes_turns:
             self.tools = {
                 name: _schema(getattr(first, name))
                 for name in methods

@@ -31,28 +31,31 @@ class ToolCall:
 
 def read_calls(
     tokenizer: PreTrainedTokenizerBase,
+    words: str,
     token_ids: Sequence[int],
     before: Sequence[int],
     tools: Sequence[dict[str, Any]],
-) -> list[ToolCall]:
-    """Return the calls in a turn, in order.
+) -> tuple[str, list[ToolCall]]:
+    """Return the text beside the calls in a turn, and the calls in order.
 
     A tokenizer that has a `response_template` reads them. Of others they are as Hermes and Qwen write them:
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     Args:
         tokenizer: The policy's.
+        words: The turn's text.
         token_ids: The turn.
         before: All tokens in front of it.
         tools: JSON schemas of the tools.
     """
     if getattr(tokenizer, "response_template", None) is None:
-        return [_read(text) for text in _CALL.findall(str(tokenizer.decode(list(token_ids))))]
+        return _CALL.sub("", words), [_read(text) for text in _CALL.findall(words)]
     try:
         message = tokenizer.parse_response(list(token_ids), prefix=list(before), tools=list(tools)) or {}
-        return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+        calls = [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
+        return message.get("content") or "", calls
     except Exception as error:  # whatever a policy writes must not end the run
-        return [ToolCall("unknown", {}, str(error))]
+        return words, [ToolCall("unknown", {}, str(error))]
 
 
 def _read(text: str) -> ToolCall:

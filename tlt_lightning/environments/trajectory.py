@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt_lightning.environments.conversation import Conversation
+from tlt_lightning.environments.turns import Turns
 from tlt_lightning.rollout import Prompt, Request, Response
 
 
@@ -18,6 +19,7 @@ class Trajectory:
         request: What was asked of the engine.
         prompt: The prompt, behind which an environment may have put something.
         limit: Most tokens of the response.
+        turns: Writes its messages.
         response: All that was written and observed; None before the first turn has ended.
         is_aside: True while it is stopped.
         held: What its environment has answered since.
@@ -27,6 +29,7 @@ class Trajectory:
     request: Request
     prompt: Prompt
     limit: int
+    turns: Turns
     response: Response | None = None
     is_aside: bool = False
     held: tuple[str, Any] | None = None

@@ -61,6 +61,10 @@ class Turns:
         self.tools = tools
         self.ends = {*end_tokens, tokenizer.eos_token_id}
 
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> Turns:
+        """Return what writes conversations with these tools in the place of none."""
+        return Turns(self.tokenizer, self.template, self.variables, self.ends, tools)
+
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return a conversation as the policy reads it before a turn; raise ValueError if it cannot be plain text."""
         if self.template is not None:

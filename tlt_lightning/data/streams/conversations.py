@@ -20,6 +20,7 @@ from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.environments.tool_calls import read_calls
 from tlt_lightning.environments.trajectory import Trajectory
+from tlt_lightning.environments.turn import Turn
 from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers
 from tlt_lightning.rewards.pool import SHORT, describe
@@ -87,7 +88,7 @@ class ConversationStream(RequestStream):
                 continue
             talk = Conversation(self.environments, prompt.row, self.workers.call)
             limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-            trajectory = Trajectory(talk, replace(request, written=None), prompt, limit)
+            trajectory = Trajectory(talk, replace(request, written=None), prompt, limit, self._turns)
             self._trajectories[request.id] = trajectory
             self._submit(trajectory, "begin", talk.begin())
         while self.waits and self._num_away:
@@ -154,15 +155,18 @@ class ConversationStream(RequestStream):
             return self._set_aside(trajectory, response)
         is_full = len(response.token_ids) >= trajectory.limit
         trajectory.response = replace(response, finish_reason=response.finish_reason if is_full else "stop")
-        talk, turns = trajectory.talk, self._turns
+        talk, turns = trajectory.talk, trajectory.turns
         if talk.error is not None:
             return self._end(trajectory)
         talk.num_turns += 1
         start, stop = response.turns[-1]
-        turn, before = response.token_ids[start:stop], [*trajectory.prompt.ids, *response.token_ids[:start]]
-        calls = read_calls(turns.tokenizer, turn, before, turns.tools) if turns.tools else []
-        if calls or self.environments.plays_text:
-            self._submit(trajectory, "answer", talk.answer(turns.words(turn), calls))
+        ids, before = response.token_ids[start:stop], [*trajectory.prompt.ids, *response.token_ids[:start]]
+        words = turns.words(ids)
+        beside, calls = read_calls(turns.tokenizer, words, ids, before, turns.tools) if turns.tools else (words, [])
+        if calls or self.environments.plays_text or self.environments.takes_turns:
+            is_cut = ids[-1] not in turns.ends
+            turn = Turn(words, beside, calls, before, ids, response.logps[start:stop], is_cut)
+            self._submit(trajectory, "answer", talk.answer(turn))
         else:
             self._submit(trajectory, "end", talk.end())
         if is_stopped:  # with its last token of the turn: what the environment says is kept
@@ -205,14 +209,18 @@ class ConversationStream(RequestStream):
         self._end(trajectory)
         return []
 
-    def _open(self, trajectory: Trajectory, said: str | None) -> None:
-        """Put what `reset` says behind the prompt; if that gets longer than any, it takes tokens from the response."""
+    def _open(self, trajectory: Trajectory, said: str | list[Message] | None) -> None:
+        """Put what `reset` says behind the prompt, or in its place; what is longer than any takes from the response."""
         prompt = trajectory.prompt
         if said is None:
             return
-        *before, last = self._source.messages(prompt.row)
-        text = self._turns.prompt([*before, {**last, "content": last["content"] + said}])
-        ids = self._turns.ids(text)
+        if isinstance(said, str):
+            *before, last = self._source.messages(prompt.row)
+            said = [*before, {**last, "content": last["content"] + said}]
+        else:
+            trajectory.turns = trajectory.turns.with_tools(trajectory.talk.environment.tools)
+        text = trajectory.turns.prompt(said)
+        ids = trajectory.turns.ids(text)
         left = trajectory.limit - max(0, len(ids) - self._room)
         if left < 1:
             raise ValueError(f"`reset` says {said!r:.200}, for which `max_prompt_tokens` and `max_tokens` have no room")
@@ -222,7 +230,7 @@ class ConversationStream(RequestStream):
         """Put what an environment says behind the response, and go on if there is room."""
         response = trajectory.response
         assert response is not None
-        observed = self._turns.between(said, response.token_ids[-1]) if said else []
+        observed = trajectory.turns.between(said, response.token_ids[-1]) if said else []
         is_over = len(response.token_ids) + len(observed) >= trajectory.limit
         if not said or is_over or trajectory.talk.num_turns == self.limits.most:
             trajectory.response = replace(response, finish_reason="length" if said and is_over else "stop")
