@@ -42,7 +42,7 @@ from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import policy_shapes
 from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.speculation import BucketedGraphPool
-from tlt_lightning.speculation.eagle3_files import HEAD_PARTS
+from tlt_lightning.speculation.head_files import EAGLE3
 from tlt_lightning.speculation.strategy import OFF, SelectorState, Strategy, StrategySelector
 
 KS = (0, 1, 3, 5, 7)
@@ -134,7 +134,7 @@ def save_configs(shape: dict[str, Any], path: Path) -> tuple[str, str]:
     for name, config in (("policy", shape), ("head", head)):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config))
-    save_file({f"{part}.weight": torch.zeros(1) for part in HEAD_PARTS}, path / "head" / "model.safetensors")
+    save_file({f"{part}.weight": torch.zeros(1) for part in EAGLE3.parts(1)}, path / "head" / "model.safetensors")
     words = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "word": 2}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(path / "policy")

@@ -20,10 +20,10 @@ from tests.support.speculation_engines import (
     write,
 )
 from tlt_lightning import Sampling
+from tlt_lightning.drafter.architectures.training_time_test import unroll
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import plan_packs
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
-from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import internals

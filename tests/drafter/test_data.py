@@ -24,7 +24,7 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.drafter.texts.texts import split_by_prompt
 from tlt_lightning.drafter.vocabulary import drafted_tokens
-from tlt_lightning.speculation.eagle3_files import read_head
+from tlt_lightning.speculation.head_files import read_head
 from tlt_lightning.training.lr_schedule import WarmupCosine
 
 pytestmark = pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from tests.support.drafters.draft_texts import make_drafter, pack, quality_on, random_sequence, train
+from tlt_lightning.drafter.architectures.dspark import DSpark
 from tlt_lightning.drafter.packing import fill_pack, plan_packs
 from tlt_lightning.drafter.quality import AcceptanceRule
 
@@ -68,3 +69,24 @@ def test_a_pack_reaches_the_device_without_a_wait_for_it() -> None:
         for field in fields(expected):
             torch.testing.assert_close(getattr(found, field.name), getattr(expected, field.name), check_device=False)
         assert all(part.is_pinned() for context in found.contexts if context for part in context)
+
+
+def test_a_block_learns_there_without_a_wait(policy_path: str) -> None:
+    drafter = make_drafter(policy_path, architecture=DSpark(num_layers=2, block_size=5, markov_rank=8, anchors=64))
+    (batch,) = pack([random_sequence(n, 5) for n in (100, 70, 30)], 256)
+    expected, _ = drafter.loss(batch)
+    expected_quality = quality_on(drafter, [batch])
+    drafter.cuda()
+    there = move_data_to_device(batch, torch.device("cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        drafter.loss(there)[0].backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found, _ = drafter.loss(there, compares=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        quality = quality_on(drafter, [there])
+    assert found.item() == pytest.approx(expected.item(), rel=0.02)
+    assert quality.acceptance_length == pytest.approx(expected_quality.acceptance_length, abs=0.05)
+    losses = train(drafter, [there], num_steps=60)
+    assert losses[-1] < 0.9 * losses[0]

@@ -7,11 +7,11 @@ import torch
 
 from tests.conftest import save_policy
 from tests.support.drafters.draft_texts import alone, make_drafter, pack, random_sequence, train
-from tlt_lightning.drafter import training_time_test
+from tlt_lightning.drafter.architectures import training_time_test
+from tlt_lightning.drafter.architectures.training_time_test import unroll
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import unroll
 
 LENGTH, PACK = 600, 128
 STEPS = 3

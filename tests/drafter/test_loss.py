@@ -22,9 +22,9 @@ from tests.support.drafters.draft_texts import (
 )
 from tests.support.tensor_sizes import LargestOfWidth
 from tlt_lightning.drafter import chunked_loss
+from tlt_lightning.drafter.architectures.training_time_test import unroll
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import unroll
 from tlt_lightning.policy import load_policy
 
 TEACHINGS = [Teaching(num_steps=1), Teaching(), Teaching(decay=0.5)]

@@ -20,16 +20,16 @@ from tests.support.drafters.draft_texts import (
     read_by_target,
 )
 from tests.support.drafters.eagle_head import make_head, save_head
+from tlt_lightning.drafter.architectures.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.head import choose_settings
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.drafter.target import choose_layer_ids
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.vocabulary import count_tokens, draft_ids, drafted_tokens
 from tlt_lightning.engine.vllm.drafter_weights import check_tensors
 from tlt_lightning.policy import LoRA, PolicyWeights, load_policy
-from tlt_lightning.speculation.eagle3_files import read_head
+from tlt_lightning.speculation.head_files import read_head
 
 
 @pytest.fixture(scope="module")

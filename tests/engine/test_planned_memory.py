@@ -11,7 +11,7 @@ from tests.support.drafters.eagle_head import make_head, save_head
 from tlt_lightning import CostModelSelector, Quantization, Speculation, VLLMEngine
 from tlt_lightning.engine.planned_memory import GIB
 from tlt_lightning.policy import load_policy
-from tlt_lightning.speculation.eagle3_files import read_head
+from tlt_lightning.speculation.head_files import read_head
 
 TOKEN = 2 * 2 * 32 * 2
 """Bytes of a token's keys and values: two layers with a head of 32 numbers of 2 bytes."""

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
+from tests.support.drafters.draft_texts import make_drafter, pack, read_by_target, train
 from tests.support.drafters.eagle_head import make_head, save_head, train_head
+from tlt_lightning.drafter.architectures.dspark import DSpark
+from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.engine import Quantization, RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
@@ -91,6 +94,14 @@ def save_trained_head(policy: str, path: Path, num_tokens: int = 64) -> str:
     """A head that knows the policy's greedy answers to the test's prompts."""
     head = train_head(make_head(policy), policy, greedy_texts(policy, num_tokens), num_steps=120)
     return save_head(head, path)
+
+
+def train_block_head(policy: str, num_tokens: int = 64, **arguments: Any) -> DrafterModule:
+    """A DSpark head of blocks of six that knows the policy's greedy answers to the test's prompts."""
+    drafter = make_drafter(policy, architecture=DSpark(num_layers=2, block_size=6, markov_rank=8), **arguments)
+    texts = read_by_target(policy, greedy_texts(policy, num_tokens), len(PROMPTS[0]), drafter.layer_ids)
+    train(drafter, pack(texts, 512), num_steps=150)
+    return drafter
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """Compute losses and agreement over the vocabulary in chunks of entries.
 
-The output head is frozen, so the backward pass needs only the gradient with respect to the features. It is taken
-while a chunk's logits exist: they are computed once and never kept.
+The output head is frozen, so the backward pass needs only the gradient with respect to the features, and to what a head
+adds to its logits. It is taken while a chunk's logits exist: they are computed once and never kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,6 @@ from torch import Tensor
 
 from tlt_lightning.arguments import NotNegative, check_argument
 from tlt_lightning.fused.compiled import compiled_on_gpu
-
-if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
 
 _LOGITS = 2**27  # of a chunk: 0.25 GiB in bfloat16, 768 entries over 152k tokens
 _TILE = 128  # rows of a product that a multiprocessor takes at once; the last tile costs as much as a full one
@@ -62,7 +59,7 @@ class Predictions:
 
 
 def predict(
-    head: Eagle3DraftModel,
+    head: Any,
     features: Tensor,
     last_states: Tensor,
     terms: LossTerms,
@@ -70,6 +67,7 @@ def predict(
     watch: Watcher | None = None,
     *,
     compares: bool = True,
+    bias: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Predictions, Tensor]:
     """Return the comparison of `features` with the target, and the weighted sum of losses.
 
@@ -81,11 +79,13 @@ def predict(
         weights: Weight of each loss. (num_steps, T)
         watch: Called with each chunk's step, its rows, and the logits of head and target over the head's tokens.
         compares: Tell `top1` and `top3`, which takes three passes over the logits; else they are False.
+        bias: Features (num_steps, T, R) and a trained weight (V, R), whose product is added to the head's logits.
     """
     normed = head.norm(features)
     num_steps, num_entries = weights.shape
     needs_grad = normed.requires_grad and torch.is_grad_enabled()
-    gradient = torch.zeros_like(normed)
+    learns = [normed, *(bias or ())]
+    gradients = [torch.zeros_like(each) for each in learns]
     result = Predictions(
         losses=weights.new_zeros(weights.shape),
         top1=torch.zeros_like(weights, dtype=torch.bool),
@@ -108,14 +108,21 @@ def predict(
             here, length = (slice(steps.start, steps.stop), rows), rows.stop - rows.start
             parts = [_from(targets, rows.start + step - start, length) for step in steps]
             theirs = torch.stack(parts) if len(parts) > 1 else parts[0][None]
-            states = normed[here].detach().requires_grad_(needs_grad)
+            inputs = [each[here].detach().requires_grad_(needs_grad) for each in learns[:2]]
             with torch.set_grad_enabled(needs_grad):
-                logits = _logits(head.lm_head.weight, states)
+                logits = _logits(head.lm_head.weight, inputs[0])
+                if bias is not None:
+                    inputs.append(bias[1].detach().requires_grad_(needs_grad))
+                    logits = logits + F.linear(*inputs[1:])
                 pair = logits.flatten(0, 1)[None], theirs.flatten(0, 1)[None]
                 each = torch.stack([weight * term(*pair)[0] for term, weight in terms.values()])
                 losses = each.sum(0).unflatten(0, (-1, length))
                 if needs_grad:
-                    (gradient[here],) = torch.autograd.grad((losses * weights[here]).sum(), states)
+                    found = torch.autograd.grad((losses * weights[here]).sum(), inputs)
+                    for gradient, part in zip(gradients, found[:2], strict=False):
+                        gradient[here] = part
+                    if bias is not None:
+                        gradients[2] += found[2]
             result.losses[here] = losses.detach()
             if compares:
                 _compare(logits.detach(), theirs, result, here)
@@ -124,7 +131,7 @@ def predict(
                     known = min(length, num_entries - step - rows.start)
                     watch(step, slice(rows.start, rows.start + known), mine[:known], its[:known])
     total = (result.losses * weights).sum()
-    return result, _WithGradient.apply(total, gradient, normed) if needs_grad else total
+    return result, _WithGradient.apply(total, gradients, *learns) if needs_grad else total
 
 
 def _logits(weight: Tensor, states: Tensor) -> Tensor:
@@ -151,13 +158,13 @@ def _rank(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _WithGradient(torch.autograd.Function):
-    """Returns a value whose gradient with respect to its last argument is known already."""
+    """Returns a value whose gradients with respect to its last arguments are known already."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient: Tensor, states: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, grad * ctx.saved_tensors[0]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grad * gradient for gradient in ctx.saved_tensors)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from tlt_lightning.drafter.architectures.base import Head
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
 from tlt_lightning.guard.files import set_aside
-
-if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
 
 log = logging.getLogger(__name__)
 
 _README = """# Draft head for {target}
 
-An EAGLE-3 head: it drafts tokens that `{target}` then verifies, which changes its speed and nothing else.
+A head of the kind `{method}`: it drafts tokens that `{target}` then verifies, which changes its speed and nothing else.
 
     vllm serve {target} --speculative-config \\
-      '{{"method": "eagle3", "model": "<this directory>", "num_speculative_tokens": {num_draft_tokens}}}'
+      '{{"method": "{method}", "model": "<this directory>", "num_speculative_tokens": {num_draft_tokens}}}'
 
 A head that learned while its target was trained drafts for the policy that came out of it: then serve that one, as
 `python -m tlt_lightning export` writes it, in the place of `{target}`.
@@ -44,7 +42,7 @@ _TABLE = """On {num_steps} engine steps of held-out text of its target, retraced
 
 
 def write_head(
-    head: Eagle3DraftModel,
+    head: Head,
     tensors: Iterable[tuple[str, Tensor]],
     path: str | Path,
     quality: DraftQuality | None,
@@ -78,14 +76,15 @@ def keep_earlier(path: str | Path) -> None:
     set_aside(Path(path), [Path(path) / name for name in files], "the drafter")
 
 
-def _readme(head: Eagle3DraftModel, quality: DraftQuality | None, rule: AcceptanceRule) -> str:
+def _readme(head: Head, quality: DraftQuality | None, rule: AcceptanceRule) -> str:
     settings: Any = head.config.speculators_config
     whole = head.d2t is None
     size = head.config.draft_vocab_size
     return _README.format(
+        method=settings.algorithm,
         target=settings.verifier.name_or_path,
         num_draft_tokens=settings.proposal_methods[0].speculative_tokens,
-        layer_ids=", ".join(map(str, head.config.eagle_aux_hidden_state_layer_ids)),
+        layer_ids=", ".join(map(str, head.target_layer_ids)),
         vocabulary="its whole vocabulary" if whole else f"{size} of its {head.verifier_vocab_size} tokens",
         head=" and output head" if whole else "",
         acceptance="Not measured." if quality is None else _table(quality, rule),

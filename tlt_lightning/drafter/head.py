@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import Count, check_argument, text_of
-from tlt_lightning.drafter.document_attention import attend_in_documents
+from tlt_lightning.arguments import Bound, Count, check_argument, text_of
+from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head, HeadSettings
+from tlt_lightning.drafter.architectures.dspark import DSpark
+from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
 from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
-from tlt_lightning.engine.architectures import head_size
-from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.rotary import fuse_rotary
-from tlt_lightning.speculation.eagle3_files import (
+from tlt_lightning.speculation.head_files import (
     canonical_name,
     check_head,
     default_layer_ids,
@@ -29,31 +28,12 @@ from tlt_lightning.speculation.eagle3_files import (
 )
 
 if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
     from transformers import PretrainedConfig
 
 _NUM_DRAFT_TOKENS = 3
+_BY_METHOD: dict[str, type[DraftArchitecture]] = {"eagle3": Eagle3, "dspark": DSpark}  # vLLM's names
 _TARGETS_OWN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
-_ATTENTION = "tlt_documents"
-_UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 _OWN_OUTPUT = 0.5  # relative distance: a policy's rows move by far less in any training, a head of its own is elsewhere
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSettings:
-    """Fixes the shape of a head.
-
-    Args:
-        target: Path or hub name of the target.
-        layer_ids: Layers of the target that the head reads.
-        draft_vocab_size: Tokens that the head can draft.
-        num_draft_tokens: Draft length unless the engine is told otherwise.
-    """
-
-    target: str
-    layer_ids: tuple[int, ...]
-    draft_vocab_size: int
-    num_draft_tokens: int
 
 
 def check_library() -> None:
@@ -62,7 +42,16 @@ def check_library() -> None:
         raise ImportError("`DrafterModule` needs the package `speculators`: pip install 'tlt-lightning[eagle3]'.")
 
 
+def architecture_of(head: str) -> DraftArchitecture:
+    """Return the architecture of the head in the directory `head`, or raise ValueError."""
+    saved = read_head(head)
+    architecture = _BY_METHOD[saved.kind.method]()
+    architecture.most_drafts = saved.most_drafts
+    return architecture
+
+
 def choose_settings(
+    architecture: DraftArchitecture,
     target: str,
     config: PretrainedConfig,
     head: str | None,
@@ -76,8 +65,9 @@ def choose_settings(
     settings do not fit the target or the saved head.
     """
     num_layers, vocab_size = config.num_hidden_layers, config.vocab_size
-    num_draft_tokens = _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
-    check_argument("num_draft_tokens", num_draft_tokens, Count)
+    most = architecture.most_drafts
+    num_draft_tokens = most or _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    check_argument("num_draft_tokens", num_draft_tokens, Annotated[int, Bound(1, most or inf)])
     if draft_vocab_size is not None:
         check_argument("draft_vocab_size", draft_vocab_size, Count)
         if draft_vocab_size > vocab_size:
@@ -110,30 +100,22 @@ def _saved_shape(
     return its_layers, shape.draft_vocab_size
 
 
-def build_head(settings: HeadSettings, config: PretrainedConfig, seed: int) -> Eagle3DraftModel:
+def build_head(architecture: DraftArchitecture, settings: HeadSettings, config: PretrainedConfig, seed: int) -> Head:
     """Build a head of random float32 weights, the same on each rank, without the target's parts."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _empty_head(settings, _layer_config(config), norm_before_residual=False)
+        return architecture.build(settings, config)
 
 
-def load_head(path: str, settings: HeadSettings) -> Eagle3DraftModel:
+def load_head(architecture: DraftArchitecture, path: str, settings: HeadSettings) -> Head:
     """Load the head at `path`, in vLLM's format or that of `speculators`, as float32.
 
     ValueError means that it is of a kind that is not trained here, or holds other weights than its configuration says.
     """
-    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    config = json.loads((Path(path) / "config.json").read_text())
-    if found := [name for name in _UNSUPPORTED if config.get(name)]:
-        raise ValueError(f"`head` {path!r} was made with {', '.join(found)}, which is not supported here.")
-    layer = dict(config.get("transformer_layer_config") or config)
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise ValueError(f"`head` {path!r} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
-    layer_config = AutoConfig.for_model(layer.pop("model_type"), **layer)
     with no_init_weights():  # all are read below or from the target; random ones take seconds at 7B
-        head = _empty_head(settings, layer_config, norm_before_residual=bool(config.get("norm_before_residual")))
+        head = architecture.restore(path, json.loads((Path(path) / "config.json").read_text()), settings)
     nn.init.constant_(head.lm_head.weight, torch.nan)  # by which `attach_target` knows that the file has none
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path):
@@ -172,55 +154,7 @@ def find_head(head: str) -> str:
         ) from error
 
 
-def _layer_config(target: PretrainedConfig) -> Any:
-    """Configure a Llama layer of the target's widths, which vLLM runs for every family."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=head_size(target),
-        hidden_act=target.hidden_act,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=dict(target.rope_parameters),
-        tie_word_embeddings=False,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-    )
-
-
-def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual: bool) -> Eagle3DraftModel:
-    from speculators import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_ATTENTION, attend_in_documents)
-    layer_config._attn_implementation = _ATTENTION
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config,
-        draft_vocab_size=settings.draft_vocab_size,
-        norm_before_residual=norm_before_residual,
-        eagle_aux_hidden_state_layer_ids=list(settings.layer_ids),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=settings.num_draft_tokens)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig.from_pretrained(settings.target),
-        ),
-    )
-    head = Eagle3DraftModel(config)
-    fuse_layers(head)
-    fuse_rotary(head)
-    return head
-
-
-def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
+def attach_target(head: Head, weights: TargetWeights) -> bool:
     """Give the head its target's frozen tensors, shared where the target shares them.
 
     Return True if the head drafts with the target's output head or rows of it; False if it keeps one of its own.
@@ -241,7 +175,7 @@ def attach_target(head: Eagle3DraftModel, weights: TargetWeights) -> bool:
 
 
 @torch.no_grad()
-def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
+def refresh_target(head: Head, weights: TargetWeights) -> None:
     """Copy the target's current tensors into those the head was given."""
     rows = _rows(head, weights)
     head.embed_tokens.weight.copy_(weights.embedding)
@@ -250,13 +184,13 @@ def refresh_target(head: Eagle3DraftModel, weights: TargetWeights) -> None:
         head.verifier_lm_head.weight.copy_(rows)
 
 
-def _rows(head: Eagle3DraftModel, weights: TargetWeights) -> Tensor:
+def _rows(head: Head, weights: TargetWeights) -> Tensor:
     """Return the rows of the target's output head that the head drafts with."""
     output = weights.output
     return output if head.d2t is None else output[drafted_tokens(head.d2t).to(output.device)]
 
 
-def trainable(head: Eagle3DraftModel) -> Iterator[tuple[str, nn.Parameter]]:
+def trainable(head: Head) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trained parameters under the names that checkpoints and engines use."""
     return ((name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad)
 

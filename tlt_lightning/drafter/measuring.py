@@ -1,23 +1,27 @@
 """Measure how well a head drafts a pack of text that its target wrote."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_lightning.drafter import chunked_loss
+from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head
+from tlt_lightning.drafter.architectures.training_time_test import shifted, step_masks
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, expect_acceptance
-from tlt_lightning.drafter.training_time_test import shifted, step_masks, unroll
 from tlt_lightning.drafter.vocabulary import draft_ids
-
-if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
 
 
 @torch.no_grad()
 def measure_pack(
-    head: "Eagle3DraftModel", batch: PackedBatch, *, num_draft_tokens: int, rule: AcceptanceRule, loss: str
+    architecture: DraftArchitecture,
+    head: Head,
+    batch: PackedBatch,
+    *,
+    num_draft_tokens: int,
+    rule: AcceptanceRule,
+    loss: str,
 ) -> Tensor:
     """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU.
 
@@ -25,24 +29,24 @@ def measure_pack(
     of an older policy measures acceptance by that one.
 
     Args:
+        architecture: The head's.
         head: Head with its target's weights.
         batch: The pack.
         num_draft_tokens: Drafts of a step, K.
         rule: How the engine drafts and accepts.
         loss: Losses to sum up, as `terms_of` reads them.
     """
-    features = unroll(head, batch, num_draft_tokens)
     masks = step_masks(batch, num_draft_tokens, head.t2d)
     weights = masks.float()
     rates, matches = torch.zeros_like(weights), torch.zeros_like(weights)
     written = draft_ids(head, batch.next_ids[0])
 
-    def judge(step: int, rows: slice, logits: Tensor, targets: Tensor) -> None:
+    def judge(step: int, rows: Any, logits: Tensor, targets: Tensor) -> None:
         tokens = shifted(written, step)[rows]
         rates[step, rows], matches[step, rows] = rule.judge(logits, targets, tokens)
 
     terms = chunked_loss.terms_of(loss, batch.states)
-    predictions, _ = chunked_loss.predict(head, features, batch.last_states[0], terms, weights, judge)
+    predictions, _ = architecture.predict(head, batch, terms, weights, judge=judge)
     steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
     sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
     by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)

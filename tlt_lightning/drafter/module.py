@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -16,6 +16,9 @@ from typing_extensions import override
 from tlt_lightning.arguments import CountOrZero, checked, text_of
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
+from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head
+from tlt_lightning.drafter.architectures.eagle3 import Eagle3
+from tlt_lightning.drafter.architectures.training_time_test import step_masks
 from tlt_lightning.drafter.export import keep_earlier, write_head
 from tlt_lightning.drafter.measuring import measure_pack
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
@@ -23,15 +26,11 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
 from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.lr_schedule import with_schedule
-
-if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
 
 _FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
 _NO_TEXTS = "`draft_vocab_size` {} needs texts to choose by: train with a DrafterDataModule, or set it to {}."
@@ -40,14 +39,14 @@ POLICY_ROWS = "lm_head.weight"
 
 
 class DrafterModule(L.LightningModule):
-    """Trains and measures an EAGLE-3 head that drafts for a target policy.
+    """Trains and measures a head that drafts for a target policy.
 
     The caller sets the precision: `bf16-mixed` on a GPU. The head's weights are float32; the target's keep the type of
     its checkpoint, but on a CPU (`frozen_dtype`). Never make it a submodule of the policy's module.
 
     Args:
         target: Path or hub name of the policy to draft for, of the Llama, Qwen2 or Qwen3 family.
-        head: Path or hub name of an EAGLE-3 head to go on from; None starts from random weights.
+        head: Path or hub name of a head to go on from; None starts from random weights.
         teaching: Settings of how a head learns to draft several tokens.
         loss: Distance of the head's distribution from the target's: `kl_div` (soft cross-entropy), `rkl`, `jsd`, `ce`
             (the target's likeliest token), `tv` (total variation: the rate of rejection), `nla` (negative
@@ -60,9 +59,11 @@ class DrafterModule(L.LightningModule):
         draft_vocab_size: Tokens of the target that a new head drafts: those that end texts, and the commonest in the
             training data, or in a policy's first iteration. None is 32,000 if the target has more than 64,000, else
             all. Fewer are less work per draft and training step, but other tokens are never drafted.
-        num_draft_tokens: Draft length to train, measure, export. None is 3, or beside a policy the selector's longest.
+        num_draft_tokens: Draft length to train, measure, export. None is 3, or a block's, or beside a policy the
+            selector's longest.
         seed: Seed of the random weights.
         export_dir: Directory in which `Trainer.fit` leaves the head, an earlier one in its `earlier_0`; None: no head.
+        architecture: What a new head is: `Eagle3`, which is the default, or `DSpark`.
 
     Example:
         >>> from tlt_lightning.drafter.module import DrafterModule
@@ -83,6 +84,7 @@ class DrafterModule(L.LightningModule):
         num_draft_tokens: int | None = None,
         seed: CountOrZero = 0,
         export_dir: str | None = None,
+        architecture: DraftArchitecture | None = None,
     ) -> None:
         super().__init__()
         heads.check_library()
@@ -100,11 +102,14 @@ class DrafterModule(L.LightningModule):
         """Draft length that is trained for the time being, at most `num_steps`; None is that."""
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
+        if head is not None and architecture is not None:
+            raise ValueError("`architecture` is for a new head: leave it out, for `head` says what it is.")
+        self.architecture = heads.architecture_of(self.head_path) if self.head_path else architecture or Eagle3()
         self._settings = heads.choose_settings(
-            target, self.target_config, self.head_path, layer_ids, draft_vocab_size, num_draft_tokens
+            self.architecture, target, self.target_config, self.head_path, layer_ids, draft_vocab_size, num_draft_tokens
         )
         self._follows_selector = num_draft_tokens is None
-        self.head: Eagle3DraftModel | None = None
+        self.head: Head | None = None
         self.follows_target = True
         self.quality: DraftQuality | None = None
         self.strict_loading = False  # checkpoints hold what is trained; `on_load_checkpoint` checks that it is all
@@ -124,11 +129,13 @@ class DrafterModule(L.LightningModule):
     @property
     def num_steps(self) -> int:
         """Draft length that is trained."""
-        return self.teaching.num_steps or self.num_draft_tokens
+        num_steps = self.teaching.num_steps or self.num_draft_tokens
+        return min(num_steps, self.architecture.most_drafts or num_steps)
 
     def follow_selector(self, longest: int) -> None:
-        """Set the draft length to `longest` unless `num_draft_tokens` was given; before building."""
+        """Set the draft length to `longest`, or a block's, unless `num_draft_tokens` was given; before building."""
         if self._follows_selector:
+            longest = min(longest, self.architecture.most_drafts or longest)
             self._settings = replace(self._settings, num_draft_tokens=longest)
 
     # Building
@@ -176,9 +183,9 @@ class DrafterModule(L.LightningModule):
             return
         with torch.device("cpu"):  # random numbers are those of the CPU wherever the head will live
             if self.head_path is not None:
-                head = heads.load_head(self.head_path, self._settings)
+                head = heads.load_head(self.architecture, self.head_path, self._settings)
             else:
-                head = heads.build_head(self._settings, self.target_config, self.seed)
+                head = heads.build_head(self.architecture, self._settings, self.target_config, self.seed)
                 choose_vocabulary(head, self._counts)
             self.follows_target = heads.attach_target(head, read_weights(self.target, self.target_config))
         self.head = head
@@ -191,7 +198,7 @@ class DrafterModule(L.LightningModule):
             self._built.float()
 
     @property
-    def _built(self) -> "Eagle3DraftModel":
+    def _built(self) -> Head:
         if self.head is None:
             raise RuntimeError("The drafter is not built: call `configure_model` first.")
         return self.head
@@ -209,17 +216,17 @@ class DrafterModule(L.LightningModule):
 
         No Trainer is needed. Metrics of agreement with the target take time, and are there with `compares` alone.
         """
-        head = self._built
-        num_steps = min(self.num_steps, self.most_steps or self.num_steps)
-        features = unroll(head, batch, num_steps)
-        masks = step_masks(batch, num_steps, head.t2d)
+        head, architecture = self._built, self.architecture
+        most_steps = self.most_steps if architecture.learns_in_turn else None
+        num_steps = min(self.num_steps, most_steps or self.num_steps)
+        masks, rows = step_masks(batch, num_steps, head.t2d), architecture.sample(batch)
+        if rows is not None:
+            masks &= torch.zeros_like(masks[0]).index_fill(0, rows, 1)
         positions = masks.sum(-1).clamp(min=1)
-        decay = self.teaching.decay ** torch.arange(num_steps, device=masks.device)
+        decay = (self.teaching.decay * architecture.decay) ** torch.arange(num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
         terms = chunked_loss.terms_of(self.loss_spec, batch.states)
-        predictions, loss = chunked_loss.predict(
-            head, features, batch.last_states[0], terms, weights, compares=compares
-        )
+        predictions, loss = architecture.predict(head, batch, terms, weights, rows=rows, compares=compares)
         metrics = {"drafter/loss": loss.detach()}
         if compares:
             agreement = (predictions.top1 & masks).sum(-1) / positions
@@ -238,6 +245,7 @@ class DrafterModule(L.LightningModule):
     def measure(self, batch: PackedBatch) -> Tensor:
         """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU."""
         return measure_pack(
+            self.architecture,
             self._built,
             batch,
             num_draft_tokens=self.num_draft_tokens,

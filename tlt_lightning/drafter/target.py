@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import causal_lm, computed_weight
 from tlt_lightning.sharding.units import gathered, is_sharded
-from tlt_lightning.speculation.eagle3_files import default_layer_ids
+from tlt_lightning.speculation.head_files import default_layer_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
+from tlt_lightning.drafter.architectures.base import Head
 
 _LARGE = 64_000
 _DRAFTED = 32_000  # as published EAGLE-3 heads do
@@ -33,7 +31,7 @@ def with_ends(counts: Tensor, end_tokens: Sequence[int]) -> Tensor:
     return counts
 
 
-def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor | None) -> None:
+def choose_vocabulary(head: Head, counts: Tensor | None) -> None:
     """Let a reduced head draft the tokens with the highest `counts` (V,), then unseen ones of the lowest ids.
 
     Without `counts` all tokens are unseen. Tokenizers number tokens by how common they are, so low ids are likely.
@@ -45,7 +43,7 @@ def choose_vocabulary(head: Eagle3DraftModel, counts: Tensor | None) -> None:
     head.load_vocab_mappings(t2d, d2t)
 
 
-def vocabulary_of(head: Eagle3DraftModel) -> Tensor:
+def vocabulary_of(head: Head) -> Tensor:
     """Return a mask of the target's tokens that the head drafts, (V,) bool on the CPU."""
     return torch.ones(head.verifier_vocab_size, dtype=torch.bool) if head.t2d is None else head.t2d.cpu()
 
@@ -63,7 +61,7 @@ def drafted_tokens(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
-def draft_ids(head: Eagle3DraftModel, tokens: Tensor) -> Tensor:
+def draft_ids(head: Head, tokens: Tensor) -> Tensor:
     """Number the target's `tokens` as the head does; -1 is a token that it cannot draft."""
     if head.d2t is None:
         return tokens

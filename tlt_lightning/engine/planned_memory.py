@@ -14,8 +14,8 @@ import torch
 
 from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.policy import policy_shapes
-from tlt_lightning.speculation.eagle3_files import read_head
 from tlt_lightning.speculation.graph_plan import arms_by_batch
+from tlt_lightning.speculation.head_files import read_head
 
 GIB = 2**30
 BLOCK = 16
@@ -50,7 +50,8 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     config: Any = AutoConfig.from_pretrained(policy).get_text_config()
     shapes, width = policy_shapes(policy), 4 if engine.dtype == "float32" else 2
     path = None if engine.speculation is None else engine.speculation.head
-    head = {} if path is None else read_head(path).tensors
+    saved = None if path is None else read_head(path)
+    head = {} if saved is None else saved.tensors
     held = {
         "engine, weights": _weights(shapes, width, engine.quantization.quantized_layers(shapes)) / engine.num_ranks,
         "engine, drafter": sum(_weights(part, width) / by for by, part in _split(head, engine.num_ranks).items()),
@@ -61,7 +62,9 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     if engine.kv_cache_gib is not None:
         return held | {"engine, cache": engine.kv_cache_gib * GIB}
     blocks = -(-max_model_len // BLOCK) + 1
-    full = engine.max_num_seqs * blocks * BLOCK * _token(config, engine, width, bool(head))
+    full = (
+        engine.max_num_seqs * blocks * BLOCK * _token(config, engine, width, 0 if saved is None else saved.num_layers)
+    )
     left = engine.gpu_memory_utilization * device_bytes - sum(held.values())
     return held | {"engine, cache": max(0.0, min(left, full))}
 
@@ -80,10 +83,10 @@ def _split(head: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[int, dic
     return parts
 
 
-def _token(config: Any, engine: Any, width: int, has_head: bool) -> float:
-    """Return the bytes of a token's keys and values; a head has a layer of its own."""
+def _token(config: Any, engine: Any, width: int, num_own: int) -> float:
+    """Return the bytes of a token's keys and values; a head has `num_own` layers of its own."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2.0 * (config.num_hidden_layers + has_head) * max(1, heads // engine.num_ranks) * head_size(config) * width
+    return 2.0 * (config.num_hidden_layers + num_own) * max(1, heads // engine.num_ranks) * head_size(config) * width
 
 
 def _step(config: Any, engine: Any, num_tokens: int) -> float:

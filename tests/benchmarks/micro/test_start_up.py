@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.common.shapes import SHAPES
 from benchmarks.micro.start_up import main, prepare
-from tlt_lightning.speculation.eagle3_files import check_head, read_head
+from tlt_lightning.speculation.head_files import check_head, read_head
 
 
 def test_a_model_is_a_size_or_folders() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.micro import step_time
 from benchmarks.micro.step_time import TINY_SCALE, render, save_configs, step_table
-from tlt_lightning.speculation.eagle3_files import check_head, read_head
+from tlt_lightning.speculation.head_files import check_head, read_head
 
 
 def test_the_head_that_is_measured_fits_its_policy(tmp_path: Path) -> None:

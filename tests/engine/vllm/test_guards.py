@@ -18,7 +18,7 @@ from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
 from tlt_lightning.engine.vllm.speculation import Speculation, speculation_args
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
-from tlt_lightning.speculation.eagle3_files import check_head, read_head
+from tlt_lightning.speculation.head_files import check_head, read_head
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.kv_catch_up import is_block_head
 from tlt_lightning.engine.vllm.policy_weights import quiet_loading
 from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
-from tlt_lightning.speculation.eagle3_files import canonical_name
+from tlt_lightning.speculation.head_files import canonical_name
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -26,6 +28,7 @@ _STACKED = {
     "up_proj": "gate_up_proj",
 }
 _MAP, _OUTPUT = "d2t", "lm_head.weight"
+_FUSED = ("_fused_kv_weight", "_k_norm_weights")  # of a block head: those of its layers, beside each other
 
 
 class HeadWeights:
@@ -69,8 +72,7 @@ class HeadWeights:
         check_tensors(tensors, self.shapes, shares_head=self.shares_output)
         drafted = tensors.pop(_MAP, None)
         if drafted is not None:
-            with torch.no_grad():
-                self.head.draft_id_to_target_id.copy_(drafted)  # in place, for CUDA graphs read it where it lies
+            self._draft(drafted)
         _load(self.engine, self.head, tensors)
         self._is_kept = False
         for name, parts in _by_module(tensors):
@@ -79,6 +81,19 @@ class HeadWeights:
             held = held_weight(module)[: expected.shape[0]]
             if not torch.equal(held, expected.to(held.device, held.dtype)):
                 raise RuntimeError(f"The head's {name!r} does not hold the weights that `update_drafter` was given.")
+
+    @torch.no_grad()
+    def _draft(self, d2t: Tensor) -> None:
+        """Let a reduced head draft other tokens: in place, for CUDA graphs read the maps where they lie."""
+        self.head.draft_id_to_target_id.copy_(d2t)
+        self._fill_scatter_index()
+
+    def _fill_scatter_index(self) -> None:
+        speculator = getattr(internals.live_model_runner(self.engine), "speculator", None)
+        index = getattr(speculator, "_d2t_scatter_index", None)  # of a block head whose drafts are sampled
+        if speculator is not None and index is not None:
+            index.copy_(torch.arange(len(index), device=index.device) + self.head.draft_id_to_target_id)
+            speculator._draft_scatter_buf.fill_(-torch.inf)
 
     def keep(self) -> None:
         """Copy the head's own weights to the host, before a sleeping engine drops all weights.
@@ -95,6 +110,10 @@ class HeadWeights:
         if self._is_kept:
             for name, parameter in self._own_parameters():
                 parameter.copy_(self._kept.tensors[name], non_blocking=True)
+            if is_block_head(self.head):
+                with fused_in_place(self.head.model):
+                    self.head.model._build_fused_kv_buffers()
+            self._fill_scatter_index()
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the head's parameters but the policy's, which `update_weights` brings."""
@@ -133,9 +152,25 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
 
     config = internals.reach(internals.live_worker(engine), "vllm_config")
     with quiet_loading(), set_current_vllm_config(config):
+        if is_block_head(drafter):  # on a GPU, where weights lie as they were saved
+            tokens = getattr(drafter, "draft_id_to_target_id", None)
+            with fused_in_place(drafter.model):
+                drafter.load_weights([*tensors.items(), *([] if tokens is None else [(_MAP, tokens)])])  # type: ignore[operator]
+            return
         reload.initialize_layerwise_reload(drafter)
         drafter.load_weights(iter(tensors.items()))  # type: ignore[operator]
         reload.finalize_layerwise_reload(drafter, config.speculative_config.draft_model_config)
+
+
+@contextmanager
+def fused_in_place(model: Any) -> Iterator[None]:
+    """Let a block head's fused weights, which vLLM makes anew in the block, stay where CUDA graphs read them."""
+    held = {name: internals.reach(model, name) for name in _FUSED}
+    yield
+    for name, tensor in held.items():
+        if tensor is not None:
+            tensor.copy_(getattr(model, name))
+            setattr(model, name, tensor)
 
 
 def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:

@@ -30,8 +30,8 @@ from tlt_lightning.engine.vllm.speculation import Speculation, check_exact, inst
 from tlt_lightning.model_files import check_files
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.rollout import Request, Response, Sampling
-from tlt_lightning.speculation.eagle3_files import HeadShape
 from tlt_lightning.speculation.graph_plan import arms_by_batch
+from tlt_lightning.speculation.head_files import HeadShape
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

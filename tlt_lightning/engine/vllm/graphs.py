@@ -89,7 +89,8 @@ class PlannedGraphs:
                 "cannot; choose another backend, or set `enforce_eager: true`."
             )
         managers = {"target": runner.cudagraph_manager}
-        managers["drafter_prefill"] = getattr(speculator, "prefill_cudagraph_manager", None)
+        block = getattr(speculator, "query_cudagraph_manager", None)
+        managers["drafter_prefill"] = getattr(speculator, "prefill_cudagraph_manager", block)
         managers["drafter_decode"] = getattr(speculator, "decode_cudagraph_manager", None)
         for kind, manager in managers.items():
             if manager is not None:
@@ -189,12 +190,16 @@ def fill_manager(manager: Any, plan: GraphPlan) -> None:
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
     kind, mode = graph_kind(manager), manager.cudagraph_mode
+    shapes = plan.shapes(kind)
+    if isinstance(manager, DFlashCudaGraphManager):  # its one pass drafts the whole block, whatever is then verified
+        shapes = sorted({(num_requests, manager.decode_query_len) for num_requests, _ in shapes})
     full: dict[int, list[Any]] = defaultdict(list)
     captured: list[Any] = []
     if mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine():
-        for num_requests, length in plan.shapes(kind):
+        for num_requests, length in shapes:
             per_request = 1 if kind == "drafter_decode" else length
             desc = BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,

@@ -4,7 +4,7 @@ While speculation is off the head reads nothing, and its cache gets a hole at ev
 remedy is a drafter pass in every step. In a drafter of one layer the key and the value at a position depend only on the
 token there and on the target's hidden states, not on the drafter's attention, MLP or head. So the hidden states are
 kept, and once in a while all missing keys and values are computed together: two matrix products that cost about as much
-for a few hundred tokens as for one.
+for a few hundred tokens as for one. So are those of a block head, all of whose layers see the target's states alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KVCatchUp:
     sooner: from a few hundred tokens on, catching up takes longer with each token, and waiting for more saves nothing.
 
     Args:
-        model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer.
+        model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer, or a block head.
         max_batch_size: Most requests of a step.
         max_steps: Steps after which the head catches up though speculation is still off: bounds the time it takes.
         max_tokens: Tokens after which it does, or `max_batch_size` if more; 21 KB of hidden states each (7B policy).
@@ -136,6 +136,9 @@ def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, 
         positions: Position of each, (N,).
         slots: Where the cache keeps it, (N,).
     """
+    if is_block_head(model):
+        model.precompute_and_store_context_kv(model.combine_hidden_states(hidden), positions, slots)
+        return
     layer = model.model.layers[0]
     attention = layer.self_attn
     combined = model.combine_hidden_states(hidden)
@@ -149,12 +152,19 @@ def write_keys(model: Any, hidden: Tensor, next_ids: Tensor, positions: Tensor, 
     cache.impl.do_kv_cache_update(cache, key.view(shape), value.contiguous().view(shape), cache.kv_cache, slots)
 
 
+def is_block_head(model: Any) -> bool:
+    """Return True if the drafter writes a block in one pass, of which the target's states alone are kept."""
+    return hasattr(model, "precompute_and_store_context_kv")
+
+
 def check_catches_up(model: Any) -> None:
     """Raise ValueError unless keys depend on inputs alone, RuntimeError if the attention backend cannot write them."""
     layers = reach(model, "model.layers")
+    if is_block_head(model):
+        return
     if type(model).__name__ != "Eagle3LlamaForCausalLM" or len(layers) != 1:
         raise ValueError(
-            f"`speculation.head` must be an EAGLE-3 head of one Llama layer, to catch up after being off; this one is "
-            f"a {type(model).__name__} of {len(layers)} layers."
+            "`speculation.head` must be an EAGLE-3 head of one Llama layer or a block head, to catch up after being "
+            f"off; this one is a {type(model).__name__} of {len(layers)} layers."
         )
     reach(layers[0], "self_attn.attn.impl.do_kv_cache_update")

@@ -24,8 +24,8 @@ from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.controller import StrategyController
-from tlt_lightning.speculation.eagle3_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool, GraphPool, arms_by_batch
+from tlt_lightning.speculation.head_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.lookup import LookupDrafter
 from tlt_lightning.speculation.strategy import Drafter, StrategySelector
 
@@ -44,7 +44,8 @@ class Speculation:
 
     Args:
         selector: Chooses, before each step, how many tokens are drafted and by whom.
-        head: Directory of an EAGLE-3 head trained for the policy, as `speculators` or vLLM save it.
+        head: Directory of an EAGLE-3 head trained for the policy, as `speculators` or vLLM save it, or of a DSpark
+            head, on a GPU. It drafts blocks as long as those that it was trained on, of which arms take a part.
         cold_head: The head drafts nothing until training brings it weights (`update_drafter`). `LongTailIdleCallback`
             sets this and `head` where it starts from nothing.
         siblings: Draft what other responses to the same prompt said after the same words, in steps for the drafter
@@ -97,20 +98,20 @@ class Speculation:
         Raises:
             ValueError: The selector asks for drafts that nobody makes, or head and policy do not fit.
         """
+        head = None if self.head is None else read_head(self.head)
+        longest = min(self.max_draft_tokens, (head and head.most_drafts) or self.max_draft_tokens)
         for size, arms in arms_by_batch(self.selector, max_num_seqs).items():
             for arm in arms:
-                is_possible = arm.drafter in self.drafters and arm.num_draft_tokens <= self.max_draft_tokens
+                is_possible = arm.drafter in self.drafters and arm.num_draft_tokens <= longest
                 if not (arm.is_off or is_possible):
                     raise ValueError(
                         f"`speculation.selector` may ask for {arm} in a batch of {size}, but `speculation` has the "
-                        f"drafters {list(self.drafters)} and at most {self.max_draft_tokens} draft tokens: set `head`, "
+                        f"drafters {list(self.drafters)} and at most {longest} draft tokens: set `head`, "
                         "`siblings`, `ngram` or `max_draft_tokens`, add LongTailIdleCallback, which trains a head, or "
                         "leave the arm out."
                     )
-        if self.head is None:
-            return None
-        head = read_head(self.head)
-        check_head(head, policy)
+        if head is not None:
+            check_head(head, policy)
         return head
 
     def couples_drafts(self, *, is_v2: bool) -> bool:
@@ -142,8 +143,9 @@ def speculation_args(speculation: Speculation, *, is_v2: bool) -> dict[str, Any]
     }
     is_coupled = speculation.couples_drafts(is_v2=is_v2)
     if speculation.head is not None:
-        sampling = "greedy" if is_coupled else speculation.draft_sampling
-        config |= {"method": "eagle3", "model": speculation.head, "draft_sample_method": sampling}
+        head, sampling = read_head(speculation.head), "greedy" if is_coupled else speculation.draft_sampling
+        config |= {"method": head.kind.method, "model": head.path, "draft_sample_method": sampling}
+        config["num_speculative_tokens"] = head.most_drafts or speculation.max_draft_tokens
     elif is_v2:
         config |= {"method": "ngram_gpu"}  # stands in: it is asked for nothing
     else:

@@ -9,6 +9,7 @@ graphs and asynchronous scheduling, in both types; `--junit-xml FILE` of pytest 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,10 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_policy
+from tests.support.drafters.draft_texts import make_drafter
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import ScriptedSelector, engine_of, write_in_pieces
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.data.streams.conversations import ConversationStream
+from tlt_lightning.drafter.architectures.dspark import DSpark
 from tlt_lightning.engine import RolloutProgress, VLLMEngine
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.environments.environments import Environments
@@ -45,6 +48,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sampled drafts, the head alone": {"draft_sampling": "probabilistic"},
     "sampled drafts, a head that overflows": {"draft_sampling": "probabilistic"},
 }
+BLOCKS: dict[str, dict[str, Any]] = {
+    "greedy drafts of a block and look-ups": {"draft_sampling": "greedy", "siblings": True, "ngram": True},
+    "sampled drafts of a block and look-ups": {"draft_sampling": "probabilistic", "siblings": True, "ngram": True},
+    "sampled drafts of a block head": {"draft_sampling": "probabilistic"},
+    "sampled drafts of a block head that overflows": {"draft_sampling": "probabilistic"},
+}
+"""With a DSpark head, which vLLM serves on GPUs alone, in 16 bit: there its FlashAttention lets rows see later ones."""
 SOME = torch.tensor([1, 1, 2, 2])
 """Map of a head alone to the tokens that it drafts: 1, 2, 4 and 5."""
 
@@ -52,8 +62,8 @@ SOME = torch.tensor([1, 1, 2, 2])
 ON_GPU = pytest.mark.gpu
 GRAPHS = [
     pytest.param((case, dtype), id=f"{case}, graphs, {dtype}", marks=ON_GPU)
-    for case in CASES
-    for dtype in ("float32", "bfloat16")
+    for case in (*CASES, *BLOCKS)
+    for dtype in (("bfloat16",) if case in BLOCKS else ("float32", "bfloat16"))
 ]
 
 
@@ -72,24 +82,40 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_policy(path, vocab_size=VOCAB, num_hidden_layers=4, initializer_range=0.1))
 
 
+def save_eagle(policy: str, path: Path, num_drafted: int | None, *, overflows: bool) -> tuple[str, dict[str, Tensor]]:
+    head = make_head(policy, seed=3, draft_vocab_size=num_drafted)
+    if overflows:  # finite weights, and logits that are infinite or no numbers
+        with torch.no_grad():
+            head.norm.weight.fill_(3e38)
+    return save_head(head, path), head.state_dict()
+
+
+def save_block(policy: str, path: Path, num_drafted: int | None, *, overflows: bool) -> tuple[str, dict[str, Tensor]]:
+    architecture = DSpark(num_layers=2, block_size=4, markov_rank=4)
+    drafter = make_drafter(policy, architecture=architecture, draft_vocab_size=num_drafted, seed=3)
+    if overflows:
+        with torch.no_grad():
+            dict(drafter.trainable_tensors())["norm.weight"].fill_(3e38)
+    return str(drafter.export(path)), dict(drafter.trainable_tensors())
+
+
 @pytest.fixture(scope="module", params=[*(pytest.param((case, ""), id=case) for case in CASES), *GRAPHS])
 def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     name, graphs_dtype = request.param
-    case, dtype = CASES[name], graphs_dtype or "float32"
+    case, dtype = (CASES | BLOCKS)[name], graphs_dtype or "float32"
     drafters: list[Drafter] = ["learned", *(("sibling", "ngram", "mixed") if case.get("siblings") else ())]
     is_alone = drafters == ["learned"]
-    head = make_head(policy, seed=3, draft_vocab_size=len(SOME) if is_alone else None)
-    if "overflows" in name:  # finite weights, and logits that are infinite or no numbers
-        with torch.no_grad():
-            head.norm.weight.fill_(3e38)
-    path = save_head(head, tmp_path_factory.mktemp("head"))
+    num_drafted, folder = len(SOME) if is_alone else None, tmp_path_factory.mktemp("head")
+    path, tensors = (
+        save_block(policy, folder, num_drafted) if name in BLOCKS else save_eagle(policy, folder, num_drafted, name)
+    )
     selector = ScriptedSelector(tuple(drafters), longest=3)
     speculation = Speculation(selector=selector, head=path, max_draft_tokens=3, steps_per_choice=1, **case)
     with engine_of(policy, speculation, max_num_seqs=128, enforce_eager=not graphs_dtype, dtype=dtype) as engine:
         parts = engine.inspect()
         parts.controller.alarm.window = 10**9  # the head is meant to be wrong
         if is_alone:  # other tokens than those it was loaded with
-            engine.update_drafter([*head.state_dict().items(), ("d2t", SOME)], 1)
+            engine.update_drafter([*tensors.items(), ("d2t", SOME)], 1)
         if graphs_dtype:
             assert parts.graphs is not None
             assert parts.engine.vllm_config.scheduler_config.async_scheduling

@@ -15,8 +15,12 @@ vLLM salts the noise of drafts, as its own rejection sampling must, and samples 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import wraps
+from math import inf
 from typing import Any
+
+import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
 from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
@@ -51,17 +55,45 @@ def sample_coupled(
     )
 
 
+def sample_block_coupled(speculator: Any, logits: Any, idx_map: Any, sample_pos: Any, step: int) -> Any:
+    """Return one draft of each block, likewise; stands in place of DSpark's `_sample_logits`."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    tokens = speculator.model.draft_id_to_target_id
+    if tokens is not None:  # the noise is that of the policy's tokens
+        whole = logits.new_full((len(logits), speculator.vocab_size), -inf)
+        own = torch.arange(len(tokens), device=tokens.device)
+        logits = whole.index_copy_(1, own + tokens, logits)
+    return gumbel_sample(
+        logits,
+        idx_map,
+        speculator.temperature,
+        speculator.seeds,
+        sample_pos - 1,
+        apply_temperature=True,
+        is_drafting=False,
+        use_fp64=speculator.use_fp64_gumbel,
+    )
+
+
 def _apply() -> Undo:
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-    sample = DraftModelSpeculator.sample_draft
+    def coupling(owner: Any, name: str, coupled: Any) -> Undo:
+        usual = getattr(owner, name)
 
-    @wraps(sample)
-    def sample_draft(speculator: Any, *args: Any, **kwargs: Any) -> Any:
-        is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
-        return (sample_coupled if is_coupled else sample)(speculator, *args, **kwargs)
+        @wraps(usual)
+        def sample(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+            is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
+            return (coupled if is_coupled else usual)(speculator, *args, **kwargs)
 
-    return replace(DraftModelSpeculator, "sample_draft", sample_draft)
+        return replace(owner, name, sample)
+
+    stack = ExitStack()
+    stack.callback(coupling(DraftModelSpeculator, "sample_draft", sample_coupled))
+    stack.callback(coupling(DSparkSpeculator, "_sample_logits", sample_block_coupled))
+    return stack.close
 
 
 PATCH = Patch(

@@ -9,6 +9,7 @@ It takes two short kernels a draft, within the CUDA graph where there is one.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -27,14 +28,22 @@ def finite(logits: Any) -> Any:
 
 def _apply() -> Undo:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-    compute = Eagle3LlamaForCausalLM.compute_logits
+    compute, sample = Eagle3LlamaForCausalLM.compute_logits, DSparkSpeculator._sample_logits
 
     @wraps(compute)
     def compute_finite(head: Any, *args: Any, **kwargs: Any) -> Any:
         return finite(compute(head, *args, **kwargs))
 
-    return replace(Eagle3LlamaForCausalLM, "compute_logits", compute_finite)
+    @wraps(sample)
+    def sample_finite(speculator: Any, logits: Any, *args: Any) -> Any:  # the token before has added to them
+        return sample(speculator, finite(logits), *args)
+
+    stack = ExitStack()
+    stack.callback(replace(Eagle3LlamaForCausalLM, "compute_logits", compute_finite))
+    stack.callback(replace(DSparkSpeculator, "_sample_logits", sample_finite))
+    return stack.close
 
 
 PATCH = Patch(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from tlt_lightning.speculation.eagle3_files import HEAD_PARTS, check_head, read_head
+from tlt_lightning.speculation.head_files import EAGLE3, check_head, read_head
 
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 40, "hidden_size": 16}
-NAMES = [f"{part.replace('layers.0.', 'midlayer.')}.weight" for part in HEAD_PARTS]
+NAMES = [f"{part.replace('layers.0.', 'midlayer.')}.weight" for part in EAGLE3.parts(1)]
 
 
 @pytest.mark.parametrize(("named", "draft_vocab_size"), [({}, 40), ({"draft_vocab_size": 24}, 24)])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_lightning.drafter.document_attention import Documents
+from tlt_lightning.drafter.architectures.document_attention import Documents
 from tlt_lightning.drafter.packing import Context, PackedBatch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Read EAGLE-3 heads on disk, and check that a head fits the policy."""
+"""Read draft heads on disk, and check that a head fits the policy."""
 
 from __future__ import annotations
 
@@ -9,21 +9,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HEAD_PARTS = (
-    *(f"layers.0.self_attn.{part}_proj" for part in "qkvo"),
-    *(f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
-    *(f"layers.0.{part}" for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
-    "norm",
-    "fc",
+_LAYER = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
 )
-"""Layers whose weights every head has in its files; vLLM starts with random ones, in silence, where files lack some."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKind:
+    """Describes the files of a kind of head.
+
+    vLLM starts with random weights, in silence, where files lack some.
+
+    Args:
+        method: vLLM's name of it, and a part of that of its class.
+        layer: Weights of each layer.
+        others: Weights beside the layers.
+        layer_ids: Where `speculators` keeps the layers of the policy that it reads.
+    """
+
+    method: str
+    layer: tuple[str, ...]
+    others: tuple[str, ...]
+    layer_ids: str
+
+    def parts(self, num_layers: int) -> tuple[str, ...]:
+        """Return the layers whose weights every such head has in its files."""
+        return (*(f"layers.{index}.{part}" for index in range(num_layers) for part in self.layer), *self.others)
+
+
+EAGLE3 = HeadKind("eagle3", (*_LAYER, "hidden_norm"), ("norm", "fc"), "eagle_aux_hidden_state_layer_ids")
+DSPARK = HeadKind(
+    "dspark",
+    (*_LAYER, "self_attn.q_norm", "self_attn.k_norm"),
+    ("norm", "fc", "hidden_norm", "markov_head.markov_w1", "markov_head.markov_w2"),
+    "aux_hidden_state_layer_ids",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Describes the policy that an EAGLE-3 head saved at `path` expects.
+    """Describes a head saved at `path`, and the policy that it expects.
 
     Args:
+        kind: Kind of head.
+        num_layers: Its own layers.
+        most_drafts: Tokens that it drafts in a pass, and at most; None for one a pass, and any number.
         vocab_size: Size of the vocabulary that the head reads.
         draft_vocab_size: Size of the vocabulary that the head writes; the same, or smaller with a map back.
         target_hidden_size: Width of the hidden states that the head reads.
@@ -32,6 +64,9 @@ class HeadShape:
     """
 
     path: str
+    kind: HeadKind
+    num_layers: int
+    most_drafts: int | None
     vocab_size: int
     draft_vocab_size: int
     target_hidden_size: int
@@ -43,23 +78,28 @@ def read_head(path: str) -> HeadShape:
     """Read the head at `path`, in the format of vLLM or `speculators`, or raise ValueError."""
     config_path = Path(path) / "config.json"
     if not config_path.is_file():
-        raise ValueError(f"`head` {path!r} has no config.json; give the directory of an EAGLE-3 head.")
+        raise ValueError(f"`head` {path!r} has no config.json; give the directory of a draft head.")
     with _readable(path):
         config = json.loads(config_path.read_text())
         architectures = config.get("architectures") or []
-    if not any("eagle3" in name.lower() for name in architectures):
+    kinds = [kind for kind in (EAGLE3, DSPARK) if any(kind.method in name.lower() for name in architectures)]
+    if not kinds:
         raise ValueError(
-            f"`head` {path!r} holds {architectures}, not an EAGLE-3 head (LlamaForCausalLMEagle3, or "
-            "Eagle3DraftModel as `speculators` saves it)."
+            f"`head` {path!r} holds {architectures}, neither an EAGLE-3 head (LlamaForCausalLMEagle3, or "
+            "Eagle3DraftModel as `speculators` saves it) nor its DSparkDraftModel."
         )
     with _readable(path):
         layer = config.get("transformer_layer_config", config)  # `speculators` nests the Llama part
         vocab_size = int(layer["vocab_size"])
         nested = config.get("eagle_config") or {}
-        named = config.get("eagle_aux_hidden_state_layer_ids")
+        named = config.get(kinds[0].layer_ids)
         layer_ids = named or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+        block_size = config.get("block_size")
         return HeadShape(
             path=path,
+            kind=kinds[0],
+            num_layers=int(layer.get("num_hidden_layers", 1)),
+            most_drafts=block_size and block_size - (not config.get("sample_from_anchor")),
             vocab_size=vocab_size,
             draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
@@ -95,7 +135,9 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append("no weights in *.safetensors or pytorch_model*.bin")
     elif head.draft_vocab_size < head.vocab_size and "d2t" not in head.tensors:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens without `d2t`, the map back to tokens")
-    elif missing := sorted({f"{part}.weight" for part in HEAD_PARTS} - set(map(canonical_name, head.tensors))):
+    elif missing := sorted(
+        {f"{part}.weight" for part in head.kind.parts(head.num_layers)} - set(map(canonical_name, head.tensors))
+    ):
         faults.append(f"its files lack {', '.join(missing)}")
     elif broken := _not_finite(head.path):
         faults.append(f"its files hold NaN or infinite numbers, in {', '.join(broken)}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt_lightning.drafter.document_attention import Documents, attend_in_documents
+from tlt_lightning.drafter.architectures.document_attention import Documents, attend_in_documents
 
 LENGTHS, ROWS = (37, 5, 1, 60), 128  # the pack is not full
 SEEN = {1: 21, 3: 70}  # entries before a document that is a later piece of a sequence
