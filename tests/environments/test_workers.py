@@ -1,9 +1,13 @@
 """Calls beside the engine: threads that serve again, and what counts as late."""
 
+import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from tlt_lightning.environments.workers import EnvironmentWorkers
 
@@ -53,6 +57,24 @@ def test_an_answer_that_came_in_time_counts_though_the_loop_was_busy() -> None:
     workers.submit(1, job(hold_up))
     assert results(workers, 2)[0] == "in time"
     workers.close()
+
+
+def test_what_is_under_way_at_the_end_is_given_up_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    workers, is_over = EnvironmentWorkers(30.0), threading.Event()
+    for key, method in enumerate((is_over.wait, lambda: asyncio.sleep(30))):
+        workers.submit(key, workers.call(method))
+    time.sleep(0.2)
+    loop = workers._loop
+    workers.close()
+    assert loop is not None
+    for _ in range(100):
+        if loop.is_closed():
+            break
+        time.sleep(0.1)
+    assert loop.is_closed()
+    is_over.set()
+    gc.collect()
+    assert caplog.text == ""  # no task is destroyed while it is pending
 
 
 def test_a_call_that_hangs_leaves_its_thread_to_itself() -> None:

@@ -78,7 +78,7 @@ class EnvironmentWorkers:
             self._threads = CallThreads()
             self._loop.call_soon(self._show_life, self._loop)
             self._beat = time.monotonic()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True).start()
         self._open.add(key)
         asyncio.run_coroutine_threadsafe(self._run(key, job), self._loop)
 
@@ -185,3 +185,13 @@ class EnvironmentWorkers:
         lost = [(key, late) for key in self._open]
         self.close()
         return lost
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then end what is left on it."""
+    loop.run_forever()
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(left, timeout=_GRACE))
+    loop.close()
