@@ -147,15 +147,9 @@ async def serve(game: Classic | Tasks, out: TextIO, stalled: float = 60.0) -> No
             await asyncio.sleep(min(1.0, stalled / 4))
 
 
-def saying() -> TextIO:
-    """Return where the port is said: the standard output, which whatever an environment prints no longer reaches."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return out
-
-
 if __name__ == "__main__":
-    out = saying()
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever an environment prints
     sys.path.append(os.getcwd())
     game = (Classic if find_spec("verifiers.envs") else Tasks)(sys.argv[1], json.loads(sys.argv[2]))
-    asyncio.run(serve(game, out))
+    asyncio.run(serve(game, said))

@@ -1,11 +1,10 @@
 """Take prompts from `reasoning-gym`, and score their answers by its verifiers (arXiv 2505.24760)."""
 
+from collections import UserList
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any
-
-from typing_extensions import override
 
 from tlt_lightning.arguments import Count, CountOrZero, checked
 from tlt_lightning.data.rows import Row, RowSource
@@ -15,7 +14,7 @@ MAX_DRAWS = 20
 """Entries drawn for each row that is wanted, before the task is taken to have no more questions."""
 
 
-class ReasoningGym(RowSource):
+class ReasoningGym(UserList[Row], RowSource):
     """Holds distinct questions of a procedural task; the same for the same arguments.
 
     Rows have the columns `prompt`, `answer` and `metadata`. As no question comes twice, slices of one source are
@@ -53,15 +52,7 @@ class ReasoningGym(RowSource):
                 f"`size` {size} is more than task {task!r} has to ask: {len(rows)} distinct questions in "
                 f"{num_draws} draws; lower `size`, or widen `config`."
             )
-        self._rows = list(rows.values())
-
-    @override
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @override
-    def __getitem__(self, index: int) -> Row:
-        return self._rows[index]
+        super().__init__(rows.values())
 
 
 def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
