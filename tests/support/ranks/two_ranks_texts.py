@@ -1,4 +1,4 @@
-"""Run by test_supervised_ranks.py, once per rank: a run on given texts under a strategy."""
+"""Run by test_supervised_ranks.py, once per rank: a run on given texts, a head along, under a strategy."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ import lightning as L
 import torch
 
 from tests.support.rl_runs import make_module, make_trainer, weights
-from tlt_lightning import SupervisedDataModule
+from tlt_lightning import DrafterModule, SupervisedDataModule, SupervisedDrafterCallback
 from tlt_lightning.objectives import SFT
 
 ROWS = [{"prompt": f"{i % 9} + {i % 7} =", "answer": f"{i % 5} {'8 ' * (i % 4)}"} for i in range(21)]
@@ -22,11 +22,13 @@ def main(policy: str, out: str, strategy: str, ckpt_path: str = "") -> None:
     data = SupervisedDataModule(ROWS, ROWS[:7], batch_size=4, steps_per_epoch=3, micro_batch_tokens=tokens)
     checkpoints = {"enable_checkpointing": True, "limit_val_batches": 1.0, "gradient_clip_val": 0.5}
     ranks = {"strategy": strategy, "devices": 1 if strategy == "auto" else 2}
-    trainer = make_trainer(Path(out), max_epochs=3 if ckpt_path else 2, **checkpoints, **ranks)
+    along = SupervisedDrafterCallback(DrafterModule(policy), pack_tokens=128, buffer_gib=0.01)
+    trainer = make_trainer(Path(out), along, max_epochs=3 if ckpt_path else 2, **checkpoints, **ranks)
     trainer.fit(module, data, ckpt_path=ckpt_path or None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     named = {
         **weights(module),
+        **{f"head.{name}": tensor.clone() for name, tensor in along.training.weights().items()},
         **{name: torch.tensor(metrics[name]) for name in ("train/loss", "train/tokens", "val/loss")},
     }
     torch.save(named, Path(out) / f"weights{trainer.global_rank}.pt")
