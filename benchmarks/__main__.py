@@ -29,6 +29,7 @@ BENCHMARKS = {
     "warm_up": "benchmarks.micro.warm_up",
     "stage_fusion": "benchmarks.micro.stage_fusion",
     "forecast": "benchmarks.micro.forecast",
+    "ray_throughput": "benchmarks.micro.ray_throughput",
     "schedules": "benchmarks.schedules.run",
 }
 
