@@ -1,6 +1,7 @@
 """What is said before anything loads, and what a run leaves behind."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.cheap_engine import CheapEngine
+from tests.support.ranks.rank_processes import run_ranks
 from tlt_lightning import RayEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import remote_host
@@ -44,6 +46,20 @@ def test_a_killed_trainer_leaves_no_engine() -> None:
     while (left := [line for line in processes_with(mark) if "EngineHost" in line]) and time.monotonic() < deadline:
         time.sleep(0.25)
     assert left == []
+
+
+def test_ranks_write_with_engines_of_their_own_and_rank_zero_ends_the_cluster_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)  # as a user has it: Ray then authenticates
+    ended = run_ranks("tests.support.ray.two_ranks", tmp_path, str(tmp_path))
+    assert ended.statuses == [0, 0], ended.stderr[-3000:]
+    (first, first_end), (second, second_end) = (
+        json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert (first, second) == ([8], [11, 12])  # the prompt, and the sum of the rank's weights
+    assert first_end > second_end - 1
 
 
 def test_too_many_engines_are_refused_by_what_is_free(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
