@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from tests.support.ray.faulty_engine import DEADLY, FAULTY, FaultyEngine
+from tests.support.ray.faulty_engine import DEADLY, FAULTY, FaultyEngine, SlowToLoad
 from tlt_lightning import RayEngine, Request, Response, RolloutProgress, Sampling
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import fleet, remote_host, snapshot
@@ -52,6 +52,13 @@ def engine(cluster: None) -> Iterator[RayEngine]:
 def failing(cluster: None) -> Iterator[RayEngine]:
     engine = make()
     yield engine
+    engine.close()
+
+
+def test_loading_is_in_no_stage(cluster: None) -> None:
+    engine = RayEngine(SlowToLoad())
+    engine.setup("", max_model_len=32, seed=0)
+    assert sum(seconds for stages in engine.take_laps().values() for _, seconds in stages) < 1
     engine.close()
 
 

@@ -90,6 +90,7 @@ def test_greedy_text_is_the_in_process_engines(policy_path: str, engine: RayEngi
         texts.append({response.request_id: [*response.token_ids] for response in responses})
     own.close()
     assert texts[0] == texts[1]
+    assert {own.weight_dtype, *(host.report.weight_dtype for host in engine._live.hosts)} == {"float32"}
 
 
 class Slow(RolloutCallback):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Collection, Sequence
 
 from benchmarks.common.cheap_engine import CheapEngine
@@ -18,3 +19,8 @@ class FaultyEngine(CheapEngine):
         if FAULTY in prompts:
             raise ValueError(f"token {FAULTY} is beyond me")
         super().add(requests)
+
+
+class SlowToLoad(CheapEngine):
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        time.sleep(1.5)

@@ -118,6 +118,7 @@ class RayEngine(RolloutEngine):
         names = [f"Engine {rank * number + index}" for index in range(number)]
         self._fleet = Fleet(self.engine, names, gpus, wanted)
         self.compute_dtype = self._fleet.hosts[0].report.compute_dtype
+        self.take_laps()  # loading belongs to no iteration
 
     @override
     def take_laps(self) -> Mapping[str, Sequence[tuple[str, float]]]:
