@@ -106,9 +106,8 @@ def setup(request: pytest.FixtureRequest, policy: str, tmp_path_factory: pytest.
     drafters: list[Drafter] = ["learned", *(("sibling", "ngram", "mixed") if case.get("siblings") else ())]
     is_alone = drafters == ["learned"]
     num_drafted, folder = len(SOME) if is_alone else None, tmp_path_factory.mktemp("head")
-    path, tensors = (
-        save_block(policy, folder, num_drafted) if name in BLOCKS else save_eagle(policy, folder, num_drafted, name)
-    )
+    save = save_block if name in BLOCKS else save_eagle
+    path, tensors = save(policy, folder, num_drafted, overflows="overflows" in name)
     selector = ScriptedSelector(tuple(drafters), longest=3)
     speculation = Speculation(selector=selector, head=path, max_draft_tokens=3, steps_per_choice=1, **case)
     with engine_of(policy, speculation, max_num_seqs=128, enforce_eager=not graphs_dtype, dtype=dtype) as engine:
