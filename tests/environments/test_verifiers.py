@@ -164,7 +164,7 @@ def test_the_librarys_tool_answers_a_call(installed: VerifiersEnvironment, tmp_p
     call = f'Let me see. <tool_call>{{"name": "{name}", "arguments": {{"a": 1, "b": 9}}}}</tool_call><|im_end|>'
     said: list[list[int]] = [tokenizer(text)["input_ids"] for text in (call, call, "10 it is<|im_end|>")]
     turns = Turns(tokenizer, tokenizer.chat_template)
-    engine, ended = play(installed, turns, said, seconds=60.0)
+    engine, ended = play(installed, turns, said, seconds=200.0)
     response, trajectory = ended[1]
     assert trajectory.talk.error is None
     assert name in tokenizer.decode(trajectory.prompt.ids)
@@ -186,7 +186,7 @@ def test_what_the_library_records_is_what_is_trained_on(
         train=source,
         val=None,
         environment=environment,
-        turns=TurnLimits(tokens=4, seconds=90.0, waits=True),
+        turns=TurnLimits(tokens=4, seconds=200.0, waits=True),
         sampling=Sampling(max_tokens=24),
         prompts_per_iteration=2,
     )
