@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tlt_lightning.environments.environments import Environments
-from tlt_lightning.environments.examples import Calculator
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.policy import load_tokenizer
+from tlt_lightning.recipes.environments import Calculator
 
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
 ANY_POLICY = str(Path(__file__).parent / "countdown/policy")

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from tlt_lightning.environments.verifiers_program import serve
+from tlt_lightning.recipes.assets.verifiers_program import serve
 
 CALL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 

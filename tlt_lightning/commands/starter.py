@@ -14,7 +14,7 @@ import yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CALLBACKS = Path(__file__).parents[1] / "gallery"
-ENVIRONMENTS = Path(__file__).parents[1] / "environments/examples.py"
+ENVIRONMENTS = Path(__file__).parents[1] / "recipes/environments.py"
 
 REWARD = '''"""Rewards of your own; `mine.yaml` names them."""
 
@@ -109,7 +109,7 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
         policy = (settings.get("model") or {}).get("policy", policy)
         given = data.get("environment") or {"class_path": ""}
         module, _, name = given["class_path"].rpartition(".")
-        if module == "tlt_lightning.environments.examples":
+        if module == "tlt_lightning.recipes.environments":
             environment = ENVIRONMENT.format(name=name, arguments=json.dumps(given.get("init_args", {})))
             shutil.copyfile(ENVIRONMENTS, folder / "my_environment.py")
     for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):

@@ -16,7 +16,7 @@ from tlt_lightning.arguments import checked
 from tlt_lightning.environments.turn import Turn
 from tlt_lightning.environments.turns import Message
 
-PROGRAM = Path(__file__).with_name("verifiers_program.py")
+PROGRAM = Path(__file__).parents[1] / "recipes/assets/verifiers_program.py"  # of the Python that has the library
 
 _DECIDED_HERE = ("model", "messages", "tools", "stream", "stream_options")  # what a request says besides is refused
 _LARGEST = 2**30  # bytes of a line

@@ -1,4 +1,4 @@
-"""Environments of the recipes: a game in words, a calculator, a Python that tests code."""
+"""Environments of the recipes: a game in words, a calculator, a Python that tests code; `init` copies them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import Sampling
 from tlt_lightning.commands.starter import RECIPES
 from tlt_lightning.environments.environments import Environments
-from tlt_lightning.environments.examples import Calculator, CodeTester, CountdownTries
+from tlt_lightning.recipes.environments import Calculator, CodeTester, CountdownTries
 
 PAGE = (Path(__file__).parents[2] / "docs/your_environment.md").read_text()
 
