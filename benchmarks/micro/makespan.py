@@ -46,7 +46,7 @@ def costs_of(step_ms: Mapping[str, float], acceptance: float) -> tuple[Array, Ar
     return costs[0], np.min(list(costs.values()), axis=0)
 
 
-def seconds_of(lengths: Sequence[int], cost: Array) -> float:
+def seconds_of(lengths: Sequence[int] | Array, cost: Array) -> float:
     """Return the seconds in which an engine writes responses of these lengths that begin at once."""
     ordered = np.sort(lengths)
     return float(np.diff(ordered, prepend=0) @ cost[np.arange(len(ordered), 0, -1)]) / 1e3

@@ -49,7 +49,7 @@ def start(policy: str, head: str | None, tiny: bool, began: float) -> dict[str, 
         return seconds[part]
 
     model = load_policy(policy, lora=None if tiny else LoRA(rank=8, base_dtype="bfloat16"))
-    model.to("cpu" if tiny else "cuda")
+    model.to("cpu" if tiny else "cuda")  # type: ignore[arg-type]
     note("policy on the device")
     speculation = Speculation(
         head=head, siblings=head is None, selector=CostModelSelector(drafters=("learned" if head else "sibling",))

@@ -76,8 +76,8 @@ class ServedHead:
     def push(self, publisher: DrafterPublisher) -> None:
         """Give the engine the published weights, with the tokens that they draft."""
         assert self._engine is not None, "used before `attach`"
-        is_new = publisher.version > self.version and publisher.quality is not None
-        accepted = publisher.quality.accepted if is_new else None
+        quality = publisher.quality if publisher.version > self.version else None
+        accepted = None if quality is None else quality.accepted
         self.version = publisher.version
         d2t = None if self.drafter.head is None else self.drafter.head.d2t
         tokens = [] if d2t is None else [("d2t", d2t)]

@@ -80,7 +80,7 @@ class RayEngine(RolloutEngine):
 
     @property
     @override
-    def speculation(self) -> Any:  # type: ignore[override]
+    def speculation(self) -> Any:
         """That of each engine."""
         return self.engine.speculation
 

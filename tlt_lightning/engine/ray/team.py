@@ -192,7 +192,7 @@ def _call(method: str | None, arguments: Sequence[Any], named: dict[str, Any]) -
 
 def _end_with(followers: Sequence[Any], name: str) -> None:
     """End this process as soon as another one ends, for it would wait for it in a collective; Ray begins all anew."""
-    ended, _ = ray.wait(followers)
+    ended, _ = ray.wait([*followers])
     try:
         ray.get(ended)
     except RayActorError as death:
