@@ -217,11 +217,6 @@ def test_a_schedule_with_a_state() -> None:
         ("on_rollout_finished", lambda *_: None, r"is no hook.*hooks are .*on_rollout_end, "),
         ("on_weight_synced", lambda *_: None, r"is no hook.*on_weights_synced"),
         ("on_hidden_state", lambda *_: None, r"is no hook.*on_hidden_states"),
-        (
-            "on_rollout_idle",
-            lambda self, t, m, window: [window.is_open() for _ in range(30)],
-            "went on in a closed window",
-        ),
     ],
 )
 def test_a_hook(name: str, method: Any, message: str, policy_path: str) -> None:
@@ -354,10 +349,6 @@ def warmer(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
         (
             {"generate": lambda self, *a, seed, **k: TransformersEngine.generate(self, *a, seed=0, **k)},
             "generate` wrote the same text with another `seed`",
-        ),
-        (
-            {"generate": lambda self, *a, on_progress, **k: TransformersEngine.generate(self, *a, **k)},
-            r"generate` ended with \[\] for `on_progress`",
         ),
         (
             {"generate": lambda self, *a, **k: [torch.rand(1), *write(self, *a, **k)][1:]},

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_lightning.ranks.joined_ranks import count_ranks
-
 WAY_OUT = (
     "`data.engine: tlt_lightning.TransformersEngine` rolls out with the trainer's own model, slower, if its logits are "
     "the output of its head alone"
@@ -89,13 +87,3 @@ def check_head_size(policy: str, supported: Sequence[int]) -> None:
 def head_size(config: Any) -> int:
     """Return the size of an attention head of a Hugging Face config; many leave it to the division."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def check_split(num_ranks: int) -> None:
-    """Raise ValueError unless the run's ranks split into engines of `num_ranks`."""
-    world_size = count_ranks()
-    if world_size % num_ranks:
-        raise ValueError(
-            f"`tensor_parallel` {num_ranks} makes one engine of so many neighbouring ranks, and does not divide the "
-            f"{world_size} of this run: start more (`Trainer(devices=..., strategy='ddp')`), or choose a divisor."
-        )

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import ROLLOUT_HOOKS, RolloutCallback
+from tlt_lightning.hooks import ROLLOUT_HOOKS
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.module import RLModule
 from tlt_lightning.objectives import GRPO
-from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.rewards.term import RewardTerm
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.testing.plugin import POLICY, named, saved
@@ -44,26 +43,8 @@ class _WatchedLog(IterationLog):
         self.is_callbacks = False
 
 
-class _IdleWorker(RolloutCallback):
-    """Gives a callback an idle window as though another worker still wrote, and closes it after some questions."""
-
-    def __init__(self, callback: Any) -> None:
-        self.callback = callback
-
-    def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Any) -> None:
-        answers = [False, *[True] * 20]
-
-        def is_open() -> bool:
-            who = named(self.callback, "on_rollout_idle")
-            assert answers, f"{who} went on in a closed window: return as soon as `window.is_open()` is False."
-            return answers.pop()
-
-        if trainer.training and hasattr(self.callback, "on_rollout_idle"):
-            self.callback.on_rollout_idle(trainer, pl_module, IdleWindow(is_open, num_waiting_for=1))
-
-
 def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
-    """Check a callback in a run of two iterations with validation, and with an idle window in each.
+    """Check a callback in a run of two iterations with validation.
 
     Args:
         callback: Fresh from its constructor; the run is its own.
@@ -76,7 +57,7 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
     own = [name for name in dir(type(callback)) if name.startswith("on_")]
     for name in own:
         setattr(callback, name, partial(log.call, getattr(callback, name)))
-    _fit(log, [callback, _IdleWorker(callback)], policy)
+    _fit(log, callback, policy)
     for name in own:
         delattr(callback, name)
     both = sorted(log.names[True] & log.names[False])
@@ -87,7 +68,7 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
     assert is_loaded, f"{named(callback, 'load_state_dict')} leaves another state than it was given: load all of it."
 
 
-def _fit(log: IterationLog, callbacks: list[L.Callback], policy: str) -> None:
+def _fit(log: IterationLog, callback: L.Callback, policy: str) -> None:
     module = RLModule(policy, GRPO(), optimizer=partial(torch.optim.AdamW, lr=1e-4))
     module.iteration_log = log
     rows: Any = [{"prompt": f"make {7 * i} from 7 {i} :", "answer": 7 * i} for i in range(2, 6)]
@@ -97,5 +78,5 @@ def _fit(log: IterationLog, callbacks: list[L.Callback], policy: str) -> None:
     data = RolloutDataModule([reward], rows, rows, TransformersEngine(), **sizes)
     off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with tempfile.TemporaryDirectory() as root:
-        trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, max_epochs=2, default_root_dir=root, **off)
+        trainer = L.Trainer(accelerator="cpu", callbacks=[callback], max_epochs=2, default_root_dir=root, **off)
         trainer.fit(module, data)

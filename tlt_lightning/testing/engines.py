@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
+from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import TOLERANCES
 from tlt_lightning.engine.requests import expected
 from tlt_lightning.policy import PolicyWeights, causal_lm, end_token_ids, load_policy, load_tokenizer
@@ -146,21 +146,9 @@ def new_weights_write_the_next_response(case: EngineCase) -> None:
     case.push()
 
 
-def progress_counts_every_request_and_token(case: EngineCase) -> None:
-    """`on_progress` is called after each step, and its numbers add up."""
-    seen: list[RolloutProgress] = []
-    lengths = [len(response.token_ids) for response in case.write(on_progress=seen.append)]
-    found = [(each.total, each.finished, each.tokens, each.longest) for each in seen]
-    assert found[-1:] == [(12, 12, sum(lengths), max(lengths))], (
-        f"{case.who} ended with {seen[-1:]} for `on_progress`, having written 12 responses of {sum(lengths)} tokens, "
-        f"{max(lengths)} in the longest: count what is written, and call it after each step."
-    )
-
-
 DUTIES: tuple[Callable[[EngineCase], None], ...] = (
     responses_end_where_they_must,
     logps_are_those_of_the_distribution_sampled_from,
     the_seed_decides_the_text,
     new_weights_write_the_next_response,
-    progress_counts_every_request_and_token,
 )

@@ -99,7 +99,7 @@ def test_layers_compute_in_8_bit_with_the_newest_weights_though_an_update_broke(
     quantization = Quantization(layers_in_16_bit=["model.layers.0.*"])
     with engine_of(policy, None, dtype="bfloat16", quantization=quantization) as engine:
         assert engine.compute_dtype == "fp8"
-        assert re.search(r"Layers in fp8: mlp.down_proj: 3 .* by \w+LinearKernel; in 16 bit: embed", caplog.text)
+        assert re.search(r"Layers in fp8: mlp.down_proj: 3 .*; in 16 bit: embed", caplog.text)
         before = write(engine, siblings(prompts=[PROMPT]))
         addresses = [each.data_ptr() for each in engine.inspect().model_runner.get_model().parameters()]
         with torch.no_grad():

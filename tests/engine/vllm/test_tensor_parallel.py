@@ -22,7 +22,6 @@ from tests.support.speculation_engines import (
     save_trained_head,
     siblings,
 )
-from tlt_lightning.engine.architectures import check_split
 from tlt_lightning.rollout import Sampling
 
 pytestmark = pytest.mark.vllm
@@ -120,8 +119,3 @@ def test_two_gpus_write_what_the_policy_finds_likeliest(tmp_path: Path) -> None:
     prompts = [list(request.prompt_ids) for request in siblings()]
     assert all(greedy_gap(policy, prompts, texts) < TOLERANCE for texts in found["texts"])
     assert found["stats"]["speculation/acceptance_length"] > 1.3
-
-
-def test_ranks_that_do_not_split_into_engines_are_refused_before_anything_loads() -> None:
-    with pytest.raises(ValueError, match="does not divide the 1 of this run"):
-        check_split(2)

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, Positive, checked
-from tlt_lightning.engine.architectures import check_architecture, check_head_size, check_split
+from tlt_lightning.engine.architectures import check_architecture, check_head_size
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.planned_memory import gpu_bytes, planned_memory, step_tokens
 from tlt_lightning.engine.progress_counter import ProgressCounter
@@ -137,7 +137,6 @@ class VLLMEngine(RolloutEngine):
         self._shapes = policy_shapes(policy)
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
-        check_split(self.num_ranks)
         internals.set_environment()
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)

@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from typing import Any, Literal
 
 from tlt_lightning.arguments import checked
-from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 
 log = logging.getLogger(__name__)
@@ -70,21 +69,8 @@ class Quantization:
             return str(reach(engine, "vllm_config.model_config.dtype")).split(".")[1]
         quantized = "; ".join(reach(engine, "vllm_config.quant_config.quantized_layer_summaries"))
         kept = "".join(f", {pattern}" for pattern in self.layers_in_16_bit)
-        log.info(
-            "Layers in fp8: %s, multiplied by %s; in 16 bit: embedding, norms, head%s",
-            quantized,
-            ", ".join(_kernels(engine)),
-            kept,
-        )
+        log.info("Layers in fp8: %s; in 16 bit: embedding, norms, head%s", quantized, kept)
         return self.weights
-
-
-def _kernels(engine: Any) -> list[str]:
-    """Return the names of vLLM's kernels in a live engine's layers of 8 bit."""
-    modules = internals.live_model(engine).modules()
-    methods = [getattr(module, "quant_method", None) for module in modules]
-    kernels = [getattr(method, "fp8_linear", None) for method in methods]
-    return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
