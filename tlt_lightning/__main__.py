@@ -13,24 +13,11 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import tlt_lightning
 
-HELP = """\
-usage: python -m tlt_lightning COMMAND [options]
-
-commands:
-  fit        train a policy:     fit -c recipes/quickstart.yaml
-  validate   measure accuracy on held-out prompts, with `--ckpt_path` that of a checkpoint
-  predict    write responses to the held-out prompts into a file
-  drafter    train a draft head: drafter fit -c recipes/drafter_warmup.yaml
-  export     write the policy of a checkpoint as a Hugging Face directory
-  recipes    list the recipes that come with the package
-  init       write a folder to start from: init my-run --recipe quickstart
-
-Options of a command: `fit --help`; of a class: `fit --model.objective.help GRPO`. This version: `--version`.
-Environment: TLT_TRACEBACK=1 shows where errors come from, VLLM_LOGGING_LEVEL=WARNING what vLLM warns of.
-"""
+HELP = Path(__file__).with_name("commands").joinpath("help.txt").read_text()
 
 COMMANDS = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
 MEANT = {"train": "fit", "test": "validate", "evaluate": "validate", "generate": "predict"}

@@ -16,13 +16,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 CALLBACKS = Path(__file__).parents[1] / "gallery"
 ENVIRONMENTS = Path(__file__).parents[1] / "recipes/environments.py"
 
-REWARD = '''"""Rewards of your own; `mine.yaml` names them."""
-
-
-def brevity(prompt: str, response: str, row: dict) -> float:
-    """Score short responses higher: 1 for no character, 1/2 for 200. `row` is the prompt's line of the data file."""
-    return 200 / (200 + len(response))
-'''
+REWARD = Path(__file__).parents[1] / "recipes/assets/my_reward.py"
 MINE = """\
 # Yours. It is read last, so what it says counts; every option: python -m tlt_lightning fit --help
 {policy}data:
@@ -126,7 +120,7 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     own = prompts + environment + REWARDS if has_rewards else TEXTS + prompts
     (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
     if has_rewards:
-        (folder / "my_reward.py").write_text(REWARD)
+        shutil.copyfile(REWARD, folder / "my_reward.py")
     mine = re.compile("python -m tlt_lightning (?!drafter)")  # a draft head has neither prompts nor rewards
     return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
 

@@ -15,22 +15,7 @@ from tlt_lightning.guard.files import set_aside
 
 log = logging.getLogger(__name__)
 
-_README = """# Draft head for {target}
-
-A head of the kind `{method}`: it drafts tokens that `{target}` then verifies, which changes its speed and nothing else.
-
-    vllm serve {target} --speculative-config \\
-      '{{"method": "{method}", "model": "<this directory>", "num_speculative_tokens": {num_draft_tokens}}}'
-
-A head that learned while its target was trained drafts for the policy that came out of it: then serve that one, as
-`python -m tlt_lightning export` writes it, in the place of `{target}`.
-
-It reads layers {layer_ids}, drafts {vocabulary}, and shares the embedding{head} of its target, which vLLM fills in.
-
-## Measured acceptance
-
-{acceptance}
-"""
+_README = Path(__file__).with_name("head_readme.md").read_text()
 
 _TABLE = """On {num_steps} engine steps of held-out text of its target, retraced with {rule}:
 **{length:.2f} tokens per step** with {num_draft_tokens} drafted (1 without drafting, {best} at best).
