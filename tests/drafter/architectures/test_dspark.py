@@ -83,6 +83,13 @@ def test_blocks_in_packs_and_pieces_are_those_of_each_text_alone(drafter: Drafte
             torch.testing.assert_close(features[is_its[: len(features)]], expected, atol=1e-5, rtol=1e-4)
 
 
+def test_a_pack_of_a_prompt_alone_is_judged_by_nothing(drafter: DrafterModule) -> None:
+    batch = alone(random_sequence(100, 100), 128)
+    assert not batch.loss_mask.any()
+    assert drafter.measure(batch).count_nonzero() == 0
+    assert drafter.loss(batch)[0] == 0
+
+
 @pytest.mark.parametrize(("anchors", "used"), [(512, 98), (50, 49), (10, 10)])
 def test_a_training_step_drafts_from_entries_at_even_distances(policy_path: str, anchors: int, used: int) -> None:
     drafter = dspark(policy_path, anchors=anchors)

@@ -45,3 +45,9 @@ def test_floating_tensors_travel_in_the_engines_type_if_that_is_smaller(cluster:
     assert found["whole"].dtype == torch.int64
     assert dict(SnapshotWriter().write(TENSORS.items(), 0, torch.float32).result())["half"].dtype == torch.bfloat16
     assert torch.equal(found["float"], TENSORS["float"].to(torch.bfloat16))
+
+
+def test_checksums_of_tensors_of_several_devices_travel_together() -> None:
+    tensors = [("published", torch.ones(2)), ("policy's rows", torch.ones(2, device="meta"))]
+    (_, _), (_, _), (name, checksums) = snapshot._with_checksums(tensors, None)
+    assert (name, checksums.device.type, len(checksums)) == ("", "meta", 2)

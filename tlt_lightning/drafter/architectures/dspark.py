@@ -138,7 +138,8 @@ class DSpark(DraftArchitecture):
         result, total = Predictions(torch.zeros_like(weights), agrees, agrees.clone()), weights.new_zeros(())
         if rows is None:
             rows = (batch.loss_mask[0] | (weights > 0).any(0)).nonzero()[:, 0]
-        for part in rows.split(max(1, _ROWS // head.block_size)):
+        # A pack of a prompt alone has no rows.
+        for part in rows.split(max(1, _ROWS // head.block_size)) if len(rows) else ():
             features = draft(head, batch, part)[:, 1 : num_steps + 1].transpose(0, 1)  # (K, n, H)
             places = part + torch.arange(num_steps, device=part.device)[:, None]  # (K, n)
             places = places.clamp(max=num_entries - 1)  # what is behind the pack counts nowhere

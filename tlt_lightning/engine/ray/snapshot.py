@@ -140,8 +140,8 @@ def _with_checksums(named_tensors: NamedTensors, dtype: torch.dtype | None) -> N
         sent = tensor.detach().to(dtype if is_smaller else tensor.dtype).contiguous()
         checksums.append(_checksum(sent))
         yield name, sent
-    if checksums:
-        yield _CHECKSUMS, torch.stack(checksums)
+    if checksums:  # on one device: a drafter's published weights lie on the host, its policy's rows do not
+        yield _CHECKSUMS, torch.stack([each.to(sent.device) for each in checksums])
 
 
 def _put(group: list[tuple[TensorRecord, Any]]) -> tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]:
