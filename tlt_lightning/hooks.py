@@ -53,8 +53,9 @@ class RolloutCallback(L.Callback):
         """
 
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: RolloutBatch) -> None:
-        """Read this rank's whole batch in training, advantages and log-probs filled in.
+        """Read the whole batch that this rank learns from, advantages and log-probs filled in.
 
+        Its groups were dealt over the ranks anew: they are not those that `on_rollout_end` has shown here.
         `old_logps` is None where the iteration takes one optimizer step and nothing asks for them before it.
         """
 

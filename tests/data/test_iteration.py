@@ -1,5 +1,6 @@
 """One iteration of one of two ranks, with a collector that answers at once and a module that scores nothing."""
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
-from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch
+from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.history import Answered, AnswerHistory
 from tlt_lightning.schedules.under_way import RolloutUnderWay
@@ -193,19 +194,31 @@ def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() ->
 
 
 def test_groups_are_dealt_anew_so_that_ranks_learn_from_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = replace(PROMPTS[0], row={"check": lambda text: True})  # as a source of rows may have it
+
     def group(number: int, *lengths: int) -> list[Rollout]:
-        responses = [Response(0, [9] * length, [-1.0] * length, "stop", (0,)) for length in lengths]
-        return [Rollout(PROMPTS[0], response, f"{number}", number) for response in responses]
+        responses = [Response(0, [9] * length, [-1.1] * length, "stop", (0,)) for length in lengths]
+        return [Rollout(prompt, response, f"{number}", number, turn_rewards=(0.1,)) for response in responses]
 
     shares = [[group(0, 9, 1), group(1, 3, 7)], [group(0, 1, 1), group(1, 2, 2)]]
-    monkeypatch.setattr(iteration, "gather_over_ranks", lambda trainer, own: shares)
+    sent: list[Any] = []
+    monkeypatch.setattr(iteration, "gather_over_ranks", lambda _, own: sent.append(pickle.dumps(own)) or [own])
     rank, learned = OneRank(), []
+    rank.trainer.global_rank = 0
+    for share in shares:
+        rank.iteration._deal_groups(share)
+    monkeypatch.setattr(iteration, "gather_over_ranks", lambda *_: [*map(pickle.loads, sent)])
     for number in (0, 1):
         rank.trainer.global_rank = number
         learned.append(rank.iteration._deal_groups(shares[number]))
     lengths = [[len(each.response.token_ids) for each in rollouts] for rollouts in learned]
     assert lengths == [[9, 1, 2, 2], [3, 7, 1, 1]]
     assert [[each.group for each in rollouts] for rollouts in learned] == [[0, 0, 3, 3], [1, 1, 2, 2]]
+    originals = [[*shares[0][0], *shares[1][1]], [*shares[0][1], *shares[1][0]]]
+    for dealt, own in zip(learned, originals, strict=True):
+        batch, expected = (collate(each, pad_id=0, temperature=1.0) for each in (dealt, own))
+        for name in ("input_ids", "rollout_logps", "turn_rewards", "response_mask"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
 class WithoutTargets(GRPO):

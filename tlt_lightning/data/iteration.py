@@ -32,6 +32,7 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
 All of it runs on the main thread, but for the rewards.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -168,9 +169,10 @@ class PolicyIteration:
     def _deal_groups(self, groups: Sequence[list[Rollout]]) -> list[Rollout]:
         """Return this rank's share of all ranks' groups, as many, and of about as many tokens as the others'.
 
-        A rank writes what it was dealt by expectation, and an update lasts as long as the largest share of tokens.
+        A rank writes what it was dealt by expectation, and an update lasts as long as the largest share of tokens. All
+        ranks read what all have written: numbers travel, and nothing of a row, which may hold what cannot be pickled.
         """
-        ranks = gather_over_ranks(self.trainer, groups)
+        ranks = gather_over_ranks(self.trainer, [[_numbers(rollout) for rollout in group] for group in groups])
         of_all = list(chain.from_iterable(ranks))
         tokens = [sum(len(each.prompt.ids) + len(each.response.token_ids) for each in group) for group in of_all]
         share = deal(tokens, list(map(len, ranks)))[self.trainer.global_rank]
@@ -285,3 +287,10 @@ class PolicyIteration:
 
     def _sum(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.trainer, value)
+
+
+def _numbers(rollout: Rollout) -> Rollout:
+    """Return what `collate` reads of a rollout, in arrays: lists of millions of tokens take seconds to read."""
+    tokens, logps = array("i", rollout.response.token_ids), array("f", rollout.response.logps)
+    response = replace(rollout.response, token_ids=tokens, logps=logps, drafts=())
+    return replace(rollout, prompt=Prompt("", array("i", rollout.prompt.ids)), text="", rewards={}, response=response)
